@@ -29,7 +29,7 @@ LEAST_SCALE = torch.finfo(torch.float32).tiny  # of zeros
 
 
 class Float8Chunk(Chunk):
-    """Of a sharding group of several ranks, and of parameters that float."""
+    """Chunk of floating parameters of a sharding group of several ranks, gathered as float8."""
 
     def __init__(self, spec: ChunkSpec, memory: ChunkMemory, links: Links, **options: Any) -> None:
         super().__init__(spec, memory, links, **options | {"never_released": False})
@@ -62,7 +62,7 @@ class Float8Chunk(Chunk):
         return _Arriving(self, gather, sent.view(FLOAT8), scales)
 
     def _runs(self) -> Iterator[tuple[int, slice]]:
-        """(parameter, where what this rank has of it lies in the shard)."""
+        """(parameter, its run of elements in this rank's shard) of every segment."""
         first, last = self.rank * self.spec.shard_numel, (self.rank + 1) * self.spec.shard_numel
         for i, slot in enumerate(self.spec.slots):
             begin, end = max(slot.offset, first), min(slot.offset + slot.numel, last)
@@ -71,7 +71,7 @@ class Float8Chunk(Chunk):
 
     @torch.no_grad()
     def unpack(self, there: Tensor, scales: Tensor) -> None:
-        """Fill the payload with what has arrived, [S * W] of float8."""
+        """Fill the payload with the [S * W] of float8 that arrived."""
         for i in range(len(self.spec.slots)):
             self.view(self.payload, i).copy_(self.view(there, i).float() * scales[i])
         for begin, end in self.spec.gaps():
@@ -79,7 +79,8 @@ class Float8Chunk(Chunk):
 
     @torch.no_grad()
     def written(self) -> Tensor:
-        """What differs from what was gathered was written; of all else the shard has the bits."""
+        """[S] of the shard: elements that differ from what was gathered were written; others keep
+        their bits."""
         mine = super().written()
         if self._scales is None:
             return mine
@@ -95,7 +96,7 @@ def _packed(values: Tensor, scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """A gather of float8."""
+    """Gather of float8 that is under way."""
 
     chunk: Float8Chunk
     gather: Ticket[None]

@@ -1,4 +1,4 @@
-"""What this rank has of a parameter that torch has split over a mesh (a DTensor): its local tensor.
+"""Local tensor of a parameter that torch has split over a mesh (a DTensor).
 
 Splitting is torch's: nothing here knows how. A tensor that is no DTensor is its own local one.
 """
@@ -17,13 +17,14 @@ from gemini.units import Segments
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Without importing what takes a second to import: who has one has imported it."""
+    """Whether it is a DTensor. DTensor is not imported, which takes a second: who has one did
+    that."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local tensor itself, not a view of it in autograd."""
+    """Local tensor itself, not a view of it in autograd."""
     found: Tensor = _any(tensor)._local_tensor if is_dtensor(tensor) else tensor
     return found
 
@@ -34,7 +35,7 @@ def mesh_dims(tensor: Tensor) -> tuple[str, ...]:
 
 
 def group_of(tensor: Tensor) -> str:
-    """The sharding group of a parameter: the dimensions that split it already."""
+    """Sharding group of a parameter: the dimensions that split it already."""
     if not is_dtensor(tensor):
         return WORLD
     placements = zip(mesh_dims(tensor), _any(tensor).placements, strict=True)

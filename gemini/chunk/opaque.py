@@ -30,7 +30,8 @@ from .storage import Chunk
 
 
 class _LeafPlace(NamedTuple):
-    """Where a plain tensor of a parameter is referred to; put: None for the parameter's data."""
+    """Place where a plain tensor of a parameter is referred to; put: None for the parameter's
+    data."""
 
     leaf: str
     tensor: Tensor
@@ -39,7 +40,7 @@ class _LeafPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpaqueHandle(ParamHandle):
-    """Of an opaque parameter, and of every tensor that it consists of."""
+    """Handle of an opaque parameter, and of every tensor that it consists of."""
 
     opaque: Opaque
 
@@ -48,14 +49,15 @@ class OpaqueHandle(ParamHandle):
 
 
 class Opaque:
-    """One opaque parameter on this rank.
+    """Opaque parameter on this rank.
 
-    form: what it consists of, the same on all ranks. tensors: each with its view of the payload.
+    form: tensors and context that it consists of, the same on all ranks. tensors: each with its
+    view of the payload.
     """
 
     def __init__(self, param: nn.Parameter, places: Sequence[tuple[str, nn.Module]]) -> None:
-        """places: its names, each with the module that has it. Raises ValueError for what no chunk
-        can hold."""
+        """places: names of the parameter, each with the module that has it. Raises ValueError for a
+        parameter that no chunk can hold."""
         self.param = param
         self.names = tuple(name for name, _ in places)
         self._modules = places
@@ -73,14 +75,14 @@ class Opaque:
 
     @property
     def spec(self) -> ParamSpec:
-        """As a chunk has it: bytes."""
+        """Spec of the parameter as a chunk has it: bytes."""
         return ParamSpec(self.names[0], (self.form.nbytes,), BYTES, False, self.names[1:],
                          form=self.form)  # fmt: skip
 
     @torch.no_grad()
     def pack(self, into: Tensor, values: Tensor | None = None) -> None:
-        """Write its bytes to uint8 [nbytes]; or those of another one of its form, if `values` is
-        one: its own are without memory then."""
+        """Write the bytes of the parameter to uint8 [nbytes], or those of another one of its form,
+        where `values` is one: its own tensors are without memory then."""
         into.zero_()
         places = self._places
         if isinstance(values, nn.Parameter):
@@ -92,7 +94,7 @@ class Opaque:
 
     @torch.no_grad()
     def bind(self, flat: Tensor) -> None:
-        """Let its tensors be views of a payload's uint8 [nbytes], for good."""
+        """Make its tensors views of a payload's uint8 [nbytes], for good."""
         leaves = {leaf.name: leaf for leaf in self.form.leaves}
         for place in self._places:
             # `.data` has a version of its own: to autograd a gather does not change it
@@ -112,8 +114,8 @@ class Opaque:
 
     @torch.no_grad()
     def take_back(self) -> Tensor | None:
-        """uint8 [nbytes] of what its modules have in its place, if that has the same form: a merge
-        of adapters makes a parameter anew. They have this one again."""
+        """uint8 [nbytes] of what its modules have in its place, where that has the same form: a
+        merge of adapters makes a parameter anew. The modules have this parameter again."""
         found: Tensor | None = None
         for name, module in self._modules:
             key, form = name.rpartition(".")[2], self.form
@@ -135,13 +137,13 @@ class Opaque:
         return found
 
     def wrap(self, handle: ParamHandle) -> None:
-        """Operators on it ask an engine from now on."""
+        """Let operators on it ask an engine from now on."""
         for tensor in (self.param, *(tensor for tensor, _, _ in self.tensors)):
             found = OpaqueHandle(handle.owner, handle.engine, handle.param, self)
             setattr(tensor, OWNER_ATTRIBUTE, found)
 
     def unwrap(self, flat: Tensor) -> None:
-        """It is a plain one again, with copies of its part of uint8 [nbytes]."""
+        """Make it a plain one again, with copies of its part of uint8 [nbytes]."""
         self.stay(True)
         own = {leaf.name: view_of(leaf, flat).clone() for leaf in self.form.leaves}
         for tensor, _, leaf in self.tensors:
@@ -153,7 +155,7 @@ class Opaque:
 
     @torch.no_grad()
     def saved(self, flat: Tensor) -> dict[str, Tensor]:
-        """What state dicts have of it: copies from uint8 [nbytes], under its library's names."""
+        """State dict entries: copies from uint8 [nbytes], under its library's names."""
         with self.lent(flat):
             return {name: value.detach().clone() for name, value in self._entries()}
 
@@ -164,14 +166,14 @@ class Opaque:
 
     @torch.no_grad()
     def load(self, flat: Tensor, values: Mapping[str, Any]) -> None:
-        """Write what a state dict gives of it to uint8 [nbytes]; see `given`."""
+        """Write the values of a state dict to uint8 [nbytes]; see `given`."""
         given = self.given(values)
         for leaf in self.form.leaves:
             if leaf.name in given:
                 view_of(leaf, flat).copy_(given[leaf.name])
 
     def given(self, values: Mapping[str, Any]) -> dict[str, Tensor]:
-        """By leaf what a state dict has of it. Raises ValueError for what has another form."""
+        """Values of a state dict by leaf. Raises ValueError for those of another form."""
         state = getattr(self.param, "quant_state", None)
         names = self.names if state is None else map(_weight_name, self.names)
         name = next((name for name in names if name in values), None)
@@ -209,7 +211,7 @@ class Opaque:
         )
 
     def _entries(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) as its modules save it, but for what they have beside it."""
+        """(name, tensor) as its modules save the parameter, without their other state."""
         for name, module in self._modules:
             state = getattr(self.param, "quant_state", None)
             if state is not None and self.form.kind != "Params4bit":
@@ -227,7 +229,7 @@ class Opaque:
 
     @contextmanager
     def lent(self, flat: Tensor) -> Iterator[None]:
-        """Its tensors are views of uint8 [nbytes], and not of the payload."""
+        """Context in which its tensors are views of uint8 [nbytes], and not of the payload."""
         with self.shown():
             for tensor, _, leaf in self.tensors:
                 tensor.data = view_of(leaf, flat).data
@@ -238,12 +240,12 @@ class Opaque:
                     tensor.data = view
 
     def stay(self, gathered: bool) -> None:
-        """Whether its memory is there for good; else no call uses it now."""
+        """Note whether its memory is there for good; else no call uses it now."""
         self._stays = gathered
         self.forget_calls()
 
     def call_begins(self) -> None:
-        """A call uses it: it is as its library made it."""
+        """A call begins to use it: it is as its library made it."""
         self._calls += 1
         self._show_or_hide()
 
@@ -252,7 +254,7 @@ class Opaque:
         self._show_or_hide()
 
     def forget_calls(self) -> None:
-        """None is open."""
+        """Forget all open calls."""
         self._calls = 0
         self._show_or_hide()
 
@@ -275,12 +277,13 @@ class Opaque:
 
 
 class OpaqueChunk(Chunk):
-    """A chunk of opaque parameters: bytes that nobody updates."""
+    """Chunk of opaque parameters: bytes that nobody updates."""
 
     opaque: Sequence[Opaque] = ()
 
     def gather_again(self) -> None:
-        """No operator on its parameters waits for a gather that is under way."""
+        """Gather anew, and wait: no operator on its parameters waits for a gather that is under
+        way."""
         super().gather_again()
         self.wait_gathered()
 
@@ -313,13 +316,13 @@ class OpaqueChunk(Chunk):
 
 
 def view_of(leaf: Leaf, flat: Tensor) -> Tensor:
-    """A leaf of uint8 [nbytes], in its dtype, shape and strides."""
+    """View of a leaf in uint8 [nbytes], in its dtype, shape and strides."""
     run = flat[leaf.offset : leaf.offset + leaf.nbytes].view(getattr(torch, leaf.dtype))
     return run.as_strided(leaf.shape, leaf.stride)
 
 
 def hollow(param: Tensor) -> None:
-    """Take all memory from it; its form stays."""
+    """Take all memory from a parameter; its form stays."""
     for place in _places_of(param, None):
         one = [1] * place.tensor.ndim  # strides of what is as large as that stay
         empty = torch.zeros(one, dtype=place.tensor.dtype).expand(place.tensor.shape)
@@ -352,7 +355,7 @@ _BITSANDBYTES = ("Params4bit", "Int8Params")
 
 
 def _places_of(param: Any, module: Any) -> Iterator[_LeafPlace]:
-    """All plain tensors of a parameter, in a fixed order; a leaf may have several places."""
+    """Places of all plain tensors of a parameter, in a fixed order; a leaf may have several."""
     if hasattr(param, "__tensor_flatten__"):
         yield from _flattened(param, "")
         return
@@ -372,7 +375,7 @@ def _places_of(param: Any, module: Any) -> Iterator[_LeafPlace]:
 
 
 def _weight_name(name: str) -> str:
-    """Of what a parametrisation makes of a parameter of this name."""
+    """Name of the weight of which a parametrisation made a parameter of this name."""
     return re.sub(r"\bparametrizations\.(\w+)\.original$", r"\1", name)
 
 
@@ -430,7 +433,7 @@ def _form_of(name: str, param: Any, places: Sequence[_LeafPlace]) -> Form:
 
 
 def _context_of(param: Any) -> str:
-    """What is no tensor in it, and must be the same on all ranks."""
+    """Context of a parameter: what is no tensor in it, and must be the same on all ranks."""
     if hasattr(param, "__tensor_flatten__"):
         return re.sub(r" at 0x[0-9a-f]+", "", repr(param.__tensor_flatten__()[1]))
     state = getattr(param, "quant_state", None)
@@ -439,7 +442,7 @@ def _context_of(param: Any) -> str:
 
 @cache
 def _hidden_class(known: type) -> type:
-    """What `known` becomes while no call uses it: operators fetch the chunk first."""
+    """Class of `known` while no call uses it: operators fetch the chunk first."""
     if known is Tensor:
         return ChunkView
 

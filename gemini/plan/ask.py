@@ -1,4 +1,5 @@
-"""From a model to its plan: on the meta device, with the chunks and activations that it has."""
+"""Question about a model: it is built on the meta device, its chunks searched, its activations
+traced."""
 
 from __future__ import annotations
 
@@ -31,17 +32,15 @@ QUANTISED = ("adamw",)  # whose state may be kept in fewer bits
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a model is trained.
+    """Training of a model.
 
-    batch, seq: sequences of a rank in one forward, and their tokens.
-    accumulate: forwards and backwards before a step.
-    lora: rank of adapters; 0 trains the whole model.
-    precision: of `DTYPES`. optimizer: of `LAYOUTS`. state: as `HybridAdam` takes it.
-    nvme_fraction: of the optimizer's state, at least, on NVMe.
-    activation_bytes: of one sample, where nothing can be traced.
-    update: of `GeminiDDP`; `auto` is the fastest as predicted.
-    by_trl: as `python -m gemini train` does it: with trl's loss, a frozen base in 16 bits.
-    ema: home of an average of the weights, as `gemini.EMA` has it; None: there is none.
+    batch, seq: sequences of a rank in one forward, and their tokens. accumulate: forwards and
+    backwards before a step. lora: rank of adapters; 0 trains the whole model. precision: of
+    `DTYPES`. optimizer: of `LAYOUTS`. state: as `HybridAdam` takes it. nvme_fraction: of the
+    optimizer's state, at least, on NVMe. activation_bytes: of one sample, where nothing can be
+    traced. update: of `GeminiDDP`; `auto` is the fastest as predicted. by_trl: as `python -m gemini
+    train` does it: with trl's loss, a frozen base in 16 bits. ema: home of an average of the
+    weights, as `gemini.EMA` has it; None: there is none.
     """
 
     batch: int = 1
@@ -78,7 +77,7 @@ class Training:
 
 
 def plan_for(model: str | nn.Module, machine: Hardware, training: Training) -> Answer:
-    """What training would take on a machine, or the cheapest change with which it fits.
+    """Plan a training on a machine, or the cheapest change with which it fits.
 
     model: what `models.build` takes; or a module on the meta device, which gets the adapters and
         the checkpointing that are asked for.

@@ -1,4 +1,4 @@
-"""What makes a run fit, or faster: one list of changes, each planned itself. Pure."""
+"""Changes with which a run fits, or is faster: one list, each planned itself. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MIB = 1 << 20
 
 
 def in_flags(error: BudgetError) -> BudgetError:
-    """The same, of the flags that say what there is."""
+    """The same remedy with flags of the command in place of arguments."""
     assert error.tier is not None
     flag = _FLAGS["nvme" if error.tier is Tier.NVME else f"{error.tier.value}_mem"]
     knob = error.knob.replace(f"{error.tier.value}_budget", flag)
@@ -31,7 +31,7 @@ def in_flags(error: BudgetError) -> BudgetError:
 
 
 def cheapest(question: Question) -> Question:
-    """The cheapest change with which it fits, each checked by a plan.
+    """Cheapest change with which it fits, each checked by a plan.
 
     From cheap to dear: the same step in more forwards, checkpointing, a disk, adapters; then more
     RAM, more device memory.
@@ -43,7 +43,7 @@ def cheapest(question: Question) -> Question:
 
 
 def _least(name: str, before: int, found: Question) -> Question:
-    """With as little of this size as will do, to a MiB or a thousandth."""
+    """Question with as little of this size as will do, to a MiB or a thousandth."""
     low, high = before, getattr(found.machine, name)
     while high - low > max(_MIB, high // 1000):
         middle = _up((low + high) // 2)
@@ -57,7 +57,7 @@ def _least(name: str, before: int, found: Question) -> Question:
 
 
 def _smaller(question: Question) -> Iterator[Question]:
-    """What needs less memory, from cheap to dear. The last one fits."""
+    """Questions that need less memory, from cheap to dear. The last one fits."""
     switches = (_checkpointed, _with_disk, _adapted)
     for count in range(len(switches) + 1):
         for chosen in combinations(switches, count):
@@ -91,7 +91,7 @@ def _adapted(question: Question) -> Question | None:
 
 
 def _other(question: Question, checkpointing: bool, lora: int) -> Question | None:
-    """With what `question` differs in from the one that was asked first."""
+    """Question with the differences of `question` to the one that was asked first."""
     if question.other is None:
         return None
     found = question.other(checkpointing, lora)
@@ -113,7 +113,7 @@ def _with_disk(question: Question) -> Question | None:
 
 
 def enough(question: Question) -> Question:
-    """The same question with as much more of each tier as it takes to fit, in whole MiB."""
+    """Question with as much more of each tier as it takes to fit, in whole MiB."""
     while True:
         try:
             question.fitted()
@@ -136,12 +136,12 @@ def _with_more(machine: Hardware, error: BudgetError) -> Hardware:
 
 
 def _up(nbytes: int) -> int:
-    """In whole MiB."""
+    """Bytes rounded up to whole MiB."""
     return -(-nbytes // _MIB) * _MIB
 
 
 def faster(question: Question, result: PlanResult) -> Iterator[tuple[Question, float]]:
-    """What takes less time in the same memory, and what a little more would buy; with seconds."""
+    """Changes that take less time in the same memory, or in a little more; with seconds."""
     base = question.seconds(result)
     for asked in _more_at_once(question, result.profile.peak(Tier.NVME)):
         try:
@@ -166,12 +166,12 @@ def _more_at_once(question: Question, on_disk: int) -> Iterator[Question]:
 
 
 def flags(before: Question, after: Question) -> str:
-    """Of the command, what makes one question the other."""
+    """Flags of the command that make one question the other."""
     return " ".join(flag for flag, _ in _changes(before, after))
 
 
 def in_words(before: Question, after: Question) -> str:
-    """The same, with what there was before."""
+    """Words for a change, with what there was before."""
     return " and ".join(words for _, words in _changes(before, after))
 
 
@@ -180,7 +180,7 @@ _IN_WORDS = {"nvme": "of disk", "host_mem": "of RAM", "device_mem": "on the devi
 
 
 def _changes(before: Question, after: Question) -> Iterator[tuple[str, str]]:
-    """Flags, and words."""
+    """Flags and words of a change."""
     if after.checkpointing != before.checkpointing:
         kept = "computed again in backward, not kept" if after.checkpointing else "kept"
         flag = "--checkpointing" if after.checkpointing else "--no-checkpointing"

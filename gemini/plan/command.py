@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends the process for what cannot be, as argparse does."""
+    """Check arguments. Ends the process for impossible ones, as argparse does."""
     for name, there in NOT_YET.items():
         if getattr(args, name) != there:
             also = f"expected {there}" if there else "leave it away"
@@ -107,7 +107,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def machine_from(args: argparse.Namespace) -> Hardware:
-    """Raises ValueError for files and cards that are none."""
+    """Machine of the arguments. Raises ValueError for files and cards that are not known."""
     sizes = {name: getattr(args, name) for name in ("device_mem", "host_mem", "nvme")}
     return machine_of(
         {name: size for name, size in sizes.items() if size is not None},
@@ -117,7 +117,7 @@ def machine_from(args: argparse.Namespace) -> Hardware:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1: it does not fit."""
+    """Run the command. Exit status 1: it does not fit."""
     parser = argparse.ArgumentParser(
         prog="python -m gemini plan",
         description="Does a model fit, where does everything go, how long does a step take: asked "
@@ -160,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_fits(args: argparse.Namespace) -> int:
-    """Two files, of all parameters and of LoRA; after each model, so that an end loses little."""
+    """Write two pages, of all parameters and of LoRA, after each model, so that an end loses
+    little."""
     from . import table
     from .ask import Training, ask
 

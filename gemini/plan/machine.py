@@ -1,4 +1,4 @@
-"""Machines that are asked about: cards by name, a doctor's report, and what is assumed. Pure."""
+"""Machines that are asked about: cards by name, a doctor's report, and assumptions. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONTEXT_BYTES = GIB  # of a card's memory, for CUDA's own
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU's data sheet."""
+    """Data sheet of a GPU."""
 
     gib: int
     bytes_per_s: float
@@ -42,7 +42,7 @@ class Card:
 
     @property
     def speeds(self) -> dict[str, float]:
-        """By names of `Bandwidths`."""
+        """Speeds by names of `Bandwidths`."""
         link = PCIE[self.pcie]
         return {
             "host_to_device": link, "device_to_host": link, "device_memory": self.bytes_per_s,
@@ -66,9 +66,9 @@ CARDS = {
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What is asked about; memory and disk are of one device and of one node.
+    """Hardware that is asked about; memory and disk are of one device and of one node.
 
-    sources: where a number comes from, by its name here or in `Bandwidths`; others are assumed.
+    sources: origin of a number, by its name here or in `Bandwidths`; others are assumed.
     """
 
     world_size: int
@@ -83,7 +83,7 @@ class Hardware:
     is_here: bool = False  # measured where it is asked; flags are those of `train`
 
     def budgets(self) -> Budgets:
-        """Of one rank. On `cpu` the device is the node's RAM."""
+        """Budgets of one rank. On `cpu` the device is the node's RAM."""
         if self.device == "cpu":
             node = Budgets.parse(min(self.device_mem, self.host_mem), self.host_mem, self.nvme)
             return node.divided(self.ranks_per_node, self.ranks_per_node)
@@ -91,7 +91,7 @@ class Hardware:
         return node.divided(self.ranks_per_node)
 
     def assumptions(self, what: Mapping[str, str]) -> Iterator[str]:
-        """Each number with its source. what: of the numbers that mattered, name to words."""
+        """Each number with its source. what: numbers that mattered, name to words."""
         sources = dict(self.sources)
         for name, words in what.items():
             if name in ("device_mem", "host_mem", "nvme"):
@@ -116,10 +116,11 @@ def machine_of(
     report: Path | None = None,
     speeds: Path | None = None,
 ) -> Hardware:
-    """What is `given` (device_mem, host_mem, nvme), else in files, else the card's, else assumed.
+    """Machine of the sizes `given` (device_mem, host_mem, nvme), else of files, the card,
+    assumptions.
 
-    report: what `python -m gemini doctor --json` printed. speeds: JSON, by names of `Bandwidths`.
-    Raises ValueError for a card that is not known and for files that are neither.
+    report: output of `python -m gemini doctor --json`. speeds: JSON, by names of `Bandwidths`.
+    Raises ValueError for a card that is not known and for other files.
     """
     if gpu is not None and (gpu not in CARDS or device == "cpu"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A model, a machine and a batch: whether it fits, the largest batch, where everything is. Pure."""
+"""Question: a model, a machine and a batch. Whether it fits, the largest batch, all homes. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DEPTH = 2  # of `NvmeConfig`
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A model, a machine and a batch of each rank: all that an answer depends on."""
+    """Question: a model, a machine and a batch of each rank, all that an answer depends on."""
 
     layout: ChunkLayout
     activations: Activations
@@ -74,13 +74,14 @@ class Question:
 
     @property
     def policy(self) -> AutoPlacement:
-        """With which a module is wrapped to be placed so."""
+        """Policy with which a module is wrapped to be placed so."""
         machine = self.machine
         return AutoPlacement(machine.device_mem, machine.host_mem, machine.nvme, machine.folder)
 
     @property
     def trace(self) -> Trace:
-        """With which a module is wrapped: fp32 sums of gradients are no model data of a plan."""
+        """Trace with which a module is wrapped: fp32 sums of gradients are no model data of a
+        plan."""
         found = self.activations.at(self.batch)
         if self.accumulate == 1:
             return found
@@ -91,11 +92,11 @@ class Question:
         return replace(found, moments=tuple(moments))
 
     def planned(self) -> PlanResult:
-        """What a run comes to, as `priced` has it."""
+        """Plan of the run, as `priced` has it."""
         return self.priced()[1]
 
     def priced(self) -> tuple[PlanInputs, PlanResult]:
-        """What a run comes to, with its time at the machine's speeds; homes are chosen without.
+        """Plan of the run, with its time at the machine's speeds; homes are chosen without.
 
         Raises BudgetError where it does not fit.
         """
@@ -105,7 +106,7 @@ class Question:
         return priced, plan_within(result.plan, priced, self.policy)
 
     def fitted(self) -> tuple[PlanInputs, PlanResult]:
-        """As `GeminiDDP` plans with this trace, and then its optimizer.
+        """Plan as `GeminiDDP` makes it with this trace, and then its optimizer.
 
         Raises BudgetError where it does not fit.
         """
@@ -128,7 +129,7 @@ class Question:
         return with_ahead(partial(fitted, request.inputs(*now, most)), num_ahead)
 
     def _begun(self) -> PlanInputs:
-        """What there is to plan with when the module is wrapped."""
+        """Inputs of the plan when the module is wrapped."""
         has_host_tier = self.machine.device != "cpu"
         inputs = PlanInputs(
             layout=self.layout,
@@ -151,7 +152,7 @@ class Question:
         return frozenset(c.id for c in self.layout.chunks if c.dtype == "bfloat16")
 
     def _state(self, wrapped: PlanResult) -> StateBytes:
-        """With the chunks whose masters are what their parameters lack, as the optimizer says."""
+        """Sizes of the state, with the chunks whose masters are split, as the optimizer says."""
         if not (self.splits and self.state.has_master):
             return self.state
         split = self._may_split()
@@ -172,8 +173,7 @@ class Question:
         Objects, threads of files, products of experts, and gradients that updates in a thread still
         need in the forward; or as much more as the module takes while it is wrapped. Interpreter
         and libraries come on top, and what malloc keeps unless MALLOC_MMAP_THRESHOLD_ is set
-        (docs/memory.md). `bench.certificate` measures it.
-        iterations: None is many.
+        (docs/memory.md). `bench.certificate` measures it. iterations: None is many.
         """
         peak = result.profile.peak(Tier.HOST if result.plan.has_host_tier else Tier.DEVICE)
         own = OWN_BYTES + int(OWN_SHARE * peak)
@@ -186,7 +186,7 @@ class Question:
         return max(found, own + self._set_up_bytes(result) - peak)
 
     def product_bytes(self, iterations: int | None = None) -> int:
-        """Of products that a processor compiles for experts, one for each number of rows."""
+        """Bytes of products that a processor compiles for experts, one for each number of rows."""
         if self.machine.device != "cpu" or not self.experts:
             return 0
         numbers = SPREAD * sqrt(self.experts_share * self.batch * self.seq)
@@ -195,9 +195,9 @@ class Question:
         return int(PRODUCT_BYTES * PRODUCTS * (2 if self.lora else 3) * numbers)
 
     def _set_up_bytes(self, result: PlanResult) -> int:
-        """The most RAM while a module is wrapped whose parameters are made or read one by one.
+        """Most RAM while a module is wrapped whose parameters are made or read one by one.
 
-        Each comes in its own dtype, beside its chunk and those that were wrapped before. fp32
+        Each comes in its own dtype, when its chunk and all chunks before it are there. fp32
         originals that go to a file do so by blocks, where a rank has the chunk alone.
         """
         plan = result.plan
@@ -222,7 +222,7 @@ class Question:
         return most
 
     def _kept_bytes(self, result: PlanResult) -> int:
-        """By which gradients that a tail holds in the forward pass the peak."""
+        """Bytes by which gradients that a tail keeps in the forward pass the peak."""
         trace = self.trace
         calls = trace.calls(self.layout.chunk_of())
         backward = [moment.phase for moment in trace.moments].index("backward")
@@ -235,14 +235,14 @@ class Question:
         return result.best_update if self.update == AUTO else self.update
 
     def seconds(self, result: PlanResult) -> float:
-        """Of a step, with all its forwards and backwards."""
+        """Seconds of a step, with all its forwards and backwards."""
         times, update = result.seconds_by_update, self._update(result)
         more = (self.accumulate - 1) * result.cost.busy["compute"]
         return times.get(update, result.cost.seconds) + more
 
 
 def largest_batch(question: Question) -> int:
-    """The largest batch of a rank that fits; 0 where not even 1 does."""
+    """Largest batch of a rank that fits; 0 where not even 1 does."""
     low, high = 0, 1
     while high <= MAX_BATCH and replace(question, batch=high).fits():
         low, high = high, 2 * high

@@ -1,4 +1,4 @@
-"""What fits where: models on cards, with the least RAM and disk; as Markdown and as a page."""
+"""Table of what fits: models on cards, with the least RAM and disk; as Markdown and as a page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ MODELS = (
 
 @dataclass(frozen=True, slots=True)
 class FitRow:
-    """One model on one machine. seconds: of a step; None where it does not fit."""
+    """Row of the table: one model on one machine. seconds: of a step; None where it does not
+    fit."""
 
     model: str
     training: str  # "all parameters", "LoRA"
@@ -35,7 +36,7 @@ class FitRow:
 
 
 def rows(model: str, training: str, question: Question) -> Iterator[FitRow]:
-    """On every card with every host."""
+    """Rows of one model, on every card with every host."""
     found: dict[tuple[str, int], float | None] = {}
     first = 0  # host that is enough, as on a card that has more memory
     for card in sorted(CARD_NAMES, key=lambda name: -CARDS[name].gib):
@@ -59,7 +60,7 @@ def rows(model: str, training: str, question: Question) -> Iterator[FitRow]:
 
 
 def markdown(found: Sequence[FitRow], title: str) -> str:
-    """For each card the first host that does, with seconds of a step."""
+    """Page in Markdown: for each card the first host that does, with seconds of a step."""
     hosts = ", ".join(f"{ram} GiB{f' + {disk} TB' if disk else ''}" for ram, disk in HOSTS)
     parts = [
         "# What fits", "", title, "",
@@ -79,7 +80,7 @@ def markdown(found: Sequence[FitRow], title: str) -> str:
 
 
 def cell(mine: Sequence[FitRow]) -> str:
-    """The first host that does, and seconds of a step; "no" where none does."""
+    """Cell of the page: the first host that does, and seconds of a step; "no" where none does."""
     first = next((row for row in mine if row.seconds is not None), None)
     if first is None or first.seconds is None:
         return "no"
@@ -89,13 +90,13 @@ def cell(mine: Sequence[FitRow]) -> str:
 
 
 def rows_of(page: str) -> list[FitRow]:
-    """Of what `page` made."""
+    """Rows that a page of `page` was made of."""
     found = page.partition("const rows = ")[2].partition(", cards = ")[0]
     return [FitRow(**row) for row in json.loads(found)]
 
 
 def page(found: Sequence[FitRow], title: str) -> str:
-    """One HTML file that asks nothing of a network."""
+    """Page in HTML, one file that asks nothing of a network."""
     shown = [asdict(row) for row in found]
     sizes = {name: CARDS[name].gib for name in CARD_NAMES}
     return _PAGE.replace("TITLE", title).replace("ROWS", json.dumps(shown)).replace(

@@ -46,11 +46,11 @@ Runs = tuple[tuple[int, int], ...]  # (value, how many in a row)
 
 
 class StoreFormatError(ValueError):
-    """A file that is not a store of this format."""
+    """File that is not a store of this format."""
 
 
 def checksum_of(data: bytes | memoryview) -> int:
-    """What the engines compute over pieces, of bytes in hand."""
+    """Checksum of bytes in memory, as the engines compute it over pieces."""
     pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
     return combine([crc32(piece) for piece in pieces])
 
@@ -64,7 +64,7 @@ def combine(checksums: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """The committed state of one block."""
+    """Committed version of one block."""
 
     version: int
     checksum: int  # of the block's pieces, see `combine`; 0 where checksums are off
@@ -72,21 +72,21 @@ class IndexEntry:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Which version of every block is committed."""
+    """Index of one commit: the version of every block."""
 
     sequence: int
     step: int  # the owner's step count, 0 before the first commit
     entries: tuple[IndexEntry, ...]
 
     def encode(self) -> bytes:
-        """As `decode` reads it."""
+        """Bytes that `decode` reads."""
         body = b"".join(_ENTRY.pack(e.version, e.checksum) for e in self.entries)
         head = _INDEX.pack(self.sequence, self.step, len(self.entries), zlib.crc32(body))
         return head + body
 
     @classmethod
     def decode(cls, data: bytes, num_blocks: int, num_versions: int = NUM_VERSIONS) -> Index | None:
-        """None where the slot was never written, was cut, or its write was torn."""
+        """Index of a slot; None where it was never written, was cut, or its write was torn."""
         step = cls.step_in(data, num_blocks)
         if step is None:
             return None
@@ -101,7 +101,7 @@ class Index:
 
     @staticmethod
     def step_in(data: bytes, num_blocks: int) -> int | None:
-        """The step of a slot, or None as for `decode`; its entries take no memory."""
+        """Step of a slot, or None as for `decode`; its entries take no memory."""
         if len(data) < _INDEX.size:
             return None
         sequence, step, count, crc = _INDEX.unpack_from(data)
@@ -112,7 +112,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where one version of one block lies."""
+    """Place of one version of one block."""
 
     file: int
     offset: int  # bytes
@@ -121,7 +121,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class StoreLayout:
-    """In which extents of which files blocks lie.
+    """Layout of a store: the extents of its blocks in its files.
 
     `digest` is whatever its owner uses to recognise its own layout.
     """
@@ -161,7 +161,7 @@ class StoreLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks over all files."""
+        """Number of blocks over all files."""
         return len(self.block_nbytes)
 
     @property
@@ -170,7 +170,7 @@ class StoreLayout:
         return align_up(_INDEX.size + self.num_blocks * _ENTRY.size, PAGE_BYTES)
 
     def header(self, file: int) -> bytes:
-        """The header of one file, whole pages."""
+        """Header of one file, whole pages."""
         fields: dict[str, object] = {
             "digest": self.digest,
             "file": file,
@@ -193,7 +193,7 @@ class StoreLayout:
         return self.header_nbytes(0) + slot * self.index_slot_nbytes
 
     def extents(self) -> tuple[tuple[Extent, ...], ...]:
-        """For every block the extents of its versions; twice the same where it has one."""
+        """Extents of the versions of every block; twice the same where it has one."""
         ends = [
             self.header_nbytes(f) + NUM_VERSIONS * self.index_slot_nbytes
             for f in range(self.num_files)
@@ -223,8 +223,8 @@ class StoreLayout:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header of one file says, as it stands there: no memory for its blocks is taken
-    before `check_size` has found them in the file.
+    """Header of one file, as it stands there: no memory for its blocks is taken before `check_size`
+    has found them in the file.
 
     Files come from anywhere, so every field is checked: `decode` and `layout` raise
     StoreFormatError.
@@ -270,12 +270,12 @@ class Header:
 
     @property
     def num_blocks(self) -> int:
-        """Over all files."""
+        """Number of blocks over all files."""
         return sum(count for _, count in self.block_nbytes)
 
     @property
     def index_slot_nbytes(self) -> int:
-        """As `StoreLayout.index_slot_nbytes`."""
+        """Bytes of a slot, as `StoreLayout.index_slot_nbytes`."""
         return align_up(_INDEX.size + self.num_blocks * _ENTRY.size, PAGE_BYTES)
 
     def index_offset(self, slot: int) -> int:
@@ -292,7 +292,7 @@ class Header:
             raise StoreFormatError(f"it was cut: {nbytes} bytes of {needed}")
 
     def layout(self) -> StoreLayout:
-        """With one entry for every block: after `check_size` of all files."""
+        """Layout with one entry for every block: only after `check_size` of all files."""
         layout = StoreLayout(
             self.digest,
             _expand(self.block_nbytes),

@@ -1,4 +1,4 @@
-"""What a folder's disk does with an engine: two seconds, once."""
+"""Probe of a folder's disk with an engine: two seconds, once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Speed:
 
     @property
     def mixed(self) -> float:
-        """Both ways, one after the other: what a step does to a disk that is not duplex."""
+        """Speed of both ways in turn: what a step does to a disk that is not duplex."""
         return 2 / (1 / self.read + 1 / self.write)
 
 
@@ -67,9 +67,9 @@ def probe(
 
 
 def make_engine(name: str, folder: Path) -> Engine:
-    """An engine by its name; `folder` is for one that keeps a file of its own.
+    """Engine of a name; `folder` is for one that keeps a file of its own.
 
-    Raises ValueError for a name that is none, NvmeError where the engine is refused.
+    Raises ValueError for an unknown name, NvmeError where the engine is refused.
     """
     if name not in ENGINES:
         raise ValueError(f"nvme engine {name!r} is unknown; expected one of {sorted(ENGINES)}")

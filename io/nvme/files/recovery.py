@@ -1,4 +1,4 @@
-"""Reading what a process that died, or a machine that lost its power, had committed."""
+"""Recovery of the last commit of a process that died, or of a machine that lost its power."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from . import calls
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """One commit of a store, read only. Its `fds` are closed by leaving `recover`."""
+    """Commit of a store, read only. Its `fds` are closed by leaving `recover`."""
 
     layout: StoreLayout
     index: Index
@@ -33,11 +33,11 @@ class Recovered:
     _extents: tuple[tuple[Extent, ...], ...]
 
     def extent(self, block: int) -> Extent:
-        """Where the committed version of one block lies."""
+        """Extent of the committed version of one block."""
         return self._extents[block][self.index.entries[block].version]
 
     def block(self, block: int) -> bytes:
-        """The committed bytes of one block. Raises ChecksumError where they are not."""
+        """Committed bytes of one block. Raises ChecksumError where they do not verify."""
         entry, extent = self.index.entries[block], self.extent(block)
         data = os.pread(self.fds[extent.file], extent.nbytes, extent.offset)
         if checksum_of(data) != entry.checksum:
@@ -100,7 +100,7 @@ def _fits(index: Index, layout: StoreLayout) -> bool:
 
 
 def _open(path: str | os.PathLike[str]) -> int:
-    """A regular file, and no link to one."""
+    """Open a regular file, and no link to one."""
     try:
         fd = calls.open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
