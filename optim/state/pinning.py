@@ -22,7 +22,8 @@ Pin = Callable[[int, int], Callable[[], object]]  # (address, nbytes) -> undo
 
 
 def pin_slab(address: int, nbytes: int) -> Callable[[], object]:
-    """Page-lock [address, address + nbytes) for CUDA; the answer undoes it, behind the device.
+    """Page-lock [address, address + nbytes) for CUDA. Returns what undoes it, after the device's
+    work.
 
     Where the system refuses, it says so and the memory stays pageable: copies are slower then, and
     as right.
@@ -43,12 +44,12 @@ def pin_slab(address: int, nbytes: int) -> Callable[[], object]:
 
 
 def pages_of(address: int) -> PinnedPages | None:
-    """Those that begin there, if `pinned` made them."""
+    """Pages that begin at an address, if `pinned` made them."""
     return _pages.get(address)
 
 
 def forget_last_error() -> None:
-    """A call that CUDA refused leaves its error behind, and torch's next check would raise it."""
+    """Clear the error that a refused call of CUDA left: torch's next check would raise it."""
     major = (torch.version.cuda or "").partition(".")[0]
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()

@@ -1,4 +1,4 @@
-"""Saved state as torch's optimizers have it, made whole before it is loaded."""
+"""Saved state in the form of torch's optimizers, completed before it is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ State = Mapping[Tensor, Mapping[str, Any]]
 def unflattened(
     flat: Mapping[str, Any], names: Iterable[str], planes: Iterable[str]
 ) -> dict[str, dict[str, Any]]:
-    """State by name out of `{"state.NAME.PLANE": value}`."""
+    """State by name from `{"state.NAME.PLANE": value}`."""
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         keys = {plane: f"state.{name}.{plane}" for plane in (*planes, "step")}

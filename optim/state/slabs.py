@@ -16,7 +16,7 @@ from .space import Block
 
 
 class Slab:
-    """`blocks` in memory of the device, or of the host; zeros at first.
+    """Slab of `blocks` in memory of the device, or of the host; zeros at first.
 
     layout: as it is kept. Planes but the first take no memory before `complete`.
     """
@@ -39,7 +39,7 @@ class Slab:
         self.tensors: Planes = {first.name: self._allocate(first)}
 
     def complete(self) -> Slab:
-        """With all planes."""
+        """Make all planes. Returns the slab."""
         for plane in self._missing:
             self.tensors[plane.name] = self._allocate(plane)
         self._missing.clear()
@@ -70,8 +70,8 @@ class Slab:
         }
 
     def run(self, blocks: Sequence[Block], offset: int, numel: int) -> Planes | None:
-        """Views of elements [offset, offset + numel) of the space, which `blocks` hold; None
-        where they are not all here, one after the other."""
+        """Views of elements [offset, offset + numel) of the space, which `blocks` hold; None where
+        they are not all in this slab, one after the other."""
         for block in blocks:
             ahead = block.offset - blocks[0].offset
             if self._start.get(block.id) != self._start.get(blocks[0].id, -1) + ahead:
@@ -80,7 +80,7 @@ class Slab:
         return {name: t[start : start + numel] for name, t in self.tensors.items()}
 
     def keep(self, blocks: Set[BlockId]) -> None:
-        """Give the memory of all other blocks back. One plane is there twice, at most."""
+        """Give the memory of all other blocks back. At most one plane has two copies at a time."""
         before, numel_before = self._start, self._numel
         self._place([block for block in self.blocks if block.id in blocks])
         for name, old in self.tensors.items():
