@@ -70,10 +70,10 @@ class Float8Chunk(Chunk):
                 yield i, slice(begin - first, end - first)
 
     @torch.no_grad()
-    def unpack(self, there: Tensor, scales: Tensor) -> None:
+    def unpack(self, gathered: Tensor, scales: Tensor) -> None:
         """Fill the payload with the [S * W] of float8 that arrived."""
         for i in range(len(self.spec.slots)):
-            self.view(self.payload, i).copy_(self.view(there, i).float() * scales[i])
+            self.view(self.payload, i).copy_(self.view(gathered, i).float() * scales[i])
         for begin, end in self.spec.gaps():
             self.payload[begin:end].zero_()
 
@@ -100,7 +100,7 @@ class _Arriving:
 
     chunk: Float8Chunk
     gather: Ticket[None]
-    there: Tensor  # [S * W]
+    gathered: Tensor  # [S * W]
     scales: Tensor  # [P]
 
     def ready(self) -> bool:
@@ -108,4 +108,4 @@ class _Arriving:
 
     def wait(self) -> None:
         self.gather.wait()
-        self.chunk.unpack(self.there, self.scales)
+        self.chunk.unpack(self.gathered, self.scales)

@@ -25,8 +25,8 @@ def is_dtensor(tensor: object) -> bool:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Local tensor itself, not a view of it in autograd."""
-    found: Tensor = _any(tensor)._local_tensor if is_dtensor(tensor) else tensor
-    return found
+    local: Tensor = _any(tensor)._local_tensor if is_dtensor(tensor) else tensor
+    return local
 
 
 def mesh_dims(tensor: Tensor) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def _split(segments: Segments, fused: int, ranks: int, rank: int) -> Segments:
     """What one of `ranks` has of segments that are `fused` matrices, each cut as torch cuts."""
     total = sum(size for _, size in segments)
     each = -(-total // fused)
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for first in range(0, total, each or 1):
         size = min(each, total - first)
         part = -(-size // ranks)
@@ -71,9 +71,9 @@ def _split(segments: Segments, fused: int, ranks: int, rank: int) -> Segments:
         for offset, length in segments:
             low, high = max(start, before), min(stop, before + length)
             if low < high:
-                found.append((offset + low - before, high - low))
+                ranges.append((offset + low - before, high - low))
             before += length
-    return tuple(found) or ((0, 0),)
+    return tuple(ranges) or ((0, 0),)
 
 
 def local_gradient(param: Tensor, grad: Tensor) -> Tensor:

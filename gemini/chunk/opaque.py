@@ -116,7 +116,7 @@ class Opaque:
     def take_back(self) -> Tensor | None:
         """uint8 [nbytes] of what its modules have in its place, where that has the same form: a
         merge of adapters makes a parameter anew. The modules have this parameter again."""
-        found: Tensor | None = None
+        values: Tensor | None = None
         for name, module in self._modules:
             key, form = name.rpartition(".")[2], self.form
             new = module._parameters.get(key)
@@ -126,15 +126,15 @@ class Opaque:
             other = Opaque(new, [(name, module)])
             if other.form != form:
                 continue
-            found = torch.zeros(form.nbytes, dtype=torch.uint8, device=new.device)
-            other.pack(found)
+            values = torch.zeros(form.nbytes, dtype=torch.uint8, device=new.device)
+            other.pack(values)
             module._parameters[key] = self.param
             mine: Any = self.param
             if form.kind == "Params4bit":  # peft made the new one of what this one had
                 mine.bnb_quantized, mine.module.quant_state = True, mine.quant_state
             elif form.kind == "Int8Params":  # the module's state has lost them
                 mine.CB, mine.SCB = (tensor for tensor, _, _ in self.tensors[1:])
-        return found
+        return values
 
     def wrap(self, handle: ParamHandle) -> None:
         """Let operators on it ask an engine from now on."""
@@ -187,22 +187,22 @@ class Opaque:
             else:
                 made = nn.Parameter(values[name], requires_grad=False)
                 made.quant_state = type(state).from_dict(about, torch.device("cpu"))
-            found = {place.leaf: place.tensor for place in _places_of(made, None)}
+            leaves = {place.leaf: place.tensor for place in _places_of(made, None)}
         elif name is not None and hasattr(self.param, "__tensor_flatten__"):
             if type(values[name]) is not _shown_class(type(self.param)):
                 self._refuse(name, f"a {type(values[name]).__name__}")
-            found = {place.leaf: place.tensor for place in _places_of(values[name], None)}
+            leaves = {place.leaf: place.tensor for place in _places_of(values[name], None)}
         else:
             live = {id(tensor): leaf.name for tensor, _, leaf in self.tensors}
             with self.lent(torch.zeros(self.form.nbytes, dtype=torch.uint8)):
                 own = {key: live[id(value)] for key, value in self._entries() if id(value) in live}
-            found = {leaf: values[key] for key, leaf in own.items() if key in values}
+            leaves = {leaf: values[key] for key, leaf in own.items() if key in values}
         for leaf in self.form.leaves:
-            came = found.get(leaf.name)
+            came = leaves.get(leaf.name)
             wanted = leaf.shape, getattr(torch, leaf.dtype)
             if came is not None and (tuple(came.shape), came.dtype) != wanted:
                 self._refuse(name or self.names[0], f"{came.dtype} {tuple(came.shape)}")
-        return found
+        return leaves
 
     def _refuse(self, name: str, came: str) -> NoReturn:
         raise ValueError(

@@ -294,9 +294,9 @@ def _use_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | N
     handle = handle_of(args[0])
     assert handle is not None
     if func == _GET_GRAD:
-        found = handle.engine.gradient_of(handle.param)
+        grad = handle.engine.gradient_of(handle.param)
         # until a forward thaws it, what autograd has left to a parameter that was frozen
-        return _GET_GRAD(args[0]) if found is None else found
+        return _GET_GRAD(args[0]) if grad is None else grad
     handle.engine.set_gradient(handle.param, args[1] if func == _SET_GRAD else None)
     return None
 
@@ -402,14 +402,14 @@ def _no_value_functions() -> frozenset[Any]:
         "requires_grad_", "type", "__hash__", "__len__", "has_names", "_is_view",
         "is_inference", "is_shared", "is_conj", "is_neg",
     )  # fmt: skip
-    found: set[Any] = set()
+    functions: set[Any] = set()
     for name in getters:
         prop = getattr(t, name, None)
         for accessor in ("__get__", "__set__", "__delete__"):
             if hasattr(prop, accessor):
-                found.add(getattr(prop, accessor))
-    found.update(getattr(t, name) for name in methods if hasattr(t, name))
-    return frozenset(found)
+                functions.add(getattr(prop, accessor))
+    functions.update(getattr(t, name) for name in methods if hasattr(t, name))
+    return frozenset(functions)
 
 
 # compared by identity: `isinstance` of an nn.Parameter asks its metaclass, in Python

@@ -116,17 +116,17 @@ class MemStatsCollector:
         for monitor in self._monitors:
             monitor.stop()
         kind, signature = self._key
-        found = Trace(kind, signature, self._model_digest, tuple(self._moments))
+        traced = Trace(kind, signature, self._model_digest, tuple(self._moments))
         known = self.traces.get(self._key)
         if known is not None:
-            deviation = known.deviation_of(found)
+            deviation = known.deviation_of(traced)
             if deviation is not None:
                 self.deviations.append(deviation)
                 log.warning("an iteration left its trace, the next one is planned anew: %s",
                             deviation)  # fmt: skip
-        self.traces[self._key] = found
+        self.traces[self._key] = traced
         self._key, self.collecting = None, False
-        return found
+        return traced
 
     def abandon(self) -> None:
         """Forget an iteration that did not end."""
@@ -280,9 +280,9 @@ def trace(
                 if kind == "train":
                     (loss or _default_loss)(outputs).backward()
                 del outputs
-            found = collector.end()
+            traced = collector.end()
             # fake tensors take time too, which says nothing of real ones
-            return replace(found, moments=tuple(replace(m, seconds=0.0) for m in found.moments))
+            return replace(traced, moments=tuple(replace(m, seconds=0.0) for m in traced.moments))
         finally:
             collector.abandon()
             for drop in drops:
@@ -310,9 +310,9 @@ def _drop_grad(param: Tensor) -> None:
 
 
 def _default_loss(outputs: Any) -> Tensor:
-    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if isinstance(found, Tensor):
-        return found
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
     tensors = [t for t in tensors_in(outputs) if t.requires_grad]
     if not tensors:
         raise ValueError(

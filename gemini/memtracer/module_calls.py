@@ -113,17 +113,17 @@ def callers_of(
 
     params_of: ids of a module's own parameters, or of all below it.
     """
-    found: dict[nn.Module, Caller] = {}
+    callers: dict[nn.Module, Caller] = {}
     for name, module, whole in _using(root, "", gather_whole):
         params = tuple(dict.fromkeys(params_of(module, whole)))
         # a compiler around the whole module goes through another's wrapper without its hooks
         inner = getattr(module, "_orig_mod", module)
-        if params and inner not in found:
-            found[inner] = Caller(name, params, whole=whole)
-    uses = Counter(param for caller in found.values() for param in caller.params)
-    for caller in found.values():
+        if params and inner not in callers:
+            callers[inner] = Caller(name, params, whole=whole)
+    uses = Counter(param for caller in callers.values() for param in caller.params)
+    for caller in callers.values():
         caller.own = tuple(param for param in caller.params if uses[param] == 1)
-    return list(found.items())
+    return list(callers.items())
 
 
 def _using(

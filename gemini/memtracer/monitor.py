@@ -208,10 +208,10 @@ def process_peak_rss_bytes() -> int:
 def peak_rss_bytes() -> int:
     """VmHWM: the most resident memory of this process since it began, or since the last reset."""
     status = _STATUS.read_bytes()
-    found = status.find(_HIGHEST)
-    if found < 0:
+    start = status.find(_HIGHEST)
+    if start < 0:
         raise OSError(f"{_STATUS} has no VmHWM")
-    return int(status[found + len(_HIGHEST) :].split(None, 1)[0]) * 1024
+    return int(status[start + len(_HIGHEST) :].split(None, 1)[0]) * 1024
 
 
 def reset_peak_rss() -> int:

@@ -163,8 +163,8 @@ class Trace:
         """Trace of a value of `to_json`. Raises TraceError for anything else: every field is
         checked."""
         if not isinstance(data, dict) or data.get("format") != FORMAT_VERSION:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise TraceError(f"no trace of format {FORMAT_VERSION}: found {found!r}")
+            version = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise TraceError(f"no trace of format {FORMAT_VERSION}: found {version!r}")
         fields = _Fields(data)
         moments = fields.array("moments")
         return cls(

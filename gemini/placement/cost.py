@@ -140,17 +140,17 @@ def _update_busy(chunk: ChunkBytes, homes: Homes, problem: PlacementProblem) -> 
     spent: Seconds = {}
     i = chunk.id
     for home, (state_bytes, param_bytes) in state_parts(chunk, homes.state[i]):
-        taken = UpdatePath.RESIDENT if home is Tier.DEVICE else problem.off_device
+        path = UpdatePath.RESIDENT if home is Tier.DEVICE else problem.off_device
         block = chunk.blocks[0]
         undo_bytes = param_bytes * block.undo_bytes // block.param_bytes
         for _, src, dst, nbytes in update_transfers(
             state_bytes, param_bytes, undo_bytes,
-            param=homes.param[i], grad=homes.grad[i], state=home, path=taken,
+            param=homes.param[i], grad=homes.grad[i], state=home, path=path,
             has_master=block.gives_parameters(home),
         ):  # fmt: skip
             _add(spent, link_seconds(src, dst, nbytes, problem.bandwidths, problem.has_host_tier))
-        name = "host_memory" if taken is UpdatePath.CPU else "device_memory"
-        _add(spent, {name: update_seconds(state_bytes, param_bytes, taken, problem.bandwidths)})
+        name = "host_memory" if path is UpdatePath.CPU else "device_memory"
+        _add(spent, {name: update_seconds(state_bytes, param_bytes, path, problem.bandwidths)})
     return spent
 
 

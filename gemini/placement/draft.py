@@ -131,8 +131,8 @@ class PlanResult:
     @property
     def seconds_by_update(self) -> dict[str, float]:
         """Predicted seconds of an iteration, for every `update=` that has a price."""
-        found = {update: cost.seconds for update, cost in self.overlapped.items()}
-        return {"serial": self.cost.seconds, **found}
+        seconds = {update: cost.seconds for update, cost in self.overlapped.items()}
+        return {"serial": self.cost.seconds, **seconds}
 
     @property
     def best_update(self) -> str:
@@ -185,7 +185,7 @@ class Draft:
             end = Moment(len(trace.moments))
             self.reductions = {c: replace(r, end=end) for c, r in self.reductions.items()}
         self.never_released = never_released(policy, [c.payload_bytes for c in self.problem.chunks])
-        self.ahead = prefetched_at(self.needs, inputs.max_prefetch)
+        self.prefetched = prefetched_at(self.needs, inputs.max_prefetch)
         self.non_model = [m.non_model_bytes for m in trace.moments]
         cap = policy.steady_cap_ratio if isinstance(policy, AutoPlacement) else 1.0
         self.demand = self._demand(cap)
@@ -199,7 +199,7 @@ class Draft:
             cap = cap if budget < UNLIMITED else 1.0
             reserved = [n + round(max(0, budget - n) * (1 - cap)) for n in self.non_model]
         vector = np.array([*reserved, reserved[-1] if reserved else 0], np.int64)
-        return Demand(vector, self.needs, self.reductions, self.ahead)
+        return Demand(vector, self.needs, self.reductions, self.prefetched)
 
     # -- homes --
 

@@ -164,10 +164,10 @@ def with_ahead(fitted: Callable[[int], Fitted], num_ahead: int) -> Fitted:
     if not num_ahead:
         return without
     try:
-        found = fitted(num_ahead)
+        more = fitted(num_ahead)
     except BudgetError:
         return without
-    return found if found[0] == replace(without[0], num_ahead=num_ahead) else without
+    return more if more[0] == replace(without[0], num_ahead=num_ahead) else without
 
 
 @dataclass(frozen=True, slots=True)

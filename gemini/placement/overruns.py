@@ -38,12 +38,12 @@ class Overrun(Departure):
 
     def __str__(self) -> str:
         budget, missing = format_bytes(self.budget_bytes), format_bytes(self.missing_bytes)
-        held = f"model data {format_bytes(self.model_bytes)}"
+        parts = f"model data {format_bytes(self.model_bytes)}"
         if self.other_bytes:
-            held += f", activations and temporaries {format_bytes(self.other_bytes)}"
+            parts += f", activations and temporaries {format_bytes(self.other_bytes)}"
         return (
             f"{self.tier.value}: the budget of a rank, {budget}, was passed by {missing} "
-            f"({self.missing_bytes} bytes) {self.where}: {held}"
+            f"({self.missing_bytes} bytes) {self.where}: {parts}"
         )
 
 
@@ -77,25 +77,25 @@ class Overruns:
         limit = self.limits.get(tier)
         if limit is None or model_bytes + other_bytes <= limit:
             return
-        found = Overrun(tier, limit, model_bytes, other_bytes, where)
-        if tier not in self._now or self._now[tier].missing_bytes < found.missing_bytes:
-            self._now[tier] = found
+        overrun = Overrun(tier, limit, model_bytes, other_bytes, where)
+        if tier not in self._now or self._now[tier].missing_bytes < overrun.missing_bytes:
+            self._now[tier] = overrun
 
     def settle(self) -> None:
         """End the iteration. Warns of budgets that were passed by more than ever before."""
-        for tier, found in self._now.items():
+        for tier, overrun in self._now.items():
             known = self._worst.get(tier)
-            if known is not None and known.missing_bytes >= found.missing_bytes:
+            if known is not None and known.missing_bytes >= overrun.missing_bytes:
                 continue
-            self._worst[tier] = found
-            self.found.append(found)
-            if known is not None and known.missing_bytes > 0.9 * found.missing_bytes:
+            self._worst[tier] = overrun
+            self.found.append(overrun)
+            if known is not None and known.missing_bytes > 0.9 * overrun.missing_bytes:
                 continue
             remedy = "use a smaller batch or activation checkpointing"
-            if found.model_bytes > found.budget_bytes:
+            if overrun.model_bytes > overrun.budget_bytes:
                 remedy = "give the trace= of this loop, or add up fewer backwards before a step"
             warnings.warn(
-                f"{found}; raise {tier.value}_budget by as much, or {remedy}",
+                f"{overrun}; raise {tier.value}_budget by as much, or {remedy}",
                 BudgetWarning,
                 stacklevel=user_stacklevel(),
             )

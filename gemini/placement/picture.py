@@ -72,9 +72,9 @@ def draw(timeline: Timeline) -> Any:
     from matplotlib.figure import Figure
 
     totals = {tier: timeline.total(tier) for tier in TIERS}
-    there = [tier for tier in TIERS if max(totals[tier])]
-    still = [tier for tier in there if _is_still(totals[tier])]
-    moving = [tier for tier in there if tier not in still]
+    tiers = [tier for tier in TIERS if max(totals[tier])]
+    still = [tier for tier in tiers if _is_still(totals[tier])]
+    moving = [tier for tier in tiers if tier not in still]
     tops = {tier: _top(timeline, tier, max(totals[tier])) for tier in moving}
     inches = {t: max(_LEAST, _LARGEST * tops[t] / max(tops.values())) for t in moving}
     heights = [_STRIP, *inches.values(), *[_STRIP] * (len(still) + len(timeline.busy))]
@@ -104,7 +104,7 @@ def draw(timeline: Timeline) -> Any:
         panels[0].set_title(f"{_held(timeline, tier)}{alike}", loc="left", fontsize=10)
     for number, tier in enumerate(still, 1 + len(moving)):
         _draw_still(figure.add_subplot(grid[number, :]), timeline, tier)
-    for number, (link, spans) in enumerate(timeline.busy.items(), 1 + len(there)):
+    for number, (link, spans) in enumerate(timeline.busy.items(), 1 + len(tiers)):
         for panel, window in zip(panels := row(number), windows, strict=True):
             _draw_link(panel, spans, window)
         seconds = sum(end - begin for begin, end in spans)
@@ -112,7 +112,7 @@ def draw(timeline: Timeline) -> Any:
         panels[0].set_title(
             f"{_LINKS[link]}: busy for {seconds:.3g} s, {share}", loc="left", fontsize=10
         )
-    drawn = [k for k in KINDS if any(any(timeline.rows[t, k]) for t in there)]
+    drawn = [k for k in KINDS if any(any(timeline.rows[t, k]) for t in tiers)]
     figure.legend(
         handles=[_patch(kind) for kind in drawn], loc="outside lower center", ncols=3,
         fontsize=9, frameon=False, title=_NOTE if timeline.is_timed else None, title_fontsize=8,

@@ -47,9 +47,9 @@ def _original_homes(inputs: PlanInputs, policy: Placement) -> Sequence[Tier]:
     if inputs.original_home is not None:
         return [inputs.original_home]
     specs = inputs.layout.chunks
-    there = any(not specs[chunk].trainable for chunk in inputs.with_originals)
+    has_originals = any(not specs[chunk].trainable for chunk in inputs.with_originals)
     limited = inputs.budgets.of(inputs.memory) < UNLIMITED
-    if there and limited and not isinstance(policy, StaticPlacement):
+    if has_originals and limited and not isinstance(policy, StaticPlacement):
         return [inputs.memory, Tier.NVME]
     return [inputs.memory]
 

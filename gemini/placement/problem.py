@@ -159,8 +159,8 @@ class PlacementProblem:
                     param = max(param, block.param_bytes)
                 if homes.grad[i] is not Tier.DEVICE:
                     grad = max(grad, block.param_bytes)
-        found = Staging(DEVICE_BUFFERS, state, param, grad)
-        return found if found.nbytes else Staging()
+        staging = Staging(DEVICE_BUFFERS, state, param, grad)
+        return staging if staging.nbytes else Staging()
 
     def nvme_bytes(self, homes: Homes) -> int:
         """Most bytes that the files of these homes take at once.
@@ -234,37 +234,37 @@ def nvme_blocks(
 ) -> list[tuple[str, int]]:
     """(kind, bytes) of every block that these homes put into a store, and, of kind "frozen", of
     every file of its own."""
-    found: list[tuple[str, int]] = []
+    blocks: list[tuple[str, int]] = []
     if original is Tier.NVME and chunk.original_bytes:
-        found.append(("originals", chunk.original_bytes))
+        blocks.append(("originals", chunk.original_bytes))
     if param is Tier.NVME and not chunk.blocks:
-        found.append(("frozen", chunk.shard_bytes))
+        blocks.append(("frozen", chunk.shard_bytes))
     for block, home in zip(chunk.blocks, state, strict=True):
         if param is Tier.NVME:
-            found.append(("parameters", block.param_bytes))
+            blocks.append(("parameters", block.param_bytes))
         if grad is Tier.NVME:
-            found.append(("gradients", block.param_bytes))
+            blocks.append(("gradients", block.param_bytes))
         if home is Tier.NVME:
-            found.append(("state", block.disk_bytes))
+            blocks.append(("state", block.disk_bytes))
             if block.undo_bytes:
-                found.append(("state", block.undo_bytes))
-    return found
+                blocks.append(("state", block.undo_bytes))
+    return blocks
 
 
 def average_bytes(
     chunks: Iterable[ChunkSpec], homes: Mapping[ChunkId, Tier], block_numel: int
 ) -> tuple[tuple[Tier, int], ...]:
     """Bytes of an fp32 average of these chunks' shards, by tier; of files as they are on disk."""
-    found: Counter[Tier] = Counter()
+    totals: Counter[Tier] = Counter()
     num_blocks = 0
     for chunk in chunks:
         home, nbytes = homes[chunk.id], chunk.shard_numel * FP32_BYTES
         on_nvme = home is Tier.NVME
-        found[home] += align_up(nbytes, PAGE_BYTES) if on_nvme else nbytes
+        totals[home] += align_up(nbytes, PAGE_BYTES) if on_nvme else nbytes
         num_blocks += -(-chunk.shard_numel // block_numel) if on_nvme else 0
     if num_blocks:
-        found[Tier.NVME] += store_overhead(num_blocks)
-    return tuple(found.items())
+        totals[Tier.NVME] += store_overhead(num_blocks)
+    return tuple(totals.items())
 
 
 def store_overhead(num_blocks: int) -> int:

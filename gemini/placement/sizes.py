@@ -161,13 +161,13 @@ def chunk_bytes(
             per_element = _per_element(layout, spec, state, start, start + numel)
             in_memory = per_element - saved
             is_split = spec.id in state.split_on_disk and moves_less_split(numel, state.per_element)
-            beside = WEIGHT_BYTES * is_split if state.has_master else FP32_BYTES
-            on_disk = per_element - SPLIT_BYTES * is_split
+            undo = WEIGHT_BYTES * is_split if state.has_master else FP32_BYTES
+            stored = per_element - SPLIT_BYTES * is_split
             blocks.append(
                 BlockBytes(
                     BlockId(next_block), spec.id, numel,
                     Bytes(numel * itemsize), Bytes(int(numel * in_memory)),
-                    Bytes(int(numel * on_disk)), Bytes(numel * beside), has_master,
+                    Bytes(int(numel * stored)), Bytes(numel * undo), has_master,
                 )
             )  # fmt: skip
             next_block += 1

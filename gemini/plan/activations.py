@@ -36,10 +36,10 @@ class Activations:
 
     def at(self, batch: int) -> Trace:
         """Trace at another batch. Never below that at batch 2 from there on."""
-        found = self.traces.get(batch)
-        if found is not None:  # the seconds are those of fake tensors
-            moments = tuple(replace(m, seconds=0.0) for m in found.moments)
-            return replace(found, moments=moments)
+        trace = self.traces.get(batch)
+        if trace is not None:  # the seconds are those of fake tensors
+            moments = tuple(replace(m, seconds=0.0) for m in trace.moments)
+            return replace(trace, moments=moments)
         two, three = self.traces[2], self.traces[3]
         moments = tuple(
             replace(
@@ -73,11 +73,11 @@ def activations_of(
         traced, num_layers = _shallow(model, depth), depth
     if by_trl:
         _fuse_head(traced)
-    found = {}
+    traces = {}
     for size in sorted({1, 2, 3, batch}):
         one = trace(traced, example_inputs(traced, size, seq, by_trl=by_trl))
-        found[size] = _deepened(one, traced, specs, num_layers) if num_layers else one
-    return Activations(found)
+        traces[size] = _deepened(one, traced, specs, num_layers) if num_layers else one
+    return Activations(traces)
 
 
 def _fuse_head(model: nn.Module) -> None:

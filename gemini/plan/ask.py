@@ -101,8 +101,8 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
     if training.by_trl or (isinstance(what, str) and what.lower() in models.MODELS):
         itemsizes = [2] * len(itemsizes)  # published weights are in 16 bits
     dtype = DTYPES[training.precision]
-    found = search_chunk_configuration(model, dtype=dtype, world_size=machine.world_size)
-    specs, order = found.layout.params, None
+    searched = search_chunk_configuration(model, dtype=dtype, world_size=machine.world_size)
+    specs, order = searched.layout.params, None
     if training.activation_bytes is None:
         activations = activations_of(
             model, specs, training.seq, training.batch, by_trl=training.by_trl
@@ -110,7 +110,7 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
         order = activations.at(training.batch).param_order(specs)
     else:
         activations = constant_activations(sequential_trace(specs), training.activation_bytes)
-    layout = training_layout(specs, found.capacities, machine.world_size, order)
+    layout = training_layout(specs, searched.capacities, machine.world_size, order)
     trained = sum(spec.numel for spec in specs if spec.trainable)
     used = models.used_numel(model)
     gradients = trained if training.lora else used  # those of inputs are computed either way

@@ -36,24 +36,24 @@ def cheapest(question: Question) -> Question:
     From cheap to dear: the same step in more forwards, checkpointing, a disk, adapters; then more
     RAM, more device memory.
     """
-    found = next(asked for asked in _smaller(question) if asked.fits())
+    fitting = next(asked for asked in _smaller(question) if asked.fits())
     for name in _FLAGS:
-        found = _least(name, getattr(question.machine, name), found)
-    return found
+        fitting = _least(name, getattr(question.machine, name), fitting)
+    return fitting
 
 
-def _least(name: str, before: int, found: Question) -> Question:
+def _least(name: str, before: int, fitting: Question) -> Question:
     """Question with as little of this size as will do, to a MiB or a thousandth."""
-    low, high = before, getattr(found.machine, name)
+    low, high = before, getattr(fitting.machine, name)
     while high - low > max(_MIB, high // 1000):
         middle = _up((low + high) // 2)
         changed: dict[str, Any] = {name: middle}
-        asked = replace(found, machine=replace(found.machine, **changed))
+        asked = replace(fitting, machine=replace(fitting.machine, **changed))
         if asked.fits():
-            found, high = asked, middle
+            fitting, high = asked, middle
         else:
             low = middle
-    return found
+    return fitting
 
 
 def _smaller(question: Question) -> Iterator[Question]:
@@ -94,9 +94,9 @@ def _other(question: Question, checkpointing: bool, lora: int) -> Question | Non
     """Question with the differences of `question` to the one that was asked first."""
     if question.other is None:
         return None
-    found = question.other(checkpointing, lora)
-    return found and replace(
-        found, machine=question.machine, batch=question.batch, accumulate=question.accumulate,
+    other = question.other(checkpointing, lora)
+    return other and replace(
+        other, machine=question.machine, batch=question.batch, accumulate=question.accumulate,
         nvme_frac=question.nvme_frac, update=question.update,
     )  # fmt: skip
 

@@ -79,9 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Check arguments. Ends the process for impossible ones, as argparse does."""
-    for name, there in NOT_YET.items():
-        if getattr(args, name) != there:
-            also = f"expected {there}" if there else "leave it away"
+    for name, expected in NOT_YET.items():
+        if getattr(args, name) != expected:
+            also = f"expected {expected}" if expected else "leave it away"
             parser.error(f"--{name} {getattr(args, name)} is not there yet; {also}")
     for name in OF_ONE_MACHINE if args.fits is not None else ():
         if getattr(args, name) not in (None, False, 0.0, parser.get_default(name)):
@@ -167,7 +167,7 @@ def _write_fits(args: argparse.Namespace) -> int:
 
     name = args.what or args.model
     args.fits.mkdir(parents=True, exist_ok=True)
-    found: list[table.FitRow] = []
+    table_rows: list[table.FitRow] = []
     for model in [name] if name else table.MODELS:
         for training, lora in (("all parameters", 0), ("LoRA adapters", args.lora or 16)):
             asked = Training(
@@ -175,12 +175,12 @@ def _write_fits(args: argparse.Namespace) -> int:
                 activation_bytes=args.activation_bytes, ema=args.ema, state=args.state,
             )  # fmt: skip
             question = ask(model, machine_from(args), asked)
-            found += table.rows(model, training, question)
+            table_rows += table.rows(model, training, question)
         title = (
             f"One card, {args.batch} x {args.seq} tokens, {args.precision} under {args.optimizer} "
             f"with {args.state} state, activations computed again in backward. "
             "Planned, not measured: speeds of data sheets, an assumed disk."
         )
-        (args.fits / "what-fits.md").write_text(table.markdown(found, title))
-        (args.fits / "what-fits.html").write_text(table.page(found, title))
+        (args.fits / "what-fits.md").write_text(table.markdown(table_rows, title))
+        (args.fits / "what-fits.html").write_text(table.page(table_rows, title))
     return 0

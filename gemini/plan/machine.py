@@ -126,29 +126,29 @@ def machine_of(
         raise ValueError(
             f"--gpu {gpu} with --device {device}; expected cuda, of {', '.join(CARDS)}"
         )
-    found: dict[str, Any] = {"device_mem": 24 * GIB, "host_mem": 64 * GIB, "nvme": 10**12}
+    numbers: dict[str, Any] = {"device_mem": 24 * GIB, "host_mem": 64 * GIB, "nvme": 10**12}
     links: dict[str, float] = {}
     sources: dict[str, str] = {}
     folder = "."
     if gpu is not None:
-        found["device_mem"] = CARDS[gpu].usable_bytes
+        numbers["device_mem"] = CARDS[gpu].usable_bytes
         links |= CARDS[gpu].speeds
         sources |= dict.fromkeys(("device_mem", *links), f"data sheet of {gpu}")
         sources["flops"] = f"{USABLE_FLOPS:g} of the data sheet of {gpu}"
     if report is not None:
         told = _read(report)
         sizes, measured, folder = _of_report(told, report)
-        found |= sizes
+        numbers |= sizes
         links |= measured
         sources |= dict.fromkeys((*sizes, *measured), f"measured, {report}")
     if speeds is not None:
         said = {name: float(value) for name, value in _speeds(_read(speeds)).items()}
         links |= said
         sources |= dict.fromkeys(said, f"{speeds}")
-    found |= given
+    numbers |= given
     sources |= dict.fromkeys(given, "given")
     return Hardware(
-        world_size, ranks_per_node, found["device_mem"], found["host_mem"], found["nvme"],
+        world_size, ranks_per_node, numbers["device_mem"], numbers["host_mem"], numbers["nvme"],
         replace(TYPICAL[device], **links), device, tuple(sources.items()), folder,
     )  # fmt: skip
 

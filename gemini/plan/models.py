@@ -152,10 +152,10 @@ def adapted(model: Any, rank: int) -> Any:
         r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=_linear_layers(model),
         task_type="CAUSAL_LM" if hasattr(model, "generate") else None,
     )  # fmt: skip
-    found = peft.get_peft_model(model, config)
+    with_adapters = peft.get_peft_model(model, config)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         model.enable_input_require_grads()
-    return found
+    return with_adapters
 
 
 def _linear_layers(model: nn.Module) -> list[str] | None:

@@ -82,14 +82,14 @@ class Question:
     def trace(self) -> Trace:
         """Trace with which a module is wrapped: fp32 sums of gradients are no model data of a
         plan."""
-        found = self.activations.at(self.batch)
+        traced = self.activations.at(self.batch)
         if self.accumulate == 1:
-            return found
+            return traced
         sums = sum(FP32_BYTES * c.shard_numel for c in self.layout.chunks if c.trainable)
         moments = (
-            replace(m, non_model_bytes=Bytes(m.non_model_bytes + sums)) for m in found.moments
+            replace(m, non_model_bytes=Bytes(m.non_model_bytes + sums)) for m in traced.moments
         )
-        return replace(found, moments=tuple(moments))
+        return replace(traced, moments=tuple(moments))
 
     def planned(self) -> PlanResult:
         """Plan of the run, as `priced` has it."""
@@ -118,8 +118,8 @@ class Question:
         # staging of a few takes 1 % of such a model; a run may use smaller ones where it must
         least = few_blocks_numel(self.layout)
 
-        def fitted(inputs: PlanInputs, ahead: int) -> tuple[PlanInputs, PlanResult]:
-            inputs = replace(inputs, num_ahead=ahead)
+        def fitted(inputs: PlanInputs, extra_buffers: int) -> tuple[PlanInputs, PlanResult]:
+            inputs = replace(inputs, num_ahead=extra_buffers)
             return fit(inputs, policy, is_measured=True, least_block_numel=least)
 
         now = with_ahead(partial(fitted, begun), num_ahead)
@@ -177,13 +177,13 @@ class Question:
         """
         peak = result.profile.peak(Tier.HOST if result.plan.has_host_tier else Tier.DEVICE)
         own = OWN_BYTES + int(OWN_SHARE * peak)
-        found = own + self.product_bytes(iterations)
+        total = own + self.product_bytes(iterations)
         if result.profile.peak(Tier.NVME):
             in_thread = self._update(result) != "serial"
-            found += OWN_BYTES_OF_FILES + OWN_BYTES_OF_THREAD * in_thread
+            total += OWN_BYTES_OF_FILES + OWN_BYTES_OF_THREAD * in_thread
         if self._update(result) in BEHIND and not result.plan.has_host_tier:
-            found += self._kept_bytes(result)
-        return max(found, own + self._set_up_bytes(result) - peak)
+            total += self._kept_bytes(result)
+        return max(total, own + self._set_up_bytes(result) - peak)
 
     def product_bytes(self, iterations: int | None = None) -> int:
         """Bytes of products that a processor compiles for experts, one for each number of rows."""
@@ -202,7 +202,7 @@ class Question:
         """
         plan = result.plan
         ram = Tier.HOST if plan.has_host_tier else Tier.DEVICE
-        there = most = 0
+        wrapped = most = 0
         for spec, sizes, shard in zip(self.layout.chunks, plan.chunks, plan.shards, strict=True):
             is_wide = spec.id in self.with_originals
             values = max(slot.numel for slot in spec.slots)
@@ -216,9 +216,9 @@ class Question:
                 passing += sizes.payload_bytes
                 if is_wide and not (in_file and sizes.num_shards * sizes.num_replicas == 1):
                     passing += FP32_BYTES * spec.payload_numel
-            most = max(most, there + passing)
-            there += sizes.shard_bytes * (shard.param_home is ram)
-            there += FP32_BYTES * spec.shard_numel * (is_wide and not in_file)
+            most = max(most, wrapped + passing)
+            wrapped += sizes.shard_bytes * (shard.param_home is ram)
+            wrapped += FP32_BYTES * spec.shard_numel * (is_wide and not in_file)
         return most
 
     def _kept_bytes(self, result: PlanResult) -> int:
@@ -227,8 +227,8 @@ class Question:
         calls = trace.calls(self.layout.chunk_of())
         backward = [moment.phase for moment in trace.moments].index("backward")
         totals = result.profile.total(Tier.DEVICE)
-        held = kept_for_updates(result.plan, calls, backward)
-        most = max(a + b for a, b in zip(totals, held, strict=False))
+        kept = kept_for_updates(result.plan, calls, backward)
+        most = max(a + b for a, b in zip(totals, kept, strict=False))
         return max(0, most - max(totals))
 
     def _update(self, result: PlanResult) -> str:
@@ -258,16 +258,16 @@ def largest_batch(question: Question) -> int:
 def homes(planned: PlanResult) -> dict[str, dict[str, int]]:
     """Bytes of every kind on every tier, of one rank; frozen parameters are a kind of their own."""
     kinds = ("parameters", "frozen", "gradients", "state", "originals")
-    found = {kind: Counter[str]() for kind in kinds}
+    totals = {kind: Counter[str]() for kind in kinds}
     for sizes, shard in zip(planned.plan.chunks, planned.plan.shards, strict=True):
         kind = "parameters" if sizes.trainable else "frozen"
-        found[kind][shard.param_home.value] += sizes.shard_bytes
+        totals[kind][shard.param_home.value] += sizes.shard_bytes
         if shard.grad_home is not None:
-            found["gradients"][shard.grad_home.value] += sizes.shard_bytes
+            totals["gradients"][shard.grad_home.value] += sizes.shard_bytes
         for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
-            found["state"][home.value] += block.bytes_on(home)
+            totals["state"][home.value] += block.bytes_on(home)
         if sizes.original_bytes:
-            found["originals"][planned.plan.original_home.value] += sizes.original_bytes
-    found["average"] = Counter({tier.value: nbytes for tier, nbytes in planned.plan.average})
+            totals["originals"][planned.plan.original_home.value] += sizes.original_bytes
+    totals["average"] = Counter({tier.value: nbytes for tier, nbytes in planned.plan.average})
     usual = ("parameters", "gradients", "state")
-    return {kind: dict(tiers) for kind, tiers in found.items() if tiers or kind in usual}
+    return {kind: dict(tiers) for kind, tiers in totals.items() if tiers or kind in usual}

@@ -37,7 +37,7 @@ class FitRow:
 
 def rows(model: str, training: str, question: Question) -> Iterator[FitRow]:
     """Rows of one model, on every card with every host."""
-    found: dict[tuple[str, int], float | None] = {}
+    seconds_on: dict[tuple[str, int], float | None] = {}
     first = 0  # host that is enough, as on a card that has more memory
     for card in sorted(CARD_NAMES, key=lambda name: -CARDS[name].gib):
         seconds: float | None = None
@@ -52,14 +52,14 @@ def rows(model: str, training: str, question: Question) -> Iterator[FitRow]:
                 else:
                     seconds = question.seconds(result)
                     needs_more = result.profile.peak(Tier.NVME) > 0  # else more changes nothing
-            found[card, ram] = seconds
+            seconds_on[card, ram] = seconds
     for card in CARD_NAMES:
         for ram, disk in HOSTS:
             tokens = question.batch * question.seq
-            yield FitRow(model, training, card, ram, disk, found[card, ram], tokens)
+            yield FitRow(model, training, card, ram, disk, seconds_on[card, ram], tokens)
 
 
-def markdown(found: Sequence[FitRow], title: str) -> str:
+def markdown(table_rows: Sequence[FitRow], title: str) -> str:
     """Page in Markdown: for each card the first host that does, with seconds of a step."""
     hosts = ", ".join(f"{ram} GiB{f' + {disk} TB' if disk else ''}" for ram, disk in HOSTS)
     parts = [
@@ -68,12 +68,12 @@ def markdown(found: Sequence[FitRow], title: str) -> str:
         f"{hosts}.", "`python -m gemini plan --fits FOLDER` writes this page, and beside it "
         "`what-fits.html`,", "where card, host and training are chosen.",
     ]  # fmt: skip
-    for training in dict.fromkeys(row.training for row in found):
+    for training in dict.fromkeys(row.training for row in table_rows):
         heads = [f"{name}, {CARDS[name].gib} GB" for name in CARD_NAMES]
         parts += ["", f"## Training {training}", "", f"| model | {' | '.join(heads)} |"]
         parts.append("|---" * (1 + len(heads)) + "|")
-        for model in dict.fromkeys(row.model for row in found):
-            mine = [row for row in found if (row.model, row.training) == (model, training)]
+        for model in dict.fromkeys(row.model for row in table_rows):
+            mine = [row for row in table_rows if (row.model, row.training) == (model, training)]
             cells = [cell([row for row in mine if row.card == card]) for card in CARD_NAMES]
             parts.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(parts) + "\n"
@@ -91,13 +91,13 @@ def cell(mine: Sequence[FitRow]) -> str:
 
 def rows_of(page: str) -> list[FitRow]:
     """Rows that a page of `page` was made of."""
-    found = page.partition("const rows = ")[2].partition(", cards = ")[0]
-    return [FitRow(**row) for row in json.loads(found)]
+    text = page.partition("const rows = ")[2].partition(", cards = ")[0]
+    return [FitRow(**row) for row in json.loads(text)]
 
 
-def page(found: Sequence[FitRow], title: str) -> str:
+def page(table_rows: Sequence[FitRow], title: str) -> str:
     """Page in HTML, one file that asks nothing of a network."""
-    shown = [asdict(row) for row in found]
+    shown = [asdict(row) for row in table_rows]
     sizes = {name: CARDS[name].gib for name in CARD_NAMES}
     return _PAGE.replace("TITLE", title).replace("ROWS", json.dumps(shown)).replace(
         "CARDS", json.dumps(sizes)

@@ -116,8 +116,8 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
         if plan.peaks[tier.value]:
             limit = plan.budgets[tier.value]
             of = "" if limit >= UNLIMITED else f" of {format_bytes(limit)}"
-            held = f" ({', '.join(kinds)})" if kinds else ""
-            places.append(f"{_WHERE[tier]} {format_bytes(plan.peaks[tier.value])}{of}{held}")
+            contents = f" ({', '.join(kinds)})" if kinds else ""
+            places.append(f"{_WHERE[tier]} {format_bytes(plan.peaks[tier.value])}{of}{contents}")
     own = f"; the process itself {format_bytes(plan.process_bytes)} of RAM"
     yield f"at the peak: {'; '.join(places)}{own}"
     tokens = machine.world_size * asked.accumulate * asked.batch * asked.seq

@@ -253,7 +253,7 @@ class Header:
             raise StoreFormatError("the header is damaged: its checksum does not match")
         try:
             fields = json.loads(text)
-            found = cls(
+            header = cls(
                 _whole(fields["file"], 0, 1 << 16),
                 _whole(fields["num_files"], 1, 1 << 16),
                 _text(fields["digest"]),
@@ -264,9 +264,9 @@ class Header:
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise StoreFormatError(f"the header says what no store has: {error!r}") from error
-        if found.num_blocks != sum(count for _, count in found.file_of_block):
+        if header.num_blocks != sum(count for _, count in header.file_of_block):
             raise StoreFormatError("the header says what no store has: blocks without a file")
-        return found
+        return header
 
     @property
     def num_blocks(self) -> int:

@@ -34,30 +34,30 @@ def read_ahead(
     As many are under way as the pool has buffers. A buffer is good until the next item is asked
     for. Raises what a ticket does. Closed early, it waits for transfers under way.
     """
-    coming, ahead = iter(items), deque[tuple[T, Buffer, Ticket[R]]]()
+    coming, reads = iter(items), deque[tuple[T, Buffer, Ticket[R]]]()
     try:
         while True:
             while pool.num_free:
                 for item in coming:
                     buffer = pool.take()
                     try:
-                        ahead.append((item, buffer, begin(item, buffer)))
+                        reads.append((item, buffer, begin(item, buffer)))
                     except BaseException:
                         pool.give(buffer)
                         raise
                     break
                 else:
                     break
-            if not ahead:
+            if not reads:
                 return
-            item, buffer, ticket = ahead.popleft()
+            item, buffer, ticket = reads.popleft()
             try:
                 yield item, buffer, ticket.wait()
             finally:
                 pool.give(buffer)
     finally:
         # also where the consumer stops early: buffers of reads under way are the disk's until then
-        for _, buffer, ticket in ahead:
+        for _, buffer, ticket in reads:
             settle(ticket)
             pool.give(buffer)
 

@@ -46,12 +46,12 @@ class _SharedRead:
 
     def wait(self) -> None:
         try:
-            found = self.inner.wait()
+            checksum = self.inner.wait()
         except TransferError as error:
             if error.errno:
                 raise
             self.blocks.refuse(self.block)
-        self.blocks.verify(self.block, found)
+        self.blocks.verify(self.block, checksum)
 
 
 class SharedBlocks:

@@ -71,11 +71,11 @@ class _Read:
         return self.inner.ready()
 
     def wait(self) -> None:
-        found = self.inner.wait()
-        if self.expected is not None and found != self.expected:
+        checksum = self.inner.wait()
+        if self.expected is not None and checksum != self.expected:
             raise ChecksumError(
                 f"block {self.block} at offset {self.extent.offset} (+{self.extent.nbytes}) of "
-                f"{self.path} has checksum {found:#010x}, expected {self.expected:#010x}: "
+                f"{self.path} has checksum {checksum:#010x}, expected {self.expected:#010x}: "
                 "the file was changed or the disk is failing"
             )
 

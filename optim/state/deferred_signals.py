@@ -108,13 +108,13 @@ class TailSignals:
 
     def _take(self) -> list[int]:
         """Take the signals that came. Each goes to one of the threads that ask."""
-        found: list[int] = []
+        taken: list[int] = []
         while self._came:
             try:
-                found.append(self._came.pop())
+                taken.append(self._came.pop())
             except IndexError:  # another thread was first
                 break
-        return found
+        return taken
 
 
 def _own(handler: Any, number: int) -> Any:

@@ -61,11 +61,11 @@ class Lines:
     def advance(self, param: int, sums: LineSums, share: float) -> tuple[Tensor, Tensor]:
         """Averages of this step, with this share of its own squares: [matrices, rows] and
         [matrices, columns]."""
-        found = []
+        averages = []
         for line, mean in zip(self._of[param], sums.means(), strict=True):
             old = line.double().view(mean.shape)
-            found.append(((mean - old) * share + old).to(self.dtype))
-        rows, columns = self._next[param] = found[0], found[1]
+            averages.append(((mean - old) * share + old).to(self.dtype))
+        rows, columns = self._next[param] = averages[0], averages[1]
         return rows, columns
 
     def commit(self, params: Sequence[int]) -> None:

@@ -22,19 +22,19 @@ _memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcpy.restype = ctypes.c_void_p
 
 
-def copy_alone(there: Tensor, values: Tensor) -> None:
-    """`there.copy_(values)` by this thread alone, where both are plain memory of the host.
+def copy_alone(dst: Tensor, values: Tensor) -> None:
+    """`dst.copy_(values)` by this thread alone, where both are plain memory of the host.
 
     While threads feed a disk: a team of torch's would go on spinning on their cores for
     milliseconds (docs/log.md). It holds no lock of Python's.
     """
-    same = there.dtype == values.dtype and there.shape == values.shape
-    if not (same and _is_plain(there) and _is_plain(values)):
-        there.copy_(values)
+    same = dst.dtype == values.dtype and dst.shape == values.shape
+    if not (same and _is_plain(dst) and _is_plain(values)):
+        dst.copy_(values)
         return
     # not by numpy: a storage that it has seen can never be resized
-    _memcpy(there.data_ptr(), values.data_ptr(), values.nbytes)
-    torch.autograd.graph.increment_version(there)
+    _memcpy(dst.data_ptr(), values.data_ptr(), values.nbytes)
+    torch.autograd.graph.increment_version(dst)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -404,10 +404,10 @@ class NvmeState:
                     with (
                         DeferredSignals()
                     ):  # Ctrl-C comes between two blocks: else a buffer is lost
-                        found = next(reads, None)
-                    if found is None:
+                        read = next(reads, None)
+                    if read is None:
                         return
-                    block, buffer, _ = found
+                    block, buffer, _ = read
                     visit(block, self._forms.shown(buffer, block))
             finally:
                 with DeferredSignals():

@@ -73,8 +73,8 @@ class Slab:
         """Views of elements [offset, offset + numel) of the space, which `blocks` hold; None where
         they are not all in this slab, one after the other."""
         for block in blocks:
-            ahead = block.offset - blocks[0].offset
-            if self._start.get(block.id) != self._start.get(blocks[0].id, -1) + ahead:
+            distance = block.offset - blocks[0].offset
+            if self._start.get(block.id) != self._start.get(blocks[0].id, -1) + distance:
                 return None
         start = self._start[blocks[0].id] + offset - blocks[0].offset
         return {name: t[start : start + numel] for name, t in self.tensors.items()}

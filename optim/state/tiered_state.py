@@ -136,11 +136,11 @@ class TieredState:
 
     def layout_of(self, block: Block) -> StateLayout:
         """Layout of the shown planes of a block."""
-        found = self._layouts.get(block.id)
-        if found is None:
+        layout = self._layouts.get(block.id)
+        if layout is None:
             params = {part.param for part in block.segments}
-            found = self._layouts[block.id] = self.columns.of(params, self.layout)
-        return found
+            layout = self._layouts[block.id] = self.columns.of(params, self.layout)
+        return layout
 
     def _slabs(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
         return [slab.complete() for slab in self._first_planes(blocks, host=host)]
@@ -154,12 +154,12 @@ class TieredState:
             alike.setdefault((self.layout_of(block), is_split), []).append(block)
         return [
             Slab(
-                found,
+                together,
                 (layout.with_remainder() if is_split else layout).stored(),
                 self._memory,
                 on_host=host,
             )
-            for (layout, is_split), found in sorted(alike.items(), key=lambda item: item[0][1])
+            for (layout, is_split), together in sorted(alike.items(), key=lambda item: item[0][1])
         ]
 
     def _index(self) -> dict[BlockId, Slab]:

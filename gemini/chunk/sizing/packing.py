@@ -102,8 +102,8 @@ def _cost(sizes: Sizes, bounds: Ints, capacity: int, max_prefetch: int) -> Packi
         return np.searchsorted(bounds, params, "right") - 1
 
     low, high = chunk_of(sizes.first), chunk_of(sizes.last)
-    ahead = np.minimum(high + 1 + max_prefetch, num_chunks)
-    peak = int((before[ahead] - before[low]).max())
+    prefetched = np.minimum(high + 1 + max_prefetch, num_chunks)
+    peak = int((before[prefetched] - before[low]).max())
     again = np.unique(chunk_of(sizes.reused))
     again = again[again < num_chunks - 1]  # the last chunk is still there
     if len(again):

@@ -99,17 +99,17 @@ class ChunkConfiguration:
         """Raise ValueError where it was not searched for these parameters."""
         if self.layout.params == tuple(specs):
             return
-        there = {spec.name: spec for spec in self.layout.params}
+        known = {spec.name: spec for spec in self.layout.params}
         for spec in specs:
-            found = there.get(spec.name)
-            if found != spec:
+            own = known.get(spec.name)
+            if own != spec:
                 raise ValueError(
-                    f"chunks was searched for another model: it has {_in_words(found)} where the "
+                    f"chunks was searched for another model: it has {_in_words(own)} where the "
                     f"module has {_in_words(spec)}; search it again with the dtype in which the "
                     "module computes, after what is not trained was frozen"
                 )
         raise ValueError(
-            f"chunks was searched for another model, of {len(there)} parameters in another order; "
+            f"chunks was searched for another model, of {len(known)} parameters in another order; "
             f"the module has {len(specs)}; search it again"
         )
 

@@ -88,8 +88,8 @@ def facts_of(
     by moment the chunks of the call that begins. backward: its first moment."""
     has_room = plan.budgets.device >= UNLIMITED
     if not has_room:
-        held = kept_for_updates(plan, calls, backward)
-        most = max((a + b for a, b in zip(held, totals, strict=False)), default=0)
+        kept = kept_for_updates(plan, calls, backward)
+        most = max((a + b for a, b in zip(kept, totals, strict=False)), default=0)
         has_room = most <= plan.budgets.device
     return OverlapFacts(
         state_homes=frozenset(home for shard in plan.shards for home in shard.state_homes),
@@ -107,18 +107,18 @@ def kept_for_updates(
     """Bytes on the device, at every moment of forward, of gradients that updates may still need:
     until a call uses their chunk, and so waits for its update. Where the device has memory of its
     own, only chunks with state in host memory count; else all, as a thread updates them."""
-    held = {
+    waiting = {
         shard.chunk: plan.chunks[shard.chunk].shard_bytes
         for shard in plan.shards
         if shard.grad_home is Tier.DEVICE
         and (Tier.HOST in shard.state_homes or not plan.has_host_tier)
     }
-    found: list[int] = []
+    kept: list[int] = []
     for moment in range(backward):
-        found.append(sum(held.values()))
+        kept.append(sum(waiting.values()))
         for chunk in calls[moment] or ():
-            held.pop(chunk, None)
-    return found
+            waiting.pop(chunk, None)
+    return kept
 
 
 def buffers_ahead(update: str, *, has_masters: bool, has_host_tier: bool, has_budgets: bool) -> int:

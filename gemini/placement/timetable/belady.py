@@ -74,12 +74,12 @@ def intervals_of(problem: CacheProblem) -> list[Interval]:
     for moment, items in enumerate(problem.needs):
         for item in items:
             uses.setdefault(item, []).append(moment)
-    found = []
+    intervals = []
     for item, times in uses.items():
         for start, end in pairwise([*times, times[0] + total]):
             if item not in ends[start]:
-                found.append(Interval(item, start, end))
-    return sorted(found, key=lambda i: (i.start, i.item))
+                intervals.append(Interval(item, start, end))
+    return sorted(intervals, key=lambda i: (i.start, i.item))
 
 
 def best_schedule(problem: CacheProblem) -> CacheSchedule:
@@ -208,7 +208,9 @@ def by_rule(
             break
         carried = frozenset(sweep.wrapped)
     seen.setdefault(frozenset(), repeat(frozenset()))
-    _, best = min((found for found in seen.values() if found is not None), key=lambda f: f[0])
+    _, best = min(
+        (schedule for schedule in seen.values() if schedule is not None), key=lambda f: f[0]
+    )
     return best
 
 

@@ -238,8 +238,8 @@ class StepClock:
         yield self._walk.reach(moment, self._now)
 
     def _final(self, moment: int, chunk: ChunkId | None) -> None:
-        found = self._work.final.get((moment, chunk), ()) if self._speculates else ()
-        for final in found:
+        final_chunks = self._work.final.get((moment, chunk), ()) if self._speculates else ()
+        for final in final_chunks:
             note(self._state, Event.FINAL, None, self._rows_of[final])
             self._is_parked = False
 
@@ -257,11 +257,11 @@ class StepClock:
             # `step()` waits for early updates under way before it asks: blocks that are not done by
             # then are the step's
             yield lambda: self._is_parked
-        held = frozenset(state.assumed)
-        self._num_early = len(held)
+        assumed = frozenset(state.assumed)
+        self._num_early = len(assumed)
         self._left.update(self._work.num_blocks)
         self._held = sum(self._work.gradients.values())
-        note(state, Event.ASKED, None, held)
+        note(state, Event.ASKED, None, assumed)
         for row in state.rows:
             if row.is_complete:
                 self._is_updated(self._work.blocks[row.id])

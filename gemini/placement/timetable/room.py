@@ -26,7 +26,7 @@ class Demand:
     non_model: Vector  # bytes
     needs: tuple[tuple[ChunkId, ...], ...]  # by moment of the trace
     reductions: dict[ChunkId, Reduction]  # of trainable chunks
-    ahead: tuple[tuple[ChunkId, ...], ...]  # prefetched at every moment, if there is room
+    prefetched: tuple[tuple[ChunkId, ...], ...]  # at every moment, if there is room
     _rooms: dict[bool, tuple[PlacementProblem, DeviceRoom]] = field(
         default_factory=dict, compare=False
     )
@@ -53,12 +53,12 @@ class DeviceRoom:
         self._chunks = problem.chunks
         always = problem.kept_bytes(Tier.DEVICE)
         left: Vector = problem.budgets.device - demand.non_model - always
-        there = [
-            tuple(dict.fromkeys((*chunks, *(demand.ahead[moment] if prefetch else ()))))
+        gathered_at = [
+            tuple(dict.fromkeys((*chunks, *(demand.prefetched[moment] if prefetch else ()))))
             for moment, chunks in enumerate(demand.needs)
         ]
-        there.append(())  # the step
-        gathered = _places_of(there)
+        gathered_at.append(())  # the step
+        gathered = _places_of(gathered_at)
         for chunk, moments in gathered.items():
             left[moments] -= problem.chunks[chunk].payload_bytes
         waits = np.zeros(len(left) + 1, np.int64)  # how many gradients begin to wait, by moment
@@ -69,9 +69,9 @@ class DeviceRoom:
             if sizes.num_shards > 1:
                 left[reduction.last : reduction.end + 2] -= sizes.shard_bytes
             waits[min(self._waits_from(reduction), len(left))] += 1
-        self.moments = _least_of_equals(left, there, np.cumsum(waits[:-1]))
+        self.moments = _least_of_equals(left, gathered_at, np.cumsum(waits[:-1]))
         self._set(left[self.moments])
-        self._gathered = _places_of([there[moment] for moment in self.moments])
+        self._gathered = _places_of([gathered_at[moment] for moment in self.moments])
         self._first_wait = {
             chunk: int(np.searchsorted(self.moments, self._waits_from(reduction)))
             for chunk, reduction in demand.reductions.items()
@@ -138,18 +138,22 @@ class DeviceRoom:
 
 
 def _places_of(rows: Sequence[tuple[ChunkId, ...]]) -> dict[ChunkId, list[int]]:
-    found: dict[ChunkId, list[int]] = {}
+    places: dict[ChunkId, list[int]] = {}
     for place, chunks in enumerate(rows):
         for chunk in chunks:
-            found.setdefault(chunk, []).append(place)
-    return found
+            places.setdefault(chunk, []).append(place)
+    return places
 
 
-def _least_of_equals(left: Vector, there: Sequence[tuple[ChunkId, ...]], waits: Vector) -> Vector:
+def _least_of_equals(
+    left: Vector, gathered_at: Sequence[tuple[ChunkId, ...]], waits: Vector
+) -> Vector:
     """Moment with the least room of all that have the same payloads and as many waiting
     gradients."""
     numbers: dict[tuple[ChunkId, ...], int] = {}
-    payloads = np.array([numbers.setdefault(chunks, len(numbers)) for chunks in there], np.int64)
+    payloads = np.array(
+        [numbers.setdefault(chunks, len(numbers)) for chunks in gathered_at], np.int64
+    )
     kind = payloads * (len(left) + 1) + waits
     order = np.lexsort((np.arange(len(left)), left, kind))  # the first of the least comes first
     is_first = np.append(True, np.diff(kind[order]) != 0)

@@ -54,22 +54,22 @@ def reductions_of(
             first.setdefault(chunk, i)
             users[chunk] = users.get(chunk, 0) + (1 if moment.edge == "enter" else -1)
             last[chunk] = i if users[chunk] <= 0 else end
-    begins_behind, following = [end] * (len(trace.moments) + 1), end  # by moment
+    next_begins, following = [end] * (len(trace.moments) + 1), end  # by moment
     for i in range(end, -1, -1):
-        begins_behind[i] = following
+        next_begins[i] = following
         following = i if trace.moments[i].edge == "enter" else following
     order = sorted(trainable, key=lambda chunk: (last.get(chunk, end), chunk))
-    found = {}
+    reductions = {}
     for place, chunk in enumerate(order):
         reduced = last.get(chunk, end)
-        behind = place + MAX_UNDER_WAY  # its beginning waits for this one
-        free = begins_behind[reduced] + 1
+        waiting = place + MAX_UNDER_WAY  # its beginning waits for this one
+        free = next_begins[reduced] + 1
         if chunk in over_ranks:
-            free = 1 + (last.get(order[behind], end) if behind < len(order) else end)
-        found[chunk] = Reduction(
+            free = 1 + (last.get(order[waiting], end) if waiting < len(order) else end)
+        reductions[chunk] = Reduction(
             chunk, Moment(first.get(chunk, end)), Moment(reduced), Moment(min(free, end + 1))
         )
-    return found
+    return reductions
 
 
 def room_ahead(payloads: Collection[int], max_prefetch: int) -> int:
@@ -84,18 +84,18 @@ def prefetched_at(
     needs: Sequence[tuple[ChunkId, ...]], max_prefetch: int
 ) -> tuple[tuple[ChunkId, ...], ...]:
     """The next `max_prefetch` chunks that a moment does not use yet, for every moment."""
-    ahead: list[tuple[ChunkId, ...]] = []
+    prefetched: list[tuple[ChunkId, ...]] = []
     following: list[ChunkId] = []  # chunks used later, the next first
     for chunks in reversed(needs):
         if not chunks:
-            ahead.append(tuple(following[:max_prefetch]))
+            prefetched.append(tuple(following[:max_prefetch]))
             continue
-        ahead.append(tuple([c for c in following if c not in chunks][:max_prefetch]))
+        prefetched.append(tuple([c for c in following if c not in chunks][:max_prefetch]))
         if chunks == tuple(following[: len(chunks)]):
             continue
         following = [*chunks, *(c for c in following if c not in chunks)]
         del following[max_prefetch + 8 :]  # no moment uses more than some chunks
-    return tuple(reversed(ahead))
+    return tuple(reversed(prefetched))
 
 
 def num_uses(needs: Sequence[tuple[ChunkId, ...]], num_chunks: int) -> list[int]:

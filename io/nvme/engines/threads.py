@@ -35,16 +35,16 @@ class Checksum:
     def wait(self) -> int:
         if self._found is not None:
             return self._found
-        found: list[int] = []
+        checksums: list[int] = []
         first_error: Exception | None = None
         for piece in self.pieces:
             try:
-                found.append(piece.result())
+                checksums.append(piece.result())
             except Exception as error:
                 first_error = first_error or error
         if first_error is not None:
             raise first_error
-        self._found = combine(found)
+        self._found = combine(checksums)
         return self._found
 
 

@@ -146,17 +146,17 @@ def left_in(folder: str | os.PathLike[str]) -> tuple[Left, ...]:
     """Our files in `folder` whose process is dead, by name. Raises FolderError without one."""
     if not Path(folder).is_dir():
         raise FolderError(f"{folder} is no folder")
-    with _locked([Path(folder)]) as found:
-        return _left(found)
+    with _locked([Path(folder)]) as files:
+        return _left(files)
 
 
-def _left(found: list[_Orphan]) -> tuple[Left, ...]:
-    steps = [orphan.last_step() for orphan in found]
-    known = {o.store: step for o, step in zip(found, steps, strict=True) if step is not None}
-    facts = [os.fstat(orphan.fd) for orphan in found]
+def _left(files: list[_Orphan]) -> tuple[Left, ...]:
+    steps = [orphan.last_step() for orphan in files]
+    known = {o.store: step for o, step in zip(files, steps, strict=True) if step is not None}
+    facts = [os.fstat(orphan.fd) for orphan in files]
     return tuple(
         Left(orphan.path, known.get(orphan.store), fact.st_blocks * 512, fact.st_mtime)
-        for orphan, fact in zip(found, facts, strict=True)
+        for orphan, fact in zip(files, facts, strict=True)
     )
 
 
@@ -166,9 +166,9 @@ def remove_orphans(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
 
     Returns what it removed, and logs it. Raises FolderError where the file system refuses.
     """
-    with _locked([Path(folder)]) as found:
+    with _locked([Path(folder)]) as files:
         removed = []
-        for orphan in found:
+        for orphan in files:
             try:
                 if _remove(orphan):
                     removed.append(orphan.path)
@@ -181,10 +181,10 @@ def remove_orphans(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
 
 def remove_stepless(folders: Iterable[Path]) -> None:
     """Remove what dead processes left and holds no step; says what is kept ([Note: kept files])."""
-    with _locked(dict.fromkeys(folders)) as found:
+    with _locked(dict.fromkeys(folders)) as files:
         # File 0, which knows the step of its store, goes last: a process that dies in between
         # leaves files that still say what they are.
-        for orphan, left in zip(reversed(found), reversed(_left(found)), strict=True):
+        for orphan, left in zip(reversed(files), reversed(_left(files)), strict=True):
             try:
                 witnesses, is_closed = pins_of(orphan.path)
                 if left.step == 0 or (is_closed and not witnesses):
@@ -214,16 +214,16 @@ def remove_superseded(folders: Iterable[Path], last: Mapping[str, int]) -> froze
     live; what cannot be removed is left, which a warning says.
     """
     folders = tuple(dict.fromkeys(folders))
-    with _locked(folders) as found:
+    with _locked(folders) as files:
         # in this order for the reason of `remove_stepless`
-        for orphan, left in zip(reversed(found), reversed(_left(found)), strict=True):
+        for orphan, left in zip(reversed(files), reversed(_left(files)), strict=True):
             if left.step is not None and left.step <= last.get(orphan.store, -1):
                 try:
                     _remove(orphan)
                 except OSError as error:
                     log.warning("%s was not removed: %s", orphan.path, cause_of(error.errno))
-    there = {store_name(path) for folder in folders for path in _ours_in(folder)}
-    return frozenset(there.intersection(last))
+    remaining = {store_name(path) for folder in folders for path in _ours_in(folder)}
+    return frozenset(remaining.intersection(last))
 
 
 def _ours_in(folder: Path) -> list[Path]:
@@ -257,14 +257,14 @@ def _remove(orphan: _Orphan) -> bool:
 def _locked(folders: Iterable[Path]) -> Iterator[list[_Orphan]]:
     """Orphans by folder and name, each locked for as long as the context lasts."""
     with ExitStack() as stack:
-        found = []
+        files = []
         for folder in folders:
             for path in _ours_in(folder):
                 fd = _lock(path)
                 if fd is not None:
                     stack.callback(calls.close, fd)
-                    found.append(_Orphan(path, fd))
-        yield found
+                    files.append(_Orphan(path, fd))
+        yield files
 
 
 def _lock(path: Path) -> int | None:
