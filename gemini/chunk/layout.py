@@ -217,6 +217,8 @@ class ChunkLayout:
         for param in sequence:
             spec = params[param]
             fills_it = spec.trainable and not spec.numel % SHARD_ALIGN_NUMEL
+            # With one shard nothing is sent, and a chunk of one parameter saves a copy of its
+            # gradient, which becomes the buffer: so it must fill the chunk.
             large = alone_numel is not None and spec.numel >= alone_numel
             if large and fills_it and shards[spec.group] == 1:
                 closed.append((spec.key, (Slot(param, 0, spec.numel),)))
@@ -229,6 +231,8 @@ class ChunkLayout:
                 end = 0
             slots.append(Slot(param, end, spec.numel))
         closed += [(key, tuple(slots)) for key, slots in open_slots.items() if slots]
+        # chunks close out of order (a large parameter before the open chunk that it interrupts);
+        # ids are in layout order
         position = {param: i for i, param in enumerate(sequence)}
         closed.sort(key=lambda entry: position[entry[1][0].param])
         chunks = []

@@ -108,6 +108,7 @@ class Opaque:
             self.tensors.append((tensor, view, leaf))
         self._places = []
         modules: list[Any] = [module for _, module in self._modules]
+        # packed for a CPU, a weight would be other bytes than the chunk's: off while it is wrapped
         self._packs = [m for m in modules if getattr(m, "support_avx512bf16_for_cpu", False)]
         for module in self._packs:
             module.support_avx512bf16_for_cpu = False
@@ -124,6 +125,7 @@ class Opaque:
             if new is None or new is self.param or not isinstance(new, known):
                 continue
             other = Opaque(new, [(name, module)])
+            # another form (a merge into a plain weight) has no place in the chunk: it is left there
             if other.form != form:
                 continue
             values = torch.zeros(form.nbytes, dtype=torch.uint8, device=new.device)
@@ -270,6 +272,8 @@ class Opaque:
         shown = self._stays or self._calls > 0
         if shown == self._is_shown:
             return
+        # The class is what decides who answers an operator: the library itself while a call runs,
+        # else `call_shown`, which fetches the chunk first.
         self._is_shown = shown
         for tensor in (self.param, *(tensor for tensor, _, _ in self.tensors)):
             known = _shown_class(type(tensor))
@@ -324,7 +328,8 @@ def view_of(leaf: Leaf, flat: Tensor) -> Tensor:
 def hollow(param: Tensor) -> None:
     """Take all memory from a parameter; its form stays."""
     for place in _places_of(param, None):
-        one = [1] * place.tensor.ndim  # strides of what is as large as that stay
+        # one element that is expanded: shape, dtype and device are asked for, and values never
+        one = [1] * place.tensor.ndim
         empty = torch.zeros(one, dtype=place.tensor.dtype).expand(place.tensor.shape)
         if place.put is None:
             param.data = empty

@@ -100,7 +100,8 @@ class ChunkParameter(Leaving, nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling():  # compiled code is below a module that is gathered
+        # compiled code runs below a module that is gathered whole, so nothing is fetched in it
+        if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _call(func, args, kwargs or {})
@@ -328,6 +329,7 @@ def _compute(
         result = _given_away(func, args, kwargs)
     else:
         result = func(*args, **kwargs)
+    # a view outlives the operator, and fetches again: its chunk may be released before it is read
     if used or gives_views:
         for handle in handles:
             result = _mark_views(result, handle)

@@ -284,6 +284,8 @@ class Header:
 
     def check_size(self, nbytes: int) -> None:
         """Raise StoreFormatError where a file of `nbytes` does not hold what its header says."""
+        # A header of a few bytes may say 2^62 blocks. Runs are added up without a list of them, and
+        # only a file that is as long as its header says has its blocks expanded.
         needed = self.index_offset(NUM_VERSIONS)
         for payload, file, count in _together(self.block_nbytes, self.file_of_block):
             if file == self.file:

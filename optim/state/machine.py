@@ -32,28 +32,28 @@ from .space import Block
 class Stage(IntEnum):
     """Stage of one row between its last version and its next."""
 
-    IDLE = auto()  # its last version counts; no buffer
-    READING = auto()  # which is coming into a buffer
-    READY = auto()  # it is there
+    IDLE = auto()  # the last version counts; no buffer
+    READING = auto()  # the last version is on its way into a buffer
+    READY = auto()  # the buffer has the last version
     UPDATING = auto()
-    WAITING = auto()  # begun, and to end with other rows; the buffer has some of it
+    WAITING = auto()  # updated in part, and goes on with other rows; the buffer has that part
     UPDATED = auto()  # the buffer has the new version
-    WRITING = auto()  # which is on its way, beside the last one
-    WRITTEN = auto()  # and there; no buffer but where it is kept
-    FETCHING = auto()  # of a new version, its weight is coming into a buffer
-    FETCHED = auto()  # it is there
-    SPOILED = auto()  # its update or its write failed; the buffer is kept to undo
+    WRITING = auto()  # the new version is on its way to the other version of the file
+    WRITTEN = auto()  # the file has both versions; no buffer but where it is kept
+    FETCHING = auto()  # the new weight is on its way back into a buffer
+    FETCHED = auto()  # the buffer has the new weight
+    SPOILED = auto()  # update or write failed; the buffer is kept to undo
 
 
 class Phase(IntEnum):
     """Phase of the step between two passes."""
 
-    PASS = auto()  # none is under way
+    PASS = auto()  # no step is under way
     PREPARING = auto()
     VOTING = auto()
     AGREED = auto()  # every disk did its part
     COMMITTING = auto()
-    COMMITTED = auto()  # what is in memory is to be updated
+    COMMITTED = auto()  # blocks in memory are to be updated
     RESIDENT = auto()
     UNDOING = auto()
 
@@ -64,17 +64,17 @@ class Do(IntEnum):
     Those from READ to RESTORE are of a row, and end with the event of the same name.
     """
 
-    WAIT = auto()  # for this row's transfer, which must end before anything else is done
+    WAIT = auto()  # until this row's transfer has ended: nothing else can be done before
     READ = auto()
     UPDATE = auto()
     WRITE = auto()
     FETCH = auto()
-    PLACE = auto()  # the weight that was fetched into the shard
-    RESTORE = auto()  # the row's weights are those of the last version
-    DROP = auto()  # what was written of this row does not count
-    VOTE = auto()  # said: what went wrong here
+    PLACE = auto()  # copy the fetched weight into the shard
+    RESTORE = auto()  # make the row's weights those of the last version
+    DROP = auto()  # let the store forget the written version of this row
+    VOTE = auto()  # said: the error of this rank, or None
     COMMIT = auto()
-    RESIDENT = auto()  # update what is in memory
+    RESIDENT = auto()  # update blocks in memory
     ROLLBACK = auto()
 
 
@@ -89,19 +89,19 @@ class Event(IntEnum):
     FETCHED = auto()
     PLACED = auto()
     RESTORED = auto()
-    FAILED = auto()  # what a row had under way, or what else is of the step; said: the error
-    BACKWARD = auto()  # begins: rows may be updated before their step
-    FINAL = auto()  # gradients are; said: their rows
+    FAILED = auto()  # an action of a row, or of the step; said: the error
+    BACKWARD = auto()  # a backward begins: rows may be updated before their step
+    FINAL = auto()  # gradients are final; said: their rows
     STOPPED = auto()  # no row is begun before the step any more
-    DROPPED = auto()  # nothing was done before the step
-    ASKED = auto()  # a step; said: rows whose early update is held, by id
+    DROPPED = auto()  # early updates do not count
+    ASKED = auto()  # the step begins; said: ids of rows whose early update is held
     VOTED = auto()  # every rank did its part; where one did not, UNDO comes
     COMMITTED = auto()  # said: the next step begins with the first row, and not with the last one
-    RESIDENT = auto()  # is updated, or torn
+    RESIDENT = auto()  # blocks in memory are updated, or torn
     UNDO = auto()
     ROLLED_BACK = auto()
-    LOOK = auto()  # at state: nothing is under way, and nothing was done early
-    AHEAD = auto()  # the rows of the coming step are read
+    LOOK = auto()  # state is to be at rest: early updates and reads do not count
+    AHEAD = auto()  # rows of the coming step may be read
 
 
 @dataclass(slots=True, eq=False)
@@ -114,11 +114,11 @@ class Row:
     block: Block
     stage: Stage = Stage.IDLE
     assumed: Hashable = None  # what an early update was computed with
-    is_early: bool = False  # updated before its step: the shard has not its weights
-    is_complete: bool = False  # and its parameters are written with it: nothing is left to do
-    is_void: bool = False  # forgotten when what is under way has ended
+    is_early: bool = False  # updated before its step: the shard has the weights of before
+    is_complete: bool = False  # early, and its parameters were written too: no work for the step
+    is_void: bool = False  # to be forgotten when its transfer has ended
     is_touched: bool = False  # the shard's weights may not be those of the last step
-    was_read: bool = False  # before its step was asked for
+    was_read: bool = False  # its last version was read before the step began
     buffer: Any = None  # a `nvme.Buffer`
     ticket: Ticket[object] | None = None
     checksum: int = 0
@@ -136,17 +136,17 @@ class State:
     """
 
     rows: list[Row]
-    depth: int = 1  # reads of a step under way, or updated next
+    depth: int = 1  # rows of a step that are read and not updated, at most
     free: list[Any] = field(default_factory=list)
     phase: Phase = Phase.PASS
     order: list[Row] = field(default_factory=list)  # of the next step
     is_ahead: bool = False  # its first rows are read
     speculates: bool = False
-    finals: deque[Row] = field(default_factory=deque)  # to be updated early
-    early: deque[Row] = field(default_factory=deque)  # read for that
+    finals: deque[Row] = field(default_factory=deque)  # whose gradient is final, not read yet
+    early: deque[Row] = field(default_factory=deque)  # read for an early update
     todo: deque[Row] = field(default_factory=deque)  # of the step, not begun; or to be restored
-    reads: deque[Row] = field(default_factory=deque)  # of the step, in order
-    cached: deque[Row] = field(default_factory=deque)  # written, and still in a buffer
+    reads: deque[Row] = field(default_factory=deque)  # read for the step, in order
+    cached: deque[Row] = field(default_factory=deque)  # written, with a buffer that may be taken
     updating: Row | None = None
     updated: deque[Row] = field(default_factory=deque)  # to be written
     under_way: dict[Row, None] = field(default_factory=dict)  # transfers, in order of issue
@@ -358,7 +358,8 @@ def _committed(s: State, said: bool) -> None:
         if row.stage is Stage.WRITTEN:
             row.stage = Stage.IDLE
     s.order = list(s.rows) if said else s.order[::-1]
-    # From the last one written: the order is turned round, so the next step begins with it.
+    # Orders alternate, so the next step begins with the row that was written last, whose buffer has
+    # it already.
     while s.cached:
         row = s.cached.pop()
         if len(s.reads) < s.depth and row is s.order[len(s.reads)]:

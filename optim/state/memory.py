@@ -245,6 +245,7 @@ class CudaMemory(DeviceMemory):
     def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
         to_host = not pairs[0][0].is_cuda
         stream = self._out if to_host else self._in
+        # After the current stream's work so far: it made `src`, or still uses what `dst` replaces.
         mark = StreamMark(torch.cuda.current_stream(self.device))
         mark.order(stream)
         with torch.cuda.stream(stream):
@@ -254,6 +255,8 @@ class CudaMemory(DeviceMemory):
         return EventTicket(mark, self.device, to_host, list(pairs))
 
     def mover(self) -> Mover:
+        # The mark is taken once: a thread's copies come after the work of before the thread began,
+        # and wait for nothing that the device is given meanwhile.
         asked = StreamMark(torch.cuda.current_stream(self.device))
 
         def move(dst: Tensor, src: Tensor) -> None:

@@ -315,6 +315,7 @@ class NvmeState:
     def restore(self, row: Row, restore: Callable[[Block, Planes], None]) -> None:
         """Restore the weights of a row: `restore` gets its planes as the last commit left them, or
         only `param_undo`."""
+        # Memory before the disk: the failure that is undone may be the disk's.
         known = self._undo.get(row.id)
         if known is None and self._forms.has_undo and row.buffer is not None:
             known = self._transfers.undo_plane(row.block, row.buffer)
@@ -376,6 +377,7 @@ class NvmeState:
         self._look()
         pool, free = self._pool, self.state.free
         writes = WriteBehind(pool)
+        # The machine's buffers go to the pool and back whole: signals in between would lose one
         try:
             with DeferredSignals():
                 while free:
@@ -401,9 +403,8 @@ class NvmeState:
             reads = read_ahead(self._pool, blocks, partial(self._transfers.read_all, at=at))
             try:
                 while True:
-                    with (
-                        DeferredSignals()
-                    ):  # Ctrl-C comes between two blocks: else a buffer is lost
+                    # Ctrl-C comes between two blocks, else a buffer is lost
+                    with DeferredSignals():
                         read = next(reads, None)
                     if read is None:
                         return

@@ -60,6 +60,7 @@ class OnHost:
     """Copies in host memory."""
 
     def __init__(self, storages: Sequence[UntypedStorage]) -> None:
+        # all are copied before one is freed: an error on the way loses nothing ([Note: parking])
         self._copies = [(storage, _bytes_of(storage).cpu()) for storage in storages]
         for storage in storages:
             _free(storage)
@@ -160,6 +161,7 @@ def _free(storage: UntypedStorage) -> None:
 
 
 def _refill(storage: UntypedStorage, nbytes: int) -> None:
+    # an earlier call may have refilled it before an error: it is left as it is then
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
     elif (pages := pages_of(storage.data_ptr())) is not None:

@@ -82,12 +82,15 @@ class PinnedPages(mmap.mmap):
         self._unpin: Callable[[], object] | None = pin(self._address, nbytes)
         _pages[self._address] = self
 
-    def __del__(self) -> None:  # before the pages go: a finalizer of `weakref` would come behind
+    # A finalizer of `weakref` would run after the pages are unmapped: CUDA would then unpin memory
+    # that may be another's.
+    def __del__(self) -> None:
         if self._unpin is not None:
             self._unpin()
 
     def give_back(self) -> None:
         """Give the memory to the system for a while; what it held is lost."""
+        # unpinned first: the system does not take pinned pages back
         if self._unpin is not None:
             self._unpin()
             self._unpin = None

@@ -83,6 +83,7 @@ class Slab:
         """Give the memory of all other blocks back. At most one plane has two copies at a time."""
         before, numel_before = self._start, self._numel
         self._place([block for block in self.blocks if block.id in blocks])
+        # plane by plane, so that both copies of all planes never live at once
         for name, old in self.tensors.items():
             new = self._allocate(self._planes[name])
             for block in self.blocks:

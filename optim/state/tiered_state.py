@@ -322,6 +322,8 @@ class TieredState:
     def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
         """Initialise: `fill` sets what does not start at zero (the masters, the first plane) by
         block."""
+        # Sources of masters are freed while they are read, so the first planes are filled before
+        # the others take memory. Ties wait in `ties`, as their plane is one of the others.
         ties = {block: self._begin(block, fill) for block in (*self.resident, *self.host)}
         for slab in (*self.device_slabs, *self.host_slabs):
             slab.complete()
@@ -399,6 +401,7 @@ class TieredState:
 
     def torn_by(self, updates: Iterator[Block]) -> Iterator[Block]:
         """Carry out any updates in memory. An error that ends them is `torn`."""
+        # Ctrl-C too: blocks of two steps are in memory from here on, and only a load mends that
         try:
             yield from updates
         except BaseException as error:

@@ -64,6 +64,8 @@ class OpenFile:
     def close(self) -> None:
         """Close it. Raises TransferError: on a network the last bytes may be refused as late as
         now."""
+        # The number is forgotten first: Linux frees it also where close fails, and a second close
+        # could end another file.
         fd, self.fd = self.fd, -1
         if fd >= 0:
             try:
@@ -138,6 +140,7 @@ def create_files(
     """Create, lock and preallocate one file in each folder; on an error none is left."""
     name = f"{PREFIX}{label}{os.getpid()}-{secrets.token_hex(8)}"
     opened: list[OpenFile] = []
+    # Allocated now, so that no step fails for want of space: a full disk is told before training.
     try:
         for i, (folder, length) in enumerate(zip(folders, nbytes, strict=True)):
             opened.append(_create(folder / f"{name}-{i}{SUFFIX}", length))
@@ -188,7 +191,8 @@ def _open_locked(path: Path) -> OpenFile:
     while True:
         opened = _open_new(path)
         try:
-            calls.lock(opened.fd, fcntl.LOCK_EX)  # nobody holds it longer than a removal takes
+            # whoever looks for orphans may hold the lock, for as long as a removal takes
+            calls.lock(opened.fd, fcntl.LOCK_EX)
             if os.fstat(opened.fd).st_nlink:
                 return opened
         except OSError as error:

@@ -32,6 +32,7 @@ class BlockTransfers:
         """Planes as an update takes them: where masters are split, with room for the new
         `WEIGHT`."""
         is_split = self._forms.is_split(block)
+        # views are made once for each buffer and form; callers get a dict of their own
         key = buffer.index, block.numel, self._forms.layout_of(block)
         if key not in self._views:
             planes = self._forms.planes(buffer, block)
@@ -68,6 +69,8 @@ class BlockTransfers:
 
         The undo plane has the weights of before the step.
         """
+        # The undo plane that a step wrote has the weights of before it: so those of a commit are in
+        # the first later commit that has another version of that plane.
         undo_part = self._forms.undo_id(block)
         for before, index in pairwise(commits):
             if index.entries[undo_part].version != before.entries[undo_part].version:
