@@ -49,7 +49,7 @@ class Account:
     """Account of the bytes that chunks hold in memory: sums over all chunks counted in it."""
 
     payloads: int = 0  # gathered, on the device
-    device_shards: int = 0  # beside the payloads
+    device_shards: int = 0  # that are no part of a payload
     host_shards: int = 0
     gradients: int = 0  # on the device
 
@@ -101,7 +101,7 @@ class ChunkGradient:
         self._links = links
         self._travels_as = travels_as
         self.account = Account()
-        # what is put here, or taken away, is in the account: see `_set_buffer` and `_set_shard`
+        # both are counted in the account: see `_set_buffer` and `_set_shard`
         self._buffer: Tensor | None = None
         self.shard: Tensor | None = None  # this rank's part of the reduced gradient, on the device
         self.own: Tensor | None = None
@@ -109,10 +109,10 @@ class ChunkGradient:
         self.offload = offload
         self.measure: Callable[[Tensor], Any] | None = None
         self.found: Any = None
-        self.offloaded_dtype: torch.dtype | None = None  # of the [S] that is there, if one is
+        self.offloaded_dtype: torch.dtype | None = None  # of the offloaded [S], if there is one
         self._places: tuple[Tensor, ...] = ()  # of the buffer: one for each slot
         starts = [slot.offset for slot in spec.slots]
-        self._split_numels = [  # slots, each with the gap behind it
+        self._split_numels = [  # slots, each with the gap that follows it
             numel
             for slot, following in zip(spec.slots, [*starts[1:], spec.payload_numel], strict=True)
             for numel in (slot.numel, following - slot.offset - slot.numel)

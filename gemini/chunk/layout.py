@@ -181,7 +181,7 @@ class ChunkLayout:
 
     params: tuple[ParamSpec, ...]  # registration order
     chunks: tuple[ChunkSpec, ...]  # by their first parameter in layout order
-    capacities: tuple[tuple[GroupKey, Numel], ...]  # of every key there is, sorted
+    capacities: tuple[tuple[GroupKey, Numel], ...]  # of all keys, sorted
     world_size: int  # shards of a chunk whose parameters nothing splits
     num_replicas: int = 1  # ranks that have the same shard, over which gradients are summed too
 

@@ -116,7 +116,7 @@ class Chunk:
         elif files is None:
             make = memory.allocate_host if shard_on_host else memory.allocate
             self._shard = make(spec.shard_numel, self.dtype)
-        # the payload has its storage and, behind `pending`, its values
+        # the payload has its storage and, once `pending` has ended, its values
         self.gathered = True
         self.account.payloads += self.payload.nbytes
         self.pending: Ticket[None] | None = None  # of the gather that fills the payload

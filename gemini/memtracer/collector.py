@@ -65,7 +65,7 @@ class MemStatsCollector:
         self._moments: list[TraceMoment] = []
         self._model_at_begin = 0  # what monitors that include model data start from
         self._model_before = 0  # model data as the period began, or when it changed last
-        self._used = 0  # most beside model data in this period, up to that change
+        self._used = 0  # most non-model bytes in this period, up to that change
         self._started = 0.0
 
     def begin(self, kind: Kind, signature: str = "") -> None:

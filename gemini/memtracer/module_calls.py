@@ -1,7 +1,7 @@
 """Begin and end of module calls, forward and backward, on any `nn.Module`, wrapped or not.
 
 Tracing and the engine listen to the same. A module that has parameters of its own is a caller. Its
-call begins before its forward and ends behind it; in backward it begins with the first gradient of
+call begins before its forward and ends after it; in backward it begins with the first gradient of
 an output, and ends when the gradients of its inputs and of its own parameters have arrived: what
 reads parameters in backward lies between. Where there are neither, it ends with the backward; so
 too where an input takes no part in it. A module that is gathered whole calls for everything below

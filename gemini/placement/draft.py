@@ -71,18 +71,18 @@ class PlanInputs:
     budgets: Budgets = field(default_factory=Budgets)  # of one rank
     bandwidths: Bandwidths = field(default_factory=Bandwidths)
     has_host_tier: bool = True  # else the device is RAM
-    # of blocks whose state is not on the device: as the backend does it, for all of them
+    # of all blocks whose state is not on the device: one path, that of the backend
     off_device: UpdatePath = UpdatePath.STREAM
     depth: int = 2  # blocks read ahead of their update
-    num_ahead: int = 0  # buffers more, for blocks that are updated before their step
-    waiting: Waiting = NOT_WAITING  # for others of their step
-    max_prefetch: int = 1  # payloads begun ahead of their use
-    nvme_state_frac: float = 0.0  # of the state's bytes, at least, on NVMe
+    num_ahead: int = 0  # more buffers, for blocks that are updated before their step
+    waiting: Waiting = NOT_WAITING  # elements that wait for other blocks of their step
+    max_prefetch: int = 1  # payloads begun before their use
+    nvme_state_frac: float = 0.0  # share of the state's bytes that must be on NVMe
     block_numel: int = BLOCK_NUMEL
-    flops: float = 0.0  # of one forward and backward, where the trace was not timed
+    flops: float = 0.0  # operations of a forward and backward, where the trace was not timed
     fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
-    with_originals: frozenset[ChunkId] = frozenset()  # fp32 values are kept of those frozen
-    original_home: Tier | None = None  # where these are already
+    with_originals: frozenset[ChunkId] = frozenset()  # frozen ones keep fp32 values
+    original_home: Tier | None = None  # where these values live already
     average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights: `average_bytes`
 
     @property

@@ -29,7 +29,7 @@ class UpdatePath(Enum):
 
     RESIDENT = "resident"  # its state stays on the device, and is updated there
     STREAM = "stream"  # its state travels to the device and back
-    CPU = "cpu"  # its state is in RAM beside the device, or comes there; the CPU updates it
+    CPU = "cpu"  # its state is in RAM, or is brought there; the CPU updates it
 
 
 class MoveKind(Enum):
@@ -38,7 +38,7 @@ class MoveKind(Enum):
     PARAM = "parameters"
     GRAD = "gradients"
     STATE = "state"
-    UNDO = "weights beside the state"  # of before or behind an update: see `BlockBytes`
+    UNDO = "weights beside the state"  # of before or after an update: see `BlockBytes`
 
 
 @dataclass(frozen=True, slots=True)

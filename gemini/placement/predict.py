@@ -82,7 +82,7 @@ class _ProfileBuilder:
 def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
     """Bytes on every tier at every moment. `non_model_bytes`: of every moment of the trace.
 
-    The step is taken to need as much beside model data as the last period of the trace.
+    The step is taken to need as many non-model bytes as the last period of the trace.
     """
     total = plan.num_trace_moments
     builder = _ProfileBuilder(plan.num_moments + 1)

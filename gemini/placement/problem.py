@@ -56,11 +56,11 @@ class PlacementProblem:
     has_host_tier: bool
     depth: int  # blocks read ahead of their update
     off_device: UpdatePath  # of blocks whose state is not on the device
-    nvme_state_frac: float = 0.0  # of the state's bytes, which must be on NVMe
+    nvme_state_frac: float = 0.0  # share of the state's bytes that must be on NVMe
     fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
-    floor: Homes | None = None  # homes that exist already, where something may rise from
-    num_ahead: int = 0  # buffers more, for blocks that are updated before their step
-    num_waiting: int = 0  # and for blocks that wait for others of their step
+    floor: Homes | None = None  # homes that exist already, below which nothing goes
+    num_ahead: int = 0  # more buffers, for blocks that are updated before their step
+    num_waiting: int = 0  # more buffers, for blocks that wait for others of their step
     original_home: Tier = Tier.HOST  # of the fp32 originals of frozen chunks, all of them
     average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights
 

@@ -24,7 +24,7 @@ from .tiers import Tier
 
 NUM_VERSIONS = 2  # of every block on disk but gradients and originals; see nvme.layout
 FP32_BYTES = 4  # an element of an undo plane, of an original, of gradients that were added up
-WEIGHT_BYTES = 2  # an element of a bf16 weight, beside its block on disk
+WEIGHT_BYTES = 2  # an element of a bf16 weight that is written with its block
 SPLIT_BYTES = 2  # an element that is saved where a master is what its bf16 weight lacks
 _INDEX_HEAD_BYTES, _ENTRY_BYTES = 24, 8  # of the index of a file; see nvme.layout
 UNLIMITED = Bytes(1 << 62)
@@ -82,7 +82,7 @@ class BlockBytes:
     param_bytes: Bytes
     state_bytes: Bytes  # in memory
     disk_bytes: Bytes  # of the same on disk
-    undo_bytes: Bytes  # that are written with it there: weights or an undo plane
+    undo_bytes: Bytes  # written with it on disk: weights or an undo plane
     has_master: bool  # in memory, a whole one
 
     def state_on(self, home: Tier) -> Bytes:
@@ -321,9 +321,9 @@ class Bandwidths:
     """What one rank's links and memories do, in bytes a second; one is slower than `inf`."""
 
     host_to_device: float = inf
-    device_to_host: float = inf  # beside the other direction, not instead of it
+    device_to_host: float = inf  # at the same time as the other direction
     nvme_read: float = inf
-    nvme_write: float = inf  # after reads, not beside them: disks are not duplex
+    nvme_write: float = inf  # after reads, not at the same time: disks are not duplex
     collective: float = inf  # of a payload's (W - 1) / W
     device_memory: float = inf  # read and written by an update kernel
     host_memory: float = inf  # read and written by an update on the CPU

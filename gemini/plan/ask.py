@@ -25,7 +25,7 @@ from .question import AVERAGES, Question
 from .words import Answer, answer
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-# planes beside masters, by optimizer
+# planes that are no masters, by optimizer
 LAYOUTS = {"adamw": AdamRule.layout, "lion": LionRule.layout, "sgd": SGDRule.layout}
 QUANTISED = ("adamw",)  # whose state may be kept in fewer bits
 

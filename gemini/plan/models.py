@@ -274,7 +274,7 @@ def _from_config(path: Path) -> Callable[[], Any]:
             model = transformers.AutoModelForCausalLM.from_config(config)
         else:
             model = getattr(transformers, named)(config)
-        dtype = config.dtype  # of the weights that lie beside it
+        dtype = config.dtype  # of the weights in its folder
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         return model if dtype is None else model.to(dtype)
 

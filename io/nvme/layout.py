@@ -36,7 +36,7 @@ NUM_VERSIONS = 2
 MOST_VERSIONS = 66  # of a block: what is written, what counts, and 64 that are kept
 PIECE_BYTES = 4 << 20  # large transfers are split into pieces of this size
 
-_HEADER = struct.Struct("<8sIII")  # magic, format version, length and crc32 of the JSON behind it
+_HEADER = struct.Struct("<8sIII")  # magic, format version, length and crc32 of the JSON after it
 _INDEX = struct.Struct("<QQII")  # sequence number, step, number of blocks, crc32 of what follows
 _ENTRY = struct.Struct("<II")  # version, checksum
 

@@ -49,7 +49,7 @@ def probe(
     seconds: float = 2.0,
     allow_ram: bool = False,
 ) -> Speed:
-    """Measure an engine on `folder` in about `seconds`; leaves nothing behind.
+    """Measure an engine on `folder` in about `seconds`; leaves no file.
 
     Raises FolderError for a folder that cannot be used, DiskFullError where 64 MiB do not fit,
     and what `make_engine` does.

@@ -36,7 +36,7 @@ class KeptVersions:
         self.most = most
         self.history: list[Index] = []  # of one step each, without a gap; the oldest first
         self.pinned: list[PinnedVersion] = []
-        self._seen: set[Path] = set()  # witnesses that were there
+        self._seen: set[Path] = set()  # witnesses that were seen
 
     def committed(self, before: Index, now: Index) -> None:
         """Note that `now` counts in place of `before`: as the next step, or as that step,

@@ -86,7 +86,7 @@ class UpdateFacts:
     """Facts that choose the CPU path: of the whole model, so the same on every rank and tier."""
 
     numel: int  # of all parameters that are updated, over all ranks
-    has_master: bool  # fp32 masters beside 16-bit weights
+    has_master: bool  # fp32 masters of 16-bit weights
     rounds_at_random: bool = False
     is_float64: bool = False  # parameters and state
 

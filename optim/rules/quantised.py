@@ -94,7 +94,7 @@ def _to_bf16(values: Tensor, out: Tensor, random: Tensor | None) -> None:
 
 
 def _groups(values: Tensor) -> Tensor:
-    """[groups, 64] of [n], with zeros behind its end; a view where it has whole groups."""
+    """[groups, 64] of [n], with zeros after its end; a view where it has whole groups."""
     missing = -values.numel() % GROUP_NUMEL
     padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
     return padded.view(-1, GROUP_NUMEL)

@@ -11,7 +11,7 @@ from gemini.tickets import Done, Ticket
 
 log = logging.getLogger("gemini")
 
-QUIET_STEPS = 8  # in a row, behind which updates begin in backward again
+QUIET_STEPS = 8  # in a row, after which updates begin in backward again
 
 
 @dataclass(frozen=True, slots=True)

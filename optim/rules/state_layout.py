@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 MASTER = "master"  # fp32 weights; the visible parameter is their rounded copy
 REMAINDER = "remainder"  # what bf16 weights lack of their masters; see `split_master.py`
-WEIGHT = "weight"  # bf16 parameters of one version on disk, beside their remainders
+WEIGHT = "weight"  # bf16 parameters of one version on disk, written with their remainders
 WEIGHT_DTYPE = "bfloat16"  # of the parameters whose masters may be split
 ITEMSIZE = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1,
 }  # fmt: skip
 KINDS = ("fp32", "bf16", "8bit")  # in what planes are kept; see `quantised.py`
 GROUP_NUMEL = 64  # elements of an 8-bit plane that have one scale; no parameter begins within them
-SCALE = ".scale"  # behind the name of their plane
+SCALE = ".scale"  # suffix to the name of their plane
 FILLER = "filler"
 
 

@@ -7,10 +7,10 @@ Nothing here reads a clock, a disk or a tensor. Who carries actions out is an ex
 a disk (`optim.step.driver`), a clock (`gemini.placement.timetable.clock`), or a test. One thread
 at a time.
 
-A row is one block. It is updated beside its last version, which counts until a commit: so a step is
-undone by forgetting what was written, and by restoring weights that were changed. A row may be
-updated before its step is asked for, with what the step is expected to agree on; where that is
-held, the step only fetches its new weight.
+A row is one block. Its new version is written next to the last one, which counts until a commit: so
+a step is undone by forgetting what was written, and by restoring weights that were changed. A row
+may be updated before its step is asked for, with what the step is expected to agree on; where that
+is held, the step only fetches its new weight.
 """
 
 from __future__ import annotations

@@ -330,7 +330,7 @@ class _Aside:
     begun: StreamMark
     ended: StreamMark
     device: torch.device
-    asked: StreamMark | None = None  # on the stream that came behind it first
+    asked: StreamMark | None = None  # on the stream that was first ordered after it
 
     def ready(self) -> bool:
         return self.ended.ready()

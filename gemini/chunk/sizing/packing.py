@@ -105,7 +105,7 @@ def _cost(sizes: Sizes, bounds: Ints, capacity: int, max_prefetch: int) -> Packi
     prefetched = np.minimum(high + 1 + max_prefetch, num_chunks)
     peak = int((before[prefetched] - before[low]).max())
     again = np.unique(chunk_of(sizes.reused))
-    again = again[again < num_chunks - 1]  # the last chunk is still there
+    again = again[again < num_chunks - 1]  # the last chunk is still gathered
     if len(again):
         peak = max(peak, int(payload[again].max() + payload[-1]))
     gathers, reduces = 2, int(sizes.trainable)

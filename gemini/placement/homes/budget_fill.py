@@ -1,8 +1,8 @@
 """Filling the tiers under their budgets. Pure.
 
-The device is filled under the room of every moment: what the budget leaves beside activations,
-gathered payloads and gradient buffers. A gradient needs room only from its reduction to the step,
-when activations are gone.
+The device is filled under the room of every moment: the budget less activations, gathered payloads
+and gradient buffers. A gradient needs room only from its reduction to the step, when activations
+are gone.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class CacheProblem:
     """Uses of items over one iteration, which repeats.
 
     needs: the items that every moment uses. nbytes: of every item. room: bytes for items at every
-    moment. ends: at every moment, the needed items whose copy is worthless behind it (its home was
+    moment. ends: at every moment, the needed items whose copy is worthless after it (its home was
     changed, or it was consumed): it is not cached.
     """
 
@@ -44,7 +44,8 @@ class CacheProblem:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """From one use of an item to its next; `end` is behind the iteration where it wraps round."""
+    """Interval from one use of an item to its next; where it wraps round, `end` is past the
+    iteration."""
 
     item: int
     start: int

@@ -304,7 +304,7 @@ class StepClock:
             yield max(self._now, self._ends[block.id])
             note(self._state, ENDS_WITH[row.stage], row)
         elif do is Do.UPDATE:
-            yield max(self._now, self._ends[block.id])  # of what it needs beside its state
+            yield max(self._now, self._ends[block.id])  # of its inputs that are no state
             yield from self._update(work.updates[block.id])
             in_file = self._plan.shards[block.chunk].param_home is Tier.NVME
             row.is_complete = row.is_early and in_file  # nothing is left to the step

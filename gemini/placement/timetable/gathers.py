@@ -36,7 +36,7 @@ class GatherStep:
     needs: Call
     release: tuple[ChunkId, ...]
     gather: tuple[ChunkId, ...]  # what is needed first, then what is needed soon
-    behind: tuple[tuple[ChunkId, ...], ...]  # payloads to free at every following end of a call
+    release_at_ends: tuple[tuple[ChunkId, ...], ...]  # payloads to free at each following end
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,14 @@ def gather_steps(
         if gather.release != len(calls):
             freed.setdefault(gather.release % len(calls), []).append(gather.chunk)
     steps: list[GatherStep] = []
-    behind: list[tuple[ChunkId, ...]] = []  # of the begin that comes next, from the end
+    at_ends: list[tuple[ChunkId, ...]] = []  # of the begin that comes next, from the end
     for moment in range(len(calls) - 1, -1, -1):
         needs, release = calls[moment], tuple(freed.get(moment, ()))
         if needs is None:
-            behind.append(release)
+            at_ends.append(release)
             continue
         # what the call needs comes first
         gather_now = sorted(begun.get(moment, ()), key=lambda chunk: chunk not in needs)
-        steps.append(GatherStep(needs, release, tuple(gather_now), tuple(reversed(behind))))
-        behind.clear()
+        steps.append(GatherStep(needs, release, tuple(gather_now), tuple(reversed(at_ends))))
+        at_ends.clear()
     return GatherSteps(tuple(reversed(steps)), frozenset(carried))

@@ -24,7 +24,7 @@ class GatherSchedule:
     """Lives of all payloads, in the order in which they are issued."""
 
     gathers: tuple[Gather, ...]
-    always: tuple[ChunkId, ...]  # there all the time, from the first use on
+    always: tuple[ChunkId, ...]  # stay gathered, from the first use on
     gap: float
 
 

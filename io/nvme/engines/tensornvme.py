@@ -37,7 +37,7 @@ class TensorNvmeEngine:
         self._torch: Any = torch
         self._path = Path(folder) / f"gemini-tensornvme-{os.getpid()}-{secrets.token_hex(8)}"
         self._offloader: Any = Offloader(str(self._path), 16, backend)
-        self._path.unlink()  # it is open, and a process that is killed leaves nothing behind
+        self._path.unlink()  # it is open, and a process that is killed leaves no file
 
     def read(self, transfer: Transfer) -> Ticket[int]:
         checksums = []
