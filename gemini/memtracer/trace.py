@@ -262,6 +262,7 @@ def sequential_trace(
         backward: list[tuple[Phase, Edge, str]] = [
             ("backward", edge, name) for name in reversed(modules) for edge in _EDGES
         ]
+        # (enter, leave), (enter, leave), ...: each leave changes places with the enter that follows
         for i in range(1, len(backward) - 1, 2) if overlap else ():
             backward[i : i + 2] = backward[i + 1], backward[i]
         events += backward

@@ -270,6 +270,7 @@ class Plan:
         expected = off_device if self.kind == "train" else []
         assert sorted(forecast.step_order) == expected, "blocks of the step"
         assert list(forecast.moves) == sorted(forecast.moves, key=lambda move: move.begin)
+        # by chunk and moment of begin: a gather that reads its own shard begins with that move
         arrivals: dict[tuple[ChunkId, int], int] = {}
         for move in forecast.moves:
             assert 0 <= move.begin <= move.end <= self.num_moments and move.src != move.dst, move

@@ -91,6 +91,7 @@ def plan_grown(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
         tiers = (
             [Tier.DEVICE, Tier.HOST, Tier.NVME] if inputs.has_host_tier else [Tier.DEVICE, *tiers]
         )
+    # one tier for all of it: what lives elsewhere already is not moved to make room
     homes = _homes_of(plan)
     for tier in tiers:
         for chunk in new:

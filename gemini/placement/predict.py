@@ -122,6 +122,7 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
         if gather.release > total:  # into the next iteration, and through the step
             builder.add(Tier.DEVICE, "parameters", nbytes, total)
             builder.add(Tier.DEVICE, "parameters", nbytes, 0, gather.release - total)
+    # A reduced gradient stays until its move away has ended; one without a move, to the end.
     leaves = {
         move.chunk: move.end
         for move in plan.forecast.moves
@@ -130,6 +131,7 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
     for reduction in plan.forecast.reductions:
         sizes = plan.chunks[reduction.chunk]
         builder.add(Tier.DEVICE, "gradients", sizes.payload_bytes, reduction.first, reduction.end)
+        # over ranks the shard is made while its buffer lives; else the buffer becomes the shard
         overlaps = sizes.num_shards > 1 and not plan.unsharded_grads
         start = reduction.last if overlaps else reduction.end
         builder.add(Tier.DEVICE, "gradients", sizes.shard_bytes, start, leaves.get(reduction.chunk))

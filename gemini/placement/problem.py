@@ -213,6 +213,7 @@ def static_homes(policy: StaticPlacement, problem: PlacementProblem) -> Homes:
     first: dict[ChunkId, int] = {}
     for block in blocks:
         i = block.id - first.setdefault(block.chunk, block.id)
+        # a block goes down where more than half of it lies within the share
         middle = taken + block.numel / 2
         if middle <= off_device:
             homes.state[block.chunk][i] = Tier.NVME if middle <= on_nvme else Tier.HOST

@@ -118,6 +118,7 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
     state = replace(LAYOUTS[training.optimizer], kind=training.state)
     state = state.with_master() if has_master else state
 
+    # Asked for late and once each: every other combination is a model that is built and traced.
     @cache
     def other(checkpointing: bool, lora: int) -> Question | None:
         if not isinstance(what, str) or training.activation_bytes is not None:

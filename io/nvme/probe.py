@@ -117,9 +117,11 @@ def _measure(engine: Engine, file: OpenFile, seconds: float) -> Speed:
             ticket.wait()
         return time.perf_counter() - started
 
-    sweep("write")  # the file is allocated, and not yet written
+    # once uncounted: the first write to allocated space also turns its extents into written ones
+    sweep("write")
     best = {"read": float("inf"), "write": float("inf")}
     deadline = time.perf_counter() + seconds
+    # The least of several: a neighbour's traffic only ever makes a sweep slower.
     while True:
         for kind in best:
             best[kind] = min(best[kind], sweep(kind))

@@ -92,8 +92,9 @@ class StateSpace:
                                 a - lo,
                             )
                         )
+                    # the rest lies in the next block, which looks at this segment again
                     if segment.offset + segment.numel > lo + numel:
-                        break  # the rest lies in the next block
+                        break
                     first += 1
                 blocks.append(Block(BlockId(len(blocks)), shard, start, lo, numel, tuple(parts)))
             base += shard_numel

@@ -135,6 +135,7 @@ def _join_on_nvme(
 
     torn = [chunk for chunk in problem.chunks if chunk.trainable and split(chunk.id)]
     tried = False  # what did not fit once fits only after room was given back
+    # from the last chunk on: homes are filled in order, so the first chunks have the higher ones
     for chunk in reversed(torn):
         i = chunk.id
         if not split(i):

@@ -129,6 +129,7 @@ def lower_bound(problem: CacheProblem, intervals: Sequence[Interval], free: Sequ
     for moment in range(total):
         load -= closing[moment]
         over = load - free[moment]
+        # only the bytes that are over are given up, of the copy with the farthest next use
         while over > 0:
             end, cached = active[0]
             part = min(over, cached)

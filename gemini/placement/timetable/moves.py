@@ -58,6 +58,8 @@ def moves_of(
                 param=homes.param[i], grad=homes.grad[i],
                 state=state, path=path, has_master=block.gives_parameters(state),
             ):  # fmt: skip
+                # State of the first blocks is read from backward on, when the disk has nothing else
+                # to do; their gradients and parameters are not final before the step.
                 if dst is site:
                     start, stop = max(at - problem.depth, num_trace_moments), at
                     if kind is MoveKind.STATE and at - problem.depth < num_trace_moments:

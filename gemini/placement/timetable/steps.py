@@ -52,6 +52,7 @@ def reductions_of(
             continue
         for chunk in sorted({chunk_of[param] for param in moment.params}):
             first.setdefault(chunk, i)
+            # a chunk of several modules is final when the last open one has ended
             users[chunk] = users.get(chunk, 0) + (1 if moment.edge == "enter" else -1)
             last[chunk] = i if users[chunk] <= 0 else end
     next_begins, following = [end] * (len(trace.moments) + 1), end  # by moment

@@ -72,6 +72,8 @@ def recover(
                 "order"
             )
         layout = headers[0].layout()
+        # Both slots may be whole: the last commit has the larger sequence. A slot whose write was
+        # torn decodes to None, and the commit before it is in the other.
         slots = [
             Index.decode(
                 os.pread(fds[0], layout.index_slot_nbytes, layout.index_offset(slot)),

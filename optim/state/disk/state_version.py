@@ -126,7 +126,9 @@ class StateVersion:
             layout, has_undo = StateLayout(planes, said["kind"]), bool(said["has_undo"])
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"no state: {error!r:.200}") from error
-        most = len(rest)  # an entry has more than a byte
+        # Runs are small in text and large as lists: nothing is made of them before their counts are
+        # known to fit the bytes of the index, of which an entry has more than one.
+        most = len(rest)
         if min((count for *_, count in runs), default=0) < 1 or sum(c for *_, c in runs) > most:
             raise ValueError("more blocks than it has places for")
         blocks = tuple((n, is_split) for n, is_split, count in runs for _ in range(count))
