@@ -50,11 +50,13 @@ def join(weight: Tensor, remainder: Tensor, keeper: Tensor | None) -> Tensor:
     return ((upper << 16) + remainder).view(torch.float32)
 
 
-def shown(planes: Planes, weight: Tensor, layout: StateLayout, *, in_place: bool = False) -> Planes:
+def join_masters(
+    planes: Planes, weight: Tensor, layout: StateLayout, *, in_place: bool = False
+) -> Planes:
     """Planes of a block with whole masters, as copies where they differ.
 
     weight: bf16 [n], its parameters. layout: of `planes`, without a weight. in_place: only the
-    masters are a copy, and `planes` are not valid until `take`.
+    masters are a copy, and `planes` are not valid until `split_masters`.
     """
     keeper = planes[layout.tie_keeper]
     master, plain = torch.empty_like(keeper), keeper if in_place else torch.empty_like(keeper)
@@ -67,8 +69,8 @@ def shown(planes: Planes, weight: Tensor, layout: StateLayout, *, in_place: bool
     return {MASTER: master, **others, layout.tie_keeper: plain}
 
 
-def take(planes: Planes, values: Planes, layout: StateLayout) -> None:
-    """Write planes back from `values`, which `shown` made of them and a caller has changed.
+def split_masters(planes: Planes, values: Planes, layout: StateLayout) -> None:
+    """Write planes back from `values`, which `join_masters` made of them and a caller has changed.
 
     Where there is a plane for the weight, it follows; elsewhere it is, or will be, the new master,
     rounded.

@@ -28,7 +28,7 @@ def shown(
     if not layout.is_quantised:
         if weight is None:
             return planes
-        return split_master.shown(planes, weight, layout.with_remainder(), in_place=in_place)
+        return split_master.join_masters(planes, weight, layout.with_remainder(), in_place=in_place)
     found: Planes = {}
     if weight is not None:
         low = planes[REMAINDER]
@@ -48,7 +48,7 @@ def take(planes: Planes, values: Planes, layout: StateLayout, *, is_split: bool)
     """
     if not layout.is_quantised:
         if is_split:
-            split_master.take(planes, values, layout.with_remainder())
+            split_master.split_masters(planes, values, layout.with_remainder())
             return
         for name in layout.names:
             if planes[name].data_ptr() != values[name].data_ptr():

@@ -19,7 +19,7 @@ from .space import Block
 Planes = dict[str, Tensor]  # plane name -> [n], or a scale for every group of elements
 
 
-def part_of(plane: Tensor, start: int, end: int, numel: int) -> Tensor:
+def plane_part(plane: Tensor, start: int, end: int, numel: int) -> Tensor:
     """Elements [start, end) of a plane of `numel`; of scales those of their groups, of which
     `start` begins one."""
     if plane.numel() == numel:
@@ -54,7 +54,7 @@ class Piece:
             None if self.master is None else self.master[tile],
             tuple(
                 [
-                    plane[tile] if plane.numel() == numel else part_of(plane, start, end, numel)
+                    plane[tile] if plane.numel() == numel else plane_part(plane, start, end, numel)
                     for plane in self.planes
                 ]
             ),

@@ -11,7 +11,7 @@ from gemini.optim.rules.state_layout import Plane, StateLayout
 from gemini.units import BlockId
 
 from .memory import Memory
-from .pieces import Planes, part_of
+from .pieces import Planes, plane_part
 from .space import Block
 
 
@@ -88,7 +88,7 @@ class Slab:
             new = self._allocate(self._planes[name])
             for block in self.blocks:
                 start, then, numel = self._start[block.id], before[block.id], block.numel
-                part_of(new, start, start + numel, self._numel).copy_(
-                    part_of(old, then, then + numel, numel_before)
+                plane_part(new, start, start + numel, self._numel).copy_(
+                    plane_part(old, then, then + numel, numel_before)
                 )
             self.tensors[name] = new
