@@ -108,8 +108,8 @@ def estimate(
     """Seconds of an iteration with these homes, and of all its transfers one after the other.
 
     No schedule is made: everything within forward and backward, and within the step, is taken to
-    overlap. The second number decides between homes for which the first is equal. num_uses: gathers
-    of every chunk in an iteration.
+    overlap. The second number decides between homes for which the first is equal.
+    num_uses: gathers of every chunk in an iteration.
     """
     bandwidths = problem.bandwidths
     model: Seconds = {"compute": compute_seconds}
@@ -234,7 +234,8 @@ class Walk:
         self, moment: int, now: float, is_late: Callable[[Move], bool] = lambda move: False
     ) -> None:
         """Begin the moves of a moment, and its gathers and reductions, each when its chunk has
-        arrived. is_late: moves that the caller begins later, by `transfer`."""
+        arrived.
+        is_late: moves that the caller begins later, by `transfer`."""
         arrived: dict[ChunkId, float] = {}
         for move in self._moves_at.get(moment, ()):
             if not is_late(move):

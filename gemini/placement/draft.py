@@ -334,8 +334,10 @@ class Draft:
         *,
         is_bare: bool = False,
     ) -> Plan:
-        """Build the plan. is_bare: without moves of updates, which are most moves and change no
-        peak."""
+        """Build the plan.
+
+        is_bare: without moves of updates, which are most moves and change no peak.
+        """
         problem, trace = self.problem, self.inputs.trace
         leaving = leaving_bytes(homes, problem, self.reductions, len(self.needs))
         return Plan(

@@ -90,8 +90,8 @@ def planned_timeline(
 ) -> Timeline:
     """Timeline of a plan, as predicted under `update="serial"`.
 
-    budgets: as asked for, where the plan was made with others. pass_seconds: of forward and of
-    backward, where the trace of the plan was not timed.
+    budgets: as asked for, where the plan was made with others.
+    pass_seconds: of forward and of backward, where the trace of the plan was not timed.
     """
     plan, profile, trace = result.plan, result.profile, inputs.trace
     compute = inputs.compute_seconds()

@@ -59,8 +59,9 @@ def activations_of(
 ) -> Activations:
     """Trace a transformers model on the meta device. Raises ValueError for one without a config.
 
-    specs: of the whole model. batch: one more that is traced. by_trl: with the loss that trl's
-    `SFTTrainer` computes, which never has all logits.
+    specs: of the whole model.
+    batch: one more that is traced.
+    by_trl: with the loss that trl's `SFTTrainer` computes, which never has all logits.
     """
     if not hasattr(model, "config"):
         raise ValueError(

@@ -34,13 +34,15 @@ QUANTISED = ("adamw",)  # whose state may be kept in fewer bits
 class Training:
     """Training of a model.
 
-    batch, seq: sequences of a rank in one forward, and their tokens. accumulate: forwards and
-    backwards before a step. lora: rank of adapters; 0 trains the whole model. precision: of
-    `DTYPES`. optimizer: of `LAYOUTS`. state: as `HybridAdam` takes it. nvme_fraction: of the
-    optimizer's state, at least, on NVMe. activation_bytes: of one sample, where nothing can be
-    traced. update: of `GeminiDDP`; `auto` is the fastest as predicted. by_trl: as `python -m gemini
-    train` does it: with trl's loss, a frozen base in 16 bits. ema: home of an average of the
-    weights, as `gemini.EMA` has it; None: there is none.
+    batch, seq: sequences of a rank in one forward, and their tokens.
+    accumulate: forwards and backwards before a step.
+    lora: rank of adapters; 0 trains the whole model.
+    precision: of `DTYPES`. optimizer: of `LAYOUTS`. state: as `HybridAdam` takes it.
+    nvme_fraction: of the optimizer's state, at least, on NVMe.
+    activation_bytes: of one sample, where nothing can be traced.
+    update: of `GeminiDDP`; `auto` is the fastest as predicted.
+    by_trl: as `python -m gemini train` does it: with trl's loss, a frozen base in 16 bits.
+    ema: home of an average of the weights, as `gemini.EMA` has it; None: there is none.
     """
 
     batch: int = 1

@@ -173,7 +173,8 @@ class Question:
         Objects, threads of files, products of experts, and gradients that updates in a thread still
         need in the forward; or as much more as the module takes while it is wrapped. Interpreter
         and libraries come on top, and what malloc keeps unless MALLOC_MMAP_THRESHOLD_ is set
-        (docs/memory.md). `bench.certificate` measures it. iterations: None is many.
+        (docs/memory.md). `bench.certificate` measures it.
+        iterations: None is many.
         """
         peak = result.profile.peak(Tier.HOST if result.plan.has_host_tier else Tier.DEVICE)
         own = OWN_BYTES + int(OWN_SHARE * peak)

@@ -30,11 +30,13 @@ class Answer:
     """Answer: what a run would take. Bytes are of one rank; where it does not fit, after `change`.
 
     homes: bytes that live on each tier, by kind (parameters, frozen, gradients, state, originals).
-    peaks: by tier, at the moment when it holds most: also staging and activations. process_bytes:
-    of RAM beyond the peaks: see `Question.process_bytes`. seconds: of a step: its forwards,
-    backwards and update, with `best_update`. best_update: what is asked for; of `auto` the fastest.
-    change: flags of the cheapest change with which it fits; None where it does. faster: flags that
-    take less time, each with its seconds. why: what is missing; None where it fits.
+    peaks: by tier, at the moment when it holds most: also staging and activations.
+    process_bytes: of RAM beyond the peaks: see `Question.process_bytes`.
+    seconds: of a step: its forwards, backwards and update, with `best_update`.
+    best_update: what is asked for; of `auto` the fastest.
+    change: flags of the cheapest change with which it fits; None where it does.
+    faster: flags that take less time, each with its seconds.
+    why: what is missing; None where it fits.
     """
 
     fits: bool

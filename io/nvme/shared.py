@@ -57,9 +57,9 @@ class _SharedRead:
 class SharedBlocks:
     """Blocks of one file; see [Note: shared files]. One thread owns it, another may read.
 
-    digest: of the blocks, which names the file. what: the blocks in words. blocks: makes them one
-    after the other, where no file has them yet. written_bytes: bytes that this process wrote; 0
-    where a file was there.
+    digest: of the blocks, which names the file. what: the blocks in words.
+    blocks: makes them one after the other, where no file has them yet.
+    written_bytes: bytes that this process wrote; 0 where a file was there.
 
     Raises DiskFullError or FolderError where no file can be made, TransferError where one cannot be
     read or written.

@@ -105,7 +105,8 @@ class BlockStore:
     writes, or those that are read of the last commit alone. Buffers are page-aligned and hold whole
     pages.
 
-    folders: one for each file of the layout. engine: closed with the store; None is `threads`.
+    folders: one for each file of the layout.
+    engine: closed with the store; None is `threads`.
     meter: of bytes written in all, and their budget.
 
     Raises ValueError for another number of folders, FolderError or DiskFullError where the files

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 class Clip:
     """Limit on gradients, after they are unscaled.
 
-    max_norm: over all parameters and ranks; 0 does not clip. max_value: of every element's
-    magnitude; inf does not clip. fixed_factor: gradients are multiplied with it, whatever their
-    norm; in (0, 1].
+    max_norm: over all parameters and ranks; 0 does not clip.
+    max_value: of every element's magnitude; inf does not clip.
+    fixed_factor: gradients are multiplied with it, whatever their norm; in (0, 1].
 
     Raises ValueError for an impossible limit, and for a norm of no positive order.
     """

@@ -25,9 +25,9 @@ class LossScale:
     """Options of the loss scale; these defaults are the only ones.
 
     initial_scale, min_scale, max_scale: factors on the loss; the scale stays within the two.
-    growth_factor, backoff_factor: the scale is multiplied by them. growth_interval: good steps in a
-    row after which the scale grows; 0 never changes it. hysteresis: overflows since the last growth
-    at which the scale begins to back off.
+    growth_factor, backoff_factor: the scale is multiplied by them.
+    growth_interval: good steps in a row after which the scale grows; 0 never changes it.
+    hysteresis: overflows since the last growth at which the scale begins to back off.
 
     Raises ValueError, naming the option that is out of range.
     """

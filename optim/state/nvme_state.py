@@ -84,8 +84,9 @@ class NvmeState:
     """State of the blocks of a space that live on disk, all planes of each together.
 
     `undo`: parameters are updated in place, so their values of before go to disk too ([Note:
-    undo]). `split`: blocks whose masters are remainders of their parameters, which are in memory.
-    One thread at a time.
+    undo]).
+    `split`: blocks whose masters are remainders of their parameters, which are in memory. One
+    thread at a time.
     """
 
     def __init__(

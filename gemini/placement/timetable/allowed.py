@@ -84,8 +84,11 @@ def facts_of(
     has_masters: bool,
     has_buffers: bool,
 ) -> OverlapFacts:
-    """Facts of a plan. totals: bytes of the device that its budget is for, at every moment. calls:
-    by moment the chunks of the call that begins. backward: its first moment."""
+    """Facts of a plan.
+
+    totals: bytes of the device that its budget is for, at every moment.
+    calls: by moment the chunks of the call that begins. backward: its first moment.
+    """
     has_room = plan.budgets.device >= UNLIMITED
     if not has_room:
         kept = kept_for_updates(plan, calls, backward)

@@ -1,8 +1,10 @@
 """Prices of updates: what `update=` may be, what each costs, and which is best. Pure.
 
-serial     all in `step()` tail       after the step, during the next forward (ADR 0002) speculate
-in backward, and the rest in `step()` (ADR 0002) both       in backward, and the rest during the
-next forward auto       the best of these for the plan
+serial     all in `step()`
+tail       after the step, during the next forward (ADR 0002)
+speculate  in backward, and the rest in `step()` (ADR 0002)
+both       in backward, and the rest during the next forward
+auto       the best of these for the plan
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class BlockForms:
     """Forms of the blocks of one file: states first, then undo planes.
 
     layout: with whole masters. split: blocks whose masters are not. undo: there are no masters.
-    columns: which planes a block has. nbytes: of every block of the file. In a buffer, the undo
-    plane begins at the next whole page.
+    columns: which planes a block has.
+    nbytes: of every block of the file. In a buffer, the undo plane begins at the next whole page.
     """
 
     def __init__(
