@@ -22,7 +22,7 @@ from gemini.placement.timetable.updates import AUTO, BEHIND, UPDATES
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import check_stages, connect, is_pipeline, stage_of
-from gemini.runtime.engine import Engine
+from gemini.runtime.engine import GeminiEngine
 from gemini.runtime.gradients.by_name import ChangeGradient, map_gradients, named_gradients
 from gemini.runtime.inspect.digest import digest
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
@@ -176,7 +176,7 @@ class GeminiDDP(ModuleFace):
         if communication.overlap_allgather and not planning.never_released:
             raise ValueError(NOTHING_STAYS)
         self.module = module
-        self.engine = Engine(
+        self.engine = GeminiEngine(
             found, layout.with_params(own_specs), values, backend, connections, planning,
             name=type(module).__name__, max_prefetch=max_prefetch,
             precision_settings=precision_settings,

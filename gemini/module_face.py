@@ -16,7 +16,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from gemini.callers import torchs_wrapper, wants_dtensors
 from gemini.chunk.parameter import handle_of
-from gemini.runtime.engine import Engine
+from gemini.runtime.engine import GeminiEngine
 from gemini.runtime.inspect.full_parameters import (
     cut_parameters,
     full_parameters,
@@ -29,7 +29,7 @@ class ModuleFace(nn.Module):
     """The part of `GeminiDDP` that stands in for `nn.Module`; see there."""
 
     module: nn.Module
-    engine: Engine
+    engine: GeminiEngine
 
     def __init__(self) -> None:
         super().__init__()

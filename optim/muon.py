@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gemini.optim.rules.config import NvmeConfig
-from gemini.optim.rules.matrix_rule import Matrices, MatrixRule
+from gemini.optim.rules.matrix_rule import MatrixOptions, MatrixRule
 from gemini.optim.rules.orthogonal import COEFFICIENTS
 
 from .adam import AdamRule
@@ -105,7 +105,7 @@ class HybridMuon(TieredOptimizer):
     def _check_options(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
         super()._check_options(group, params)
         hyper = self._rule.hyper(group)
-        if not isinstance(hyper, Matrices):
+        if not isinstance(hyper, MatrixOptions):
             return
         for param in params or group["params"]:
             if not isinstance(param, Tensor):  # a name, of a saved group

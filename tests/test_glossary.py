@@ -159,11 +159,6 @@ def test_every_public_class_is_in_the_glossary_or_says_what_it_is():
     ] == []
 
 
-def test_a_public_class_has_a_name_of_its_own_in_its_package():
-    counts = Counter((path.partition("/")[0], node.name) for path, node in public_classes())
-    assert [name for name, count in counts.items() if count > 1] == []
-
-
 def test_a_retired_word_is_found_wherever_others_see_it():
     text = "def f(kept, x):\n    elsewhere = x.adopt(scaler=1)\n    class Tiers: ...\n"
     found = {name for name, _ in identifiers(ast.parse(text)) if name in RETIRED}

@@ -106,6 +106,17 @@ def test_nothing_below_the_engine_knows_it():
     assert [module for module in sorted(below) if engine in imported(module)] == []
 
 
+def test_a_class_has_its_name_alone():
+    """A reader who looks for a class by its name finds one."""
+    homes = defaultdict(list)
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(module)
+    assert len(homes) > 400
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
 def imports_of(path):
     """Modules that a file imports, wherever the import stands, with the names that it takes."""
     for node in ast.walk(ast.parse(path.read_text())):

@@ -17,7 +17,7 @@ from gemini.checkpoint.format.errors import CheckpointError
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors, TensorSpec
 from gemini.chunk.local import region_of
 from gemini.ddp import GeminiDDP
-from gemini.runtime.engine import Engine
+from gemini.runtime.engine import GeminiEngine
 from gemini.runtime.inspect.full_parameters import full_parameters, opaque_as_saved
 from gemini.units import ParamId, parse_bytes
 
@@ -140,7 +140,7 @@ def _content(
 
 
 def _specs_of(
-    engine: Engine,
+    engine: GeminiEngine,
     param: ParamId,
     opaque: Mapping[ParamId, Mapping[str, Tensor]],
     dtype: torch.dtype | None,

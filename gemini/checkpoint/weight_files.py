@@ -24,7 +24,7 @@ from gemini.nvme.files import calls
 from .format import unfinished
 
 
-class OpenFile(Protocol):
+class WeightFile(Protocol):
     """A file of weights that is being written."""
 
     def add(self, name: str, value: Tensor) -> None:
@@ -45,10 +45,10 @@ class Format:
     stem: str
     suffix: str
     index: str
-    open: Callable[[Path, Sequence[TensorSpec]], OpenFile]
+    open: Callable[[Path, Sequence[TensorSpec]], WeightFile]
 
 
-class _SafetensorsFile:
+class _SafetensorsWeightFile:
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self._file = path.open("xb")
         self._file.write(_header(specs))
@@ -62,7 +62,7 @@ class _SafetensorsFile:
     abandon = close
 
 
-class _TorchFile:
+class _TorchWeightFile:
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self._path = path
         self._state: dict[str, Tensor] = {}
@@ -78,8 +78,8 @@ class _TorchFile:
         self._state = {}
 
 
-SAFETENSORS = Format("model", ".safetensors", INDEX, _SafetensorsFile)
-TORCH = Format("pytorch_model", ".bin", TORCH_INDEX, _TorchFile)
+SAFETENSORS = Format("model", ".safetensors", INDEX, _SafetensorsWeightFile)
+TORCH = Format("pytorch_model", ".bin", TORCH_INDEX, _TorchWeightFile)
 
 
 class WeightsWriter:
@@ -133,7 +133,7 @@ class WeightsWriter:
             "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
             "weight_map": {spec.name: n for n, file in self._files.items() for spec in file},
         }
-        self._open: OpenFile | None = None
+        self._open: WeightFile | None = None
 
     def add(self, name: str, value: Tensor) -> None:
         """The next tensor."""

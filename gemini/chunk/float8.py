@@ -21,7 +21,7 @@ from gemini.runtime.comm.links import Links
 from gemini.tickets import Ticket
 
 from .layout import ChunkSpec
-from .storage import Chunk, Memory
+from .storage import Chunk, ChunkMemory
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max  # 448
@@ -29,9 +29,9 @@ LEAST_SCALE = torch.finfo(torch.float32).tiny  # of zeros
 
 
 class Float8Chunk(Chunk):
-    """Of a sharding group of several ranks, and of parameters that float."""
+    """Chunk of floating parameters of a sharding group of several ranks, gathered as float8."""
 
-    def __init__(self, spec: ChunkSpec, memory: Memory, links: Links, **options: Any) -> None:
+    def __init__(self, spec: ChunkSpec, memory: ChunkMemory, links: Links, **options: Any) -> None:
         super().__init__(spec, memory, links, **options | {"never_released": False})
         self._scales: Tensor | None = None  # [P] fp32, of the last gather; None: payload is exact
 
@@ -62,7 +62,7 @@ class Float8Chunk(Chunk):
         return _Arriving(self, gather, sent.view(FLOAT8), scales)
 
     def _runs(self) -> Iterator[tuple[int, slice]]:
-        """(parameter, where what this rank has of it lies in the shard)."""
+        """(parameter, its run of elements in this rank's shard) of every segment."""
         first, last = self.rank * self.spec.shard_numel, (self.rank + 1) * self.spec.shard_numel
         for i, slot in enumerate(self.spec.slots):
             begin, end = max(slot.offset, first), min(slot.offset + slot.numel, last)
@@ -70,16 +70,17 @@ class Float8Chunk(Chunk):
                 yield i, slice(begin - first, end - first)
 
     @torch.no_grad()
-    def unpack(self, there: Tensor, scales: Tensor) -> None:
-        """Fill the payload with what has arrived, [S * W] of float8."""
+    def unpack(self, gathered: Tensor, scales: Tensor) -> None:
+        """Fill the payload with the [S * W] of float8 that arrived."""
         for i in range(len(self.spec.slots)):
-            self.view(self.payload, i).copy_(self.view(there, i).float() * scales[i])
+            self.view(self.payload, i).copy_(self.view(gathered, i).float() * scales[i])
         for begin, end in self.spec.gaps():
             self.payload[begin:end].zero_()
 
     @torch.no_grad()
     def written(self) -> Tensor:
-        """What differs from what was gathered was written; of all else the shard has the bits."""
+        """[S] of the shard: elements that differ from what was gathered were written; others keep
+        their bits."""
         mine = super().written()
         if self._scales is None:
             return mine
@@ -95,11 +96,11 @@ def _packed(values: Tensor, scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """A gather of float8."""
+    """Gather of float8 that is under way."""
 
     chunk: Float8Chunk
     gather: Ticket[None]
-    there: Tensor  # [S * W]
+    gathered: Tensor  # [S * W]
     scales: Tensor  # [P]
 
     def ready(self) -> bool:
@@ -107,4 +108,4 @@ class _Arriving:
 
     def wait(self) -> None:
         self.gather.wait()
-        self.chunk.unpack(self.there, self.scales)
+        self.chunk.unpack(self.gathered, self.scales)

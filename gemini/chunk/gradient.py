@@ -1,4 +1,4 @@
-"""The gradients of one chunk: packed as they arrive, reduced over ranks, accumulated.
+"""Gradients of one chunk: packed as they arrive, reduced over ranks, accumulated.
 
 W shards · S numel of a shard · M ranks over which a gradient is the mean
 """
@@ -27,13 +27,13 @@ PACKED_TOGETHER = 64  # at most
 
 
 class Allocator(Protocol):
-    """What makes memory on the compute device."""
+    """Allocator of memory on the compute device."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor: ...
 
 
 class GradientOffload(Protocol):
-    """Where reduced gradients wait for the step if not on the device: host memory or files."""
+    """Home of reduced gradients that wait for the step off the device: host memory or files."""
 
     def write(self, chunk: ChunkId, values: Tensor) -> None:
         """Take a copy of [S], fp32 or as wide as the chunk."""
@@ -46,17 +46,17 @@ class GradientOffload(Protocol):
 
 @dataclass(slots=True)
 class Account:
-    """Bytes that chunks hold in memory: sums over all that are counted here, which they keep."""
+    """Account of the bytes that chunks hold in memory: sums over all chunks counted in it."""
 
     payloads: int = 0  # gathered, on the device
-    device_shards: int = 0  # beside the payloads
+    device_shards: int = 0  # that are no part of a payload
     host_shards: int = 0
     gradients: int = 0  # on the device
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A reduction: its ticket, what it will give, and the payload that the ticket keeps."""
+class _Reduction:
+    """Reduction under way: its ticket, its result, and the payload that the ticket keeps alive."""
 
     ticket: Ticket[None]
     shard: Tensor
@@ -66,18 +66,18 @@ class _UnderWay:
 
 
 class ChunkGradient:
-    """One buffer while a backward runs, then this rank's mean over ranks.
+    """Gradient of one chunk: one buffer while a backward runs, then this rank's mean over ranks.
 
     buffer: [S * W] in the compute dtype, with what arrived since the last reduction, divided by M
         so that a sum over ranks is the mean (and fp16 sums do not overflow). What is left in it at
         the end of a backward (`no_sync`, ZeRO-1) is accumulated in fp32 from then on.
     shard: [S], reduced; fp32 once a second reduction was added to it.
     travels_as: the dtype in which it is reduced over ranks; None: that of the buffer.
-    own: [S], of a weight that other stages have too: reduced, and without what their copies have.
+    own: [S], of a weight that other stages have too: reduced, and without the sums of its copies.
     offload: where `shard` goes as soon as it is reduced; None: it stays on the device.
 
-    measure: called with [S] before it leaves the device; `found` is what it answered, as long as
-        the gradient is offloaded.
+    measure: called with [S] before it leaves the device; `found` is its answer, as long as the
+        gradient is offloaded.
 
     On a GPU small gradients of a buffer are packed together: up to 4 MiB of them wait for the last.
 
@@ -101,7 +101,7 @@ class ChunkGradient:
         self._links = links
         self._travels_as = travels_as
         self.account = Account()
-        # what is put here, or taken away, is in the account: see `_set_buffer` and `_set_shard`
+        # both are counted in the account: see `_set_buffer` and `_set_shard`
         self._buffer: Tensor | None = None
         self.shard: Tensor | None = None  # this rank's part of the reduced gradient, on the device
         self.own: Tensor | None = None
@@ -109,10 +109,10 @@ class ChunkGradient:
         self.offload = offload
         self.measure: Callable[[Tensor], Any] | None = None
         self.found: Any = None
-        self.offloaded_dtype: torch.dtype | None = None  # of the [S] that is there, if one is
+        self.offloaded_dtype: torch.dtype | None = None  # of the offloaded [S], if there is one
         self._places: tuple[Tensor, ...] = ()  # of the buffer: one for each slot
         starts = [slot.offset for slot in spec.slots]
-        self._split_numels = [  # slots, each with the gap behind it
+        self._split_numels = [  # slots, each with the gap that follows it
             numel
             for slot, following in zip(spec.slots, [*starts[1:], spec.payload_numel], strict=True)
             for numel in (slot.numel, following - slot.offset - slot.numel)
@@ -121,7 +121,7 @@ class ChunkGradient:
         self._arrived: set[int] = set()  # slots of `buffer` that hold a gradient
         self._left_over = False  # the buffer holds gradients of an earlier backward
         self.apart = False  # what arrives is not added to what is reduced before its own reduction
-        self._under_way: _UnderWay | None = None
+        self._under_way: _Reduction | None = None
         self.updating: Ticket[None] | None = None  # of a step that still reads `shard`
 
     @property
@@ -133,11 +133,12 @@ class ChunkGradient:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a reduced gradient, wherever it is."""
+        """Whether there is a reduced gradient, on the device or offloaded."""
         return self.shard is not None or self.offloaded_dtype is not None
 
     def send(self, offload: GradientOffload | None) -> None:
-        """From now on reduced gradients go there, the one there is too; None: to the device."""
+        """Send reduced gradients to this home from now on, also the present one; None: to the
+        device."""
         if self.exists:
             self._taken_back()
         self.offload = offload
@@ -162,15 +163,16 @@ class ChunkGradient:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether there is a gradient, and nothing of it is under way or still to be reduced."""
+        """Whether there is a gradient, and no part of it is under way or still to be reduced."""
         return self.exists and self._buffer is None and self._under_way is None
 
     @property
     def mark(self) -> tuple[int, int] | None:
-        """Of the reduced gradient: another one as soon as that is changed; None: there is none.
+        """Mark of the reduced gradient: another one as soon as that is changed; None: there is
+        none.
 
         Versions do not show what is done under torch's dispatch; they show what is done to a tensor
-        that was given away. One that is offloaded is brought back to be changed.
+        that was given away. An offloaded gradient is brought back to be changed.
         """
         if self.shard is not None:
             return self._num_changes, self.shard._version
@@ -184,7 +186,7 @@ class ChunkGradient:
     @property
     def next_changes_memory(self) -> bool:
         """Whether the next gradient that arrives may take memory or give some back: the first of a
-        buffer does, and the last, behind which it may be reduced."""
+        buffer does, and the last, after which it may be reduced."""
         last = len(self._arrived) + 1 >= len(self._spec.slots)
         return self._buffer is None or self._left_over or last
 
@@ -192,7 +194,7 @@ class ChunkGradient:
         """Pack one parameter's gradient. One that arrives again in the same backward is added.
 
         A gradient that fills the chunk becomes the buffer itself: the caller gives it away. A
-        sparse one becomes dense, with torch's own sum of what is there twice.
+        sparse one becomes dense, with torch's own sum of repeated indices.
         """
         try:
             grad = grad.reshape(-1)
@@ -204,8 +206,8 @@ class ChunkGradient:
             self._set_shard(shard)
             self._place(shard, slot).add_(grad, alpha=1 / num_means)
             return
-        # No copy of the largest gradients. Their memory is autograd's, which nobody else has once
-        # it was given away.
+        # The largest gradients are not copied: autograd gave their memory away, so nobody else has
+        # it. Views of a larger storage are copied, as they would keep all of it alive.
         if self._buffer is None and alone and self._can_be_buffer(grad):
             self._set_buffer(grad if num_means == 1 else grad.mul_(1 / num_means))
             self._arrived.add(slot)
@@ -216,7 +218,7 @@ class ChunkGradient:
             self._set_buffer(self._widened(self._buffer))
         self._left_over = False
         place = self._places[slot]
-        # It is added to what is in place, so what waits must be there.
+        # it is added in place, so a gradient of this slot that waits to be packed must be packed
         if slot in self._arrived:
             self._pack()
             place.add_(grad, alpha=1 / num_means)
@@ -232,14 +234,14 @@ class ChunkGradient:
         self._arrived.add(slot)
 
     def _pack(self) -> None:
-        """What waits goes to its place, in one launch."""
+        """Copy the gradients that wait to their places, in one launch."""
         if self._unpacked:
             places, grads = zip(*self._unpacked, strict=True)
             torch._foreach_copy_(places, grads)
             self._unpacked.clear()
 
     def _can_be_buffer(self, grad: Tensor) -> bool:
-        """Whether it has all elements of the chunk, and memory of its own."""
+        """Whether the gradient has all elements of the chunk, and memory of its own."""
         return (
             grad.numel() == self._payload_numel
             and grad.dtype == self._dtype
@@ -247,7 +249,7 @@ class ChunkGradient:
         )
 
     def end_backward_unreduced(self) -> None:
-        """A backward ended that reduces nothing: what comes next is added to the buffer."""
+        """End a backward that reduces nothing: the next one adds to the buffer."""
         self._pack()
         self._left_over = self._buffer is not None
 
@@ -265,7 +267,7 @@ class ChunkGradient:
             if self.offload is not None:
                 self._leave()
             return
-        # One reduction of a chunk at a time: the second is added to the first one's result.
+        # one reduction of a chunk at a time: the second is added to the first one's result
         if self._under_way is not None:
             self.end_reduce()
         if self._buffer is None:
@@ -281,7 +283,7 @@ class ChunkGradient:
         with named("reduce", "chunk", self._spec.id) if profiler._is_profiler_enabled else OFF:
             ticket = self._links.sums.reduce_scatter(reduced, buffer, self._spec.id)
         nbytes = reduced.nbytes + (0 if reduced is buffer else buffer.nbytes)
-        self._under_way = _UnderWay(ticket, reduced, buffer, dtype, nbytes)
+        self._under_way = _Reduction(ticket, reduced, buffer, dtype, nbytes)
         self.account.gradients += nbytes
 
     def end_reduce(self) -> None:
@@ -298,14 +300,14 @@ class ChunkGradient:
             self._leave()
 
     def _take_over(self, reduced: Tensor) -> None:
-        """It becomes the shard, or is added to the one there is; of a tied weight, to its own."""
+        """Make the result the shard, or add it to the shard; of a tied weight, to its own sum."""
         if self._links.tie is not None:
             self._set_own(reduced if self.own is None else self._widened(self.own).add_(reduced))
             return
         self._add_to_shard(reduced)
 
     def add_own(self, total: Tensor) -> None:
-        """`own` and what it is of other copies, fp32, is accumulated."""
+        """Accumulate `total`, fp32: `own` plus the sums of the weight's other copies."""
         self._set_own(None)
         self._add_to_shard(total)
         if self.offload is not None:
@@ -320,12 +322,12 @@ class ChunkGradient:
             total.add_(reduced)
 
     def scale_local(self, factor: float) -> None:
-        """Multiply what nothing has reduced yet, in fp32."""
+        """Multiply the gradients that are not reduced yet, in fp32."""
         if self.buffer is not None:
             self._set_buffer(self._widened(self.buffer).mul_(factor))
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply what was accumulated by a 0-d factor."""
+        """Multiply the accumulated gradients by a 0-d factor."""
         if self.exists:
             self._set_shard(self._widened(self._taken_back()).mul_(factor))
             self._leave()
@@ -335,7 +337,7 @@ class ChunkGradient:
             self._set_buffer(self._widened(self.buffer).mul_(factor))
 
     def zero(self) -> None:
-        """What was accumulated becomes zeros, which are gradients all the same."""
+        """Set the accumulated gradients to zeros, which are gradients all the same."""
         if self.exists:
             self._taken_back().zero_()
             self._leave()
@@ -354,14 +356,15 @@ class ChunkGradient:
         self._leave()
 
     def local(self, slot: int) -> Tensor | None:
-        """One parameter's sum over this rank's backwards that nothing has reduced: fp32, flat."""
+        """Sum of one parameter over this rank's backwards that is not reduced yet: fp32, flat;
+        None: none."""
         if slot not in self._arrived:
             return None
         self._pack()
         return self._places[slot].to(torch.float32, copy=True).mul_(self._links.num_means)
 
     def change_local(self, slot: int, change: Callable[[Tensor], object], *, wide: bool) -> None:
-        """Let `change` work in place on that, divided by M."""
+        """Let `change` work in place on the sum of `local`, divided by M."""
         if slot in self._arrived:
             buffer = self.buffer
             if wide:
@@ -370,7 +373,7 @@ class ChunkGradient:
             change(self._places[slot])
 
     def put_local(self, slot: int, values: Tensor) -> None:
-        """Make fp32 `values` of one parameter that sum."""
+        """Make fp32 `values` of one parameter the sum of `local`."""
         if self.buffer is None:
             buffer = self._memory.allocate(self._payload_numel, torch.float32)
         else:
@@ -381,7 +384,7 @@ class ChunkGradient:
         self._arrived.add(slot)
 
     def forget(self, slot: int) -> None:
-        """What nothing has reduced of one parameter was no gradient."""
+        """Forget that one parameter has a gradient that is not reduced yet."""
         self._arrived.discard(slot)
 
     def drop(self) -> None:
@@ -399,7 +402,7 @@ class ChunkGradient:
         self._arrived.clear()
 
     def _leave(self) -> None:
-        """Send what is reduced where it waits for the step."""
+        """Send the reduced gradient to its home, where it waits for the step."""
         if self.offload is not None and self.shard is not None:
             self.found = None if self.measure is None else self.measure(self.shard)
             self.offload.write(self._spec.id, self.shard)
@@ -407,8 +410,9 @@ class ChunkGradient:
             self._set_shard(None)
 
     def _taken_back(self) -> Tensor:
-        """What is reduced, on the device, to be changed."""
+        """Reduced gradient on the device, to be changed."""
         self._num_changes += 1
+        # a step that goes on during this pass still reads the shard, so changing it waits
         if self.updating is not None:
             self.updating.wait()
             self.updating = None
@@ -427,7 +431,7 @@ class ChunkGradient:
         self._places = buffer.split_with_sizes(self._split_numels)[::2]
 
     def _take_buffer(self) -> Tensor:
-        """The buffer, complete with zeros."""
+        """Take the buffer out, completed with zeros."""
         if self._unpacked:
             self._pack()
         buffer = self._buffer
@@ -453,7 +457,7 @@ class ChunkGradient:
         return tensor[place.offset : place.offset + place.numel]
 
     def _widened(self, tensor: Tensor) -> Tensor:
-        """The same in fp32: sums over several backwards are kept in it."""
+        """The tensor in fp32, in which sums over several backwards are kept."""
         return self._in_dtype(tensor, torch.float32)
 
     def _in_dtype(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -51,7 +51,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an opaque parameter consists of: one whose class, and no formula, knows its bytes."""
+    """Form of an opaque parameter: tensors and context of a class whose bytes no formula knows."""
 
     kind: str  # the name of its class
     leaves: tuple[Leaf, ...]
@@ -61,7 +61,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What the layout needs to know of one parameter.
+    """Spec of one parameter, as the layout needs it.
 
     Tied parameters are one spec: it has the first name, `aliases` the others.
     """
@@ -80,12 +80,13 @@ class ParamSpec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names it has in the module."""
+        """All names of the parameter in the module."""
         return (self.name, *self.aliases)
 
     @property
     def key(self) -> GroupKey:
-        """Parameters of different keys never share a chunk: frozen ones have no gradient."""
+        """Key of the parameter. Those of different keys never share a chunk: frozen ones have no
+        gradient."""
         return (self.group, self.dtype, self.trainable)
 
 
@@ -100,12 +101,12 @@ def distinct(named: Iterable[tuple[str, T]]) -> list[tuple[T, tuple[str, ...]]]:
 
 
 def spec_of(param: Tensor, names: tuple[str, ...], dtype: str) -> ParamSpec:
-    """The spec of one parameter that is kept in `dtype`."""
+    """Spec of one parameter that is kept in `dtype`."""
     return ParamSpec(names[0], tuple(param.shape), dtype, param.requires_grad, names[1:])
 
 
 def specs_of(model_or_specs: nn.Module | Sequence[ParamSpec], dtype: str) -> tuple[ParamSpec, ...]:
-    """The specs of a model whose parameters are all kept in `dtype`, or the specs given."""
+    """Specs of a model whose parameters are all kept in `dtype`, or the specs given."""
     if isinstance(model_or_specs, Sequence):
         return tuple(model_or_specs)
     named = distinct(model_or_specs.named_parameters(remove_duplicate=False))
@@ -145,7 +146,7 @@ class ChunkSpec:
 
     @property
     def payload_numel(self) -> int:
-        """What is gathered: all shards."""
+        """Elements that a gather makes: all shards."""
         return self.shard_numel * self.num_shards
 
     @property
@@ -166,7 +167,7 @@ class ChunkSpec:
 
 @dataclass(frozen=True, slots=True)
 class ShardSegment:
-    """The segment of one parameter that lies in one shard, by its offset in the shard."""
+    """Segment of one parameter that lies in one shard, by its offset in the shard."""
 
     param: ParamId
     param_offset: int
@@ -176,11 +177,11 @@ class ShardSegment:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """Where every parameter lies. The same on all ranks; `digest` proves it."""
+    """Layout: where every parameter lies. The same on all ranks; `digest` proves it."""
 
     params: tuple[ParamSpec, ...]  # registration order
     chunks: tuple[ChunkSpec, ...]  # by their first parameter in layout order
-    capacities: tuple[tuple[GroupKey, Numel], ...]  # of every key there is, sorted
+    capacities: tuple[tuple[GroupKey, Numel], ...]  # of all keys, sorted
     world_size: int  # shards of a chunk whose parameters nothing splits
     num_replicas: int = 1  # ranks that have the same shard, over which gradients are summed too
 
@@ -216,6 +217,8 @@ class ChunkLayout:
         for param in sequence:
             spec = params[param]
             fills_it = spec.trainable and not spec.numel % SHARD_ALIGN_NUMEL
+            # With one shard nothing is sent, and a chunk of one parameter saves a copy of its
+            # gradient, which becomes the buffer: so it must fill the chunk.
             large = alone_numel is not None and spec.numel >= alone_numel
             if large and fills_it and shards[spec.group] == 1:
                 closed.append((spec.key, (Slot(param, 0, spec.numel),)))
@@ -228,6 +231,8 @@ class ChunkLayout:
                 end = 0
             slots.append(Slot(param, end, spec.numel))
         closed += [(key, tuple(slots)) for key, slots in open_slots.items() if slots]
+        # chunks close out of order (a large parameter before the open chunk that it interrupts);
+        # ids are in layout order
         position = {param: i for i, param in enumerate(sequence)}
         closed.sort(key=lambda entry: position[entry[1][0].param])
         chunks = []
@@ -239,7 +244,7 @@ class ChunkLayout:
         return cls(tuple(params), tuple(chunks), tuple(capacities.items()), shards[WORLD])
 
     def with_trainable(self, chunks: Collection[ChunkId]) -> ChunkLayout:
-        """The same layout, in which these chunks are trained; ids and sizes stay."""
+        """Layout in which these chunks are trained too; ids and sizes stay."""
         params = {slot.param for chunk in chunks for slot in self.chunks[chunk].slots}
         capacities = dict(self.capacities)
         for chunk in chunks:
@@ -258,7 +263,7 @@ class ChunkLayout:
         )
 
     def with_params(self, params: Sequence[ParamSpec]) -> ChunkLayout:
-        """The same chunks with these parameters in their slots, none of them larger."""
+        """Layout of the same chunks with these parameters in their slots, none of them larger."""
         assert all(new.numel <= old.numel for new, old in zip(params, self.params, strict=True))
         return replace(
             self,
@@ -273,11 +278,11 @@ class ChunkLayout:
         )
 
     def chunk_of(self) -> dict[ParamId, ChunkId]:
-        """The chunk of every parameter."""
+        """Chunk of every parameter."""
         return {slot.param: chunk.id for chunk in self.chunks for slot in chunk.slots}
 
     def shard_segments(self, chunk: ChunkSpec, rank: int) -> tuple[ShardSegment, ...]:
-        """The segments of `rank`'s shard of a chunk, in order."""
+        """Segments of `rank`'s shard of a chunk, in order."""
         lo = rank * chunk.shard_numel
         hi = lo + chunk.shard_numel
         parts = []
@@ -288,7 +293,7 @@ class ChunkLayout:
         return tuple(parts)
 
     def digest(self) -> str:
-        """A name for this exact layout."""
+        """Digest of exactly this layout."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
@@ -299,7 +304,7 @@ def training_layout(
     order: Sequence[str] | None = None,
     num_replicas: int = 1,
 ) -> ChunkLayout:
-    """What a module is trained with: `ChunkLayout.build` with capacities that a search has found.
+    """Layout with which a module is trained: `build` with capacities that a search has found.
 
     With one shard nothing is gathered, so chunks need not be large. There a large parameter is
     alone in its chunk, whose gradient buffer, on one rank, is the gradient that autograd made.
@@ -314,7 +319,7 @@ def shard_numel(used_numel: int, world_size: int) -> Numel:
 
 
 def layout_order(params: Sequence[ParamSpec], trace: Sequence[str] | None) -> tuple[ParamId, ...]:
-    """Registration order, or the order of first uses in a trace.
+    """Layout order: registration order, or the order of first uses in a trace.
 
     trace: names of parameters as they were used; a name may come again, a tied parameter by any of
         its names. Parameters that it does not name follow in registration order.

@@ -1,4 +1,4 @@
-"""What this rank has of a parameter that torch has split over a mesh (a DTensor): its local tensor.
+"""Local tensor of a parameter that torch has split over a mesh (a DTensor).
 
 Splitting is torch's: nothing here knows how. A tensor that is no DTensor is its own local one.
 """
@@ -17,15 +17,16 @@ from gemini.units import Segments
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Without importing what takes a second to import: who has one has imported it."""
+    """Whether it is a DTensor. DTensor is not imported, which takes a second: who has one did
+    that."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local tensor itself, not a view of it in autograd."""
-    found: Tensor = _any(tensor)._local_tensor if is_dtensor(tensor) else tensor
-    return found
+    """Local tensor itself, not a view of it in autograd."""
+    local: Tensor = _any(tensor)._local_tensor if is_dtensor(tensor) else tensor
+    return local
 
 
 def mesh_dims(tensor: Tensor) -> tuple[str, ...]:
@@ -34,7 +35,7 @@ def mesh_dims(tensor: Tensor) -> tuple[str, ...]:
 
 
 def group_of(tensor: Tensor) -> str:
-    """The sharding group of a parameter: the dimensions that split it already."""
+    """Sharding group of a parameter: the dimensions that split it already."""
     if not is_dtensor(tensor):
         return WORLD
     placements = zip(mesh_dims(tensor), _any(tensor).placements, strict=True)
@@ -61,7 +62,7 @@ def _split(segments: Segments, fused: int, ranks: int, rank: int) -> Segments:
     """What one of `ranks` has of segments that are `fused` matrices, each cut as torch cuts."""
     total = sum(size for _, size in segments)
     each = -(-total // fused)
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for first in range(0, total, each or 1):
         size = min(each, total - first)
         part = -(-size // ranks)
@@ -70,9 +71,9 @@ def _split(segments: Segments, fused: int, ranks: int, rank: int) -> Segments:
         for offset, length in segments:
             low, high = max(start, before), min(stop, before + length)
             if low < high:
-                found.append((offset + low - before, high - low))
+                ranges.append((offset + low - before, high - low))
             before += length
-    return tuple(found) or ((0, 0),)
+    return tuple(ranges) or ((0, 0),)
 
 
 def local_gradient(param: Tensor, grad: Tensor) -> Tensor:

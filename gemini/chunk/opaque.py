@@ -29,8 +29,9 @@ from .parameter import ChunkView, ParamHandle, call_shown, handle_of, learn
 from .storage import Chunk
 
 
-class _Place(NamedTuple):
-    """Where a plain tensor of a parameter is referred to; put: None for the parameter's data."""
+class _LeafPlace(NamedTuple):
+    """Place where a plain tensor of a parameter is referred to; put: None for the parameter's
+    data."""
 
     leaf: str
     tensor: Tensor
@@ -39,7 +40,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpaqueHandle(ParamHandle):
-    """Of an opaque parameter, and of every tensor that it consists of."""
+    """Handle of an opaque parameter, and of every tensor that it consists of."""
 
     opaque: Opaque
 
@@ -48,14 +49,15 @@ class OpaqueHandle(ParamHandle):
 
 
 class Opaque:
-    """One opaque parameter on this rank.
+    """Opaque parameter on this rank.
 
-    form: what it consists of, the same on all ranks. tensors: each with its view of the payload.
+    form: tensors and context that it consists of, the same on all ranks. tensors: each with its
+    view of the payload.
     """
 
     def __init__(self, param: nn.Parameter, places: Sequence[tuple[str, nn.Module]]) -> None:
-        """places: its names, each with the module that has it. Raises ValueError for what no chunk
-        can hold."""
+        """places: names of the parameter, each with the module that has it. Raises ValueError for a
+        parameter that no chunk can hold."""
         self.param = param
         self.names = tuple(name for name, _ in places)
         self._modules = places
@@ -73,14 +75,14 @@ class Opaque:
 
     @property
     def spec(self) -> ParamSpec:
-        """As a chunk has it: bytes."""
+        """Spec of the parameter as a chunk has it: bytes."""
         return ParamSpec(self.names[0], (self.form.nbytes,), BYTES, False, self.names[1:],
                          form=self.form)  # fmt: skip
 
     @torch.no_grad()
     def pack(self, into: Tensor, values: Tensor | None = None) -> None:
-        """Write its bytes to uint8 [nbytes]; or those of another one of its form, if `values` is
-        one: its own are without memory then."""
+        """Write the bytes of the parameter to uint8 [nbytes], or those of another one of its form,
+        where `values` is one: its own tensors are without memory then."""
         into.zero_()
         places = self._places
         if isinstance(values, nn.Parameter):
@@ -92,7 +94,7 @@ class Opaque:
 
     @torch.no_grad()
     def bind(self, flat: Tensor) -> None:
-        """Let its tensors be views of a payload's uint8 [nbytes], for good."""
+        """Make its tensors views of a payload's uint8 [nbytes], for good."""
         leaves = {leaf.name: leaf for leaf in self.form.leaves}
         for place in self._places:
             # `.data` has a version of its own: to autograd a gather does not change it
@@ -106,15 +108,16 @@ class Opaque:
             self.tensors.append((tensor, view, leaf))
         self._places = []
         modules: list[Any] = [module for _, module in self._modules]
+        # packed for a CPU, a weight would be other bytes than the chunk's: off while it is wrapped
         self._packs = [m for m in modules if getattr(m, "support_avx512bf16_for_cpu", False)]
         for module in self._packs:
             module.support_avx512bf16_for_cpu = False
 
     @torch.no_grad()
     def take_back(self) -> Tensor | None:
-        """uint8 [nbytes] of what its modules have in its place, if that has the same form: a merge
-        of adapters makes a parameter anew. They have this one again."""
-        found: Tensor | None = None
+        """uint8 [nbytes] of what its modules have in its place, where that has the same form: a
+        merge of adapters makes a parameter anew. The modules have this parameter again."""
+        values: Tensor | None = None
         for name, module in self._modules:
             key, form = name.rpartition(".")[2], self.form
             new = module._parameters.get(key)
@@ -122,26 +125,27 @@ class Opaque:
             if new is None or new is self.param or not isinstance(new, known):
                 continue
             other = Opaque(new, [(name, module)])
+            # another form (a merge into a plain weight) has no place in the chunk: it is left there
             if other.form != form:
                 continue
-            found = torch.zeros(form.nbytes, dtype=torch.uint8, device=new.device)
-            other.pack(found)
+            values = torch.zeros(form.nbytes, dtype=torch.uint8, device=new.device)
+            other.pack(values)
             module._parameters[key] = self.param
             mine: Any = self.param
             if form.kind == "Params4bit":  # peft made the new one of what this one had
                 mine.bnb_quantized, mine.module.quant_state = True, mine.quant_state
             elif form.kind == "Int8Params":  # the module's state has lost them
                 mine.CB, mine.SCB = (tensor for tensor, _, _ in self.tensors[1:])
-        return found
+        return values
 
     def wrap(self, handle: ParamHandle) -> None:
-        """Operators on it ask an engine from now on."""
+        """Let operators on it ask an engine from now on."""
         for tensor in (self.param, *(tensor for tensor, _, _ in self.tensors)):
             found = OpaqueHandle(handle.owner, handle.engine, handle.param, self)
             setattr(tensor, OWNER_ATTRIBUTE, found)
 
     def unwrap(self, flat: Tensor) -> None:
-        """It is a plain one again, with copies of its part of uint8 [nbytes]."""
+        """Make it a plain one again, with copies of its part of uint8 [nbytes]."""
         self.stay(True)
         own = {leaf.name: view_of(leaf, flat).clone() for leaf in self.form.leaves}
         for tensor, _, leaf in self.tensors:
@@ -153,7 +157,7 @@ class Opaque:
 
     @torch.no_grad()
     def saved(self, flat: Tensor) -> dict[str, Tensor]:
-        """What state dicts have of it: copies from uint8 [nbytes], under its library's names."""
+        """State dict entries: copies from uint8 [nbytes], under its library's names."""
         with self.lent(flat):
             return {name: value.detach().clone() for name, value in self._entries()}
 
@@ -164,14 +168,14 @@ class Opaque:
 
     @torch.no_grad()
     def load(self, flat: Tensor, values: Mapping[str, Any]) -> None:
-        """Write what a state dict gives of it to uint8 [nbytes]; see `given`."""
+        """Write the values of a state dict to uint8 [nbytes]; see `given`."""
         given = self.given(values)
         for leaf in self.form.leaves:
             if leaf.name in given:
                 view_of(leaf, flat).copy_(given[leaf.name])
 
     def given(self, values: Mapping[str, Any]) -> dict[str, Tensor]:
-        """By leaf what a state dict has of it. Raises ValueError for what has another form."""
+        """Values of a state dict by leaf. Raises ValueError for those of another form."""
         state = getattr(self.param, "quant_state", None)
         names = self.names if state is None else map(_weight_name, self.names)
         name = next((name for name in names if name in values), None)
@@ -185,22 +189,22 @@ class Opaque:
             else:
                 made = nn.Parameter(values[name], requires_grad=False)
                 made.quant_state = type(state).from_dict(about, torch.device("cpu"))
-            found = {place.leaf: place.tensor for place in _places_of(made, None)}
+            leaves = {place.leaf: place.tensor for place in _places_of(made, None)}
         elif name is not None and hasattr(self.param, "__tensor_flatten__"):
             if type(values[name]) is not _shown_class(type(self.param)):
                 self._refuse(name, f"a {type(values[name]).__name__}")
-            found = {place.leaf: place.tensor for place in _places_of(values[name], None)}
+            leaves = {place.leaf: place.tensor for place in _places_of(values[name], None)}
         else:
             live = {id(tensor): leaf.name for tensor, _, leaf in self.tensors}
             with self.lent(torch.zeros(self.form.nbytes, dtype=torch.uint8)):
                 own = {key: live[id(value)] for key, value in self._entries() if id(value) in live}
-            found = {leaf: values[key] for key, leaf in own.items() if key in values}
+            leaves = {leaf: values[key] for key, leaf in own.items() if key in values}
         for leaf in self.form.leaves:
-            came = found.get(leaf.name)
+            came = leaves.get(leaf.name)
             wanted = leaf.shape, getattr(torch, leaf.dtype)
             if came is not None and (tuple(came.shape), came.dtype) != wanted:
                 self._refuse(name or self.names[0], f"{came.dtype} {tuple(came.shape)}")
-        return found
+        return leaves
 
     def _refuse(self, name: str, came: str) -> NoReturn:
         raise ValueError(
@@ -209,7 +213,7 @@ class Opaque:
         )
 
     def _entries(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) as its modules save it, but for what they have beside it."""
+        """(name, tensor) as its modules save the parameter, without their other state."""
         for name, module in self._modules:
             state = getattr(self.param, "quant_state", None)
             if state is not None and self.form.kind != "Params4bit":
@@ -227,7 +231,7 @@ class Opaque:
 
     @contextmanager
     def lent(self, flat: Tensor) -> Iterator[None]:
-        """Its tensors are views of uint8 [nbytes], and not of the payload."""
+        """Context in which its tensors are views of uint8 [nbytes], and not of the payload."""
         with self.shown():
             for tensor, _, leaf in self.tensors:
                 tensor.data = view_of(leaf, flat).data
@@ -238,12 +242,12 @@ class Opaque:
                     tensor.data = view
 
     def stay(self, gathered: bool) -> None:
-        """Whether its memory is there for good; else no call uses it now."""
+        """Note whether its memory is there for good; else no call uses it now."""
         self._stays = gathered
         self.forget_calls()
 
     def call_begins(self) -> None:
-        """A call uses it: it is as its library made it."""
+        """A call begins to use it: it is as its library made it."""
         self._calls += 1
         self._show_or_hide()
 
@@ -252,7 +256,7 @@ class Opaque:
         self._show_or_hide()
 
     def forget_calls(self) -> None:
-        """None is open."""
+        """Forget all open calls."""
         self._calls = 0
         self._show_or_hide()
 
@@ -268,6 +272,8 @@ class Opaque:
         shown = self._stays or self._calls > 0
         if shown == self._is_shown:
             return
+        # The class is what decides who answers an operator: the library itself while a call runs,
+        # else `call_shown`, which fetches the chunk first.
         self._is_shown = shown
         for tensor in (self.param, *(tensor for tensor, _, _ in self.tensors)):
             known = _shown_class(type(tensor))
@@ -275,12 +281,13 @@ class Opaque:
 
 
 class OpaqueChunk(Chunk):
-    """A chunk of opaque parameters: bytes that nobody updates."""
+    """Chunk of opaque parameters: bytes that nobody updates."""
 
     opaque: Sequence[Opaque] = ()
 
     def gather_again(self) -> None:
-        """No operator on its parameters waits for a gather that is under way."""
+        """Gather anew, and wait: no operator on its parameters waits for a gather that is under
+        way."""
         super().gather_again()
         self.wait_gathered()
 
@@ -313,15 +320,16 @@ class OpaqueChunk(Chunk):
 
 
 def view_of(leaf: Leaf, flat: Tensor) -> Tensor:
-    """A leaf of uint8 [nbytes], in its dtype, shape and strides."""
+    """View of a leaf in uint8 [nbytes], in its dtype, shape and strides."""
     run = flat[leaf.offset : leaf.offset + leaf.nbytes].view(getattr(torch, leaf.dtype))
     return run.as_strided(leaf.shape, leaf.stride)
 
 
 def hollow(param: Tensor) -> None:
-    """Take all memory from it; its form stays."""
+    """Take all memory from a parameter; its form stays."""
     for place in _places_of(param, None):
-        one = [1] * place.tensor.ndim  # strides of what is as large as that stay
+        # one element that is expanded: shape, dtype and device are asked for, and values never
+        one = [1] * place.tensor.ndim
         empty = torch.zeros(one, dtype=place.tensor.dtype).expand(place.tensor.shape)
         if place.put is None:
             param.data = empty
@@ -329,7 +337,7 @@ def hollow(param: Tensor) -> None:
             place.put(empty)
 
 
-def memory_of(param: Tensor) -> int:
+def leaf_bytes(param: Tensor) -> int:
     """Bytes of all plain tensors that a parameter consists of."""
     if not is_opaque(param):
         return param.nbytes
@@ -351,46 +359,46 @@ _SHOWN: dict[type, type] = {ChunkView: Tensor}  # by what hides it
 _BITSANDBYTES = ("Params4bit", "Int8Params")
 
 
-def _places_of(param: Any, module: Any) -> Iterator[_Place]:
-    """All plain tensors of a parameter, in a fixed order; a leaf may have several places."""
+def _places_of(param: Any, module: Any) -> Iterator[_LeafPlace]:
+    """Places of all plain tensors of a parameter, in a fixed order; a leaf may have several."""
     if hasattr(param, "__tensor_flatten__"):
         yield from _flattened(param, "")
         return
-    yield _Place("data", param, None)
+    yield _LeafPlace("data", param, None)
     if type(param).__name__ == "Int8Params":
         # the first forward moves these to the module's state
         holder = param if param.SCB is not None else getattr(module, "state", param)
         for leaf, name in (("data", "CB"), ("SCB", "SCB")):
             if getattr(holder, name) is not None:
-                yield _Place(leaf, getattr(holder, name), _setter(holder, name))
+                yield _LeafPlace(leaf, getattr(holder, name), _setter(holder, name))
     state, prefix = getattr(param, "quant_state", None), ""
     while state is not None:
         for name in ("absmax", "code", "offset"):
             if isinstance(getattr(state, name), Tensor):
-                yield _Place(prefix + name, getattr(state, name), _setter(state, name))
+                yield _LeafPlace(prefix + name, getattr(state, name), _setter(state, name))
         state, prefix = state.state2, f"{prefix}state2."
 
 
 def _weight_name(name: str) -> str:
-    """Of what a parametrisation makes of a parameter of this name."""
+    """Name of the weight of which a parametrisation made a parameter of this name."""
     return re.sub(r"\bparametrizations\.(\w+)\.original$", r"\1", name)
 
 
-def _flattened(tensor: Any, prefix: str) -> Iterator[_Place]:
+def _flattened(tensor: Any, prefix: str) -> Iterator[_LeafPlace]:
     names, _ = tensor.__tensor_flatten__()
     for name in names:
         inner = getattr(tensor, name)
         if hasattr(inner, "__tensor_flatten__"):
             yield from _flattened(inner, f"{prefix}{name}.")
         else:
-            yield _Place(prefix + name, inner, _setter(tensor, name))
+            yield _LeafPlace(prefix + name, inner, _setter(tensor, name))
 
 
 def _setter(owner: Any, name: str) -> Callable[[Tensor], None]:
     return lambda tensor: setattr(owner, name, tensor)
 
 
-def _form_of(name: str, param: Any, places: Sequence[_Place]) -> Form:
+def _form_of(name: str, param: Any, places: Sequence[_LeafPlace]) -> Form:
     kind = type(param).__name__
     if param.requires_grad:
         raise ValueError(
@@ -430,7 +438,7 @@ def _form_of(name: str, param: Any, places: Sequence[_Place]) -> Form:
 
 
 def _context_of(param: Any) -> str:
-    """What is no tensor in it, and must be the same on all ranks."""
+    """Context of a parameter: what is no tensor in it, and must be the same on all ranks."""
     if hasattr(param, "__tensor_flatten__"):
         return re.sub(r" at 0x[0-9a-f]+", "", repr(param.__tensor_flatten__()[1]))
     state = getattr(param, "quant_state", None)
@@ -439,7 +447,7 @@ def _context_of(param: Any) -> str:
 
 @cache
 def _hidden_class(known: type) -> type:
-    """What `known` becomes while no call uses it: operators fetch the chunk first."""
+    """Class of `known` while no call uses it: operators fetch the chunk first."""
     if known is Tensor:
         return ChunkView
 

@@ -1,4 +1,4 @@
-"""ChunkParameter: what a parameter becomes when its module is wrapped.
+"""ChunkParameter: class of a parameter while its module is wrapped.
 
 The object stays the same (its class is changed in place), so optimizers, tied modules and user code
 that hold it go on working. It carries one attribute: the handle to its engine.
@@ -24,10 +24,11 @@ from .local import local_of
 
 @dataclass(eq=False, frozen=True, slots=True)
 class EngineHandle:
-    """What the parameters of one engine ask of it.
+    """Requests of an engine's parameters to it.
 
     all_gathered: no chunk is ever released, so there is nothing to fetch.
-    arrive: one of an engine that is `all_gathered` is about to be read: a gather may be under way.
+    arrive: a parameter of an engine that is `all_gathered` is about to be read: a gather may be
+        under way.
     fetch: an operator is about to read parameters: fetch those that no module has in use. Returns
         their chunks; empty where the modules that own the parameters are running.
     check_address: raises RuntimeError outside a pass: an address would not stay that of the values.
@@ -54,14 +55,14 @@ class EngineHandle:
 
 @dataclass(frozen=True, slots=True)
 class ParamHandle:
-    """The way from a parameter to its engine. owner: what attaches an optimizer to it."""
+    """Handle from a parameter to its engine. owner: what attaches an optimizer to it."""
 
     owner: ParameterOwner
     engine: EngineHandle
     param: ParamId
 
     def shown(self) -> AbstractContextManager[None]:
-        """While an operator of its library runs; see `gemini.chunk.opaque`."""
+        """Context in which an operator of its library runs; see `gemini.chunk.opaque`."""
         return nullcontext()
 
 
@@ -89,7 +90,7 @@ class Leaving:
 
 
 class ChunkParameter(Leaving, nn.Parameter):
-    """A parameter whose values are a view of a chunk, which may be released."""
+    """Parameter whose values are a view of a chunk, which may be released."""
 
     @classmethod
     def __torch_function__(
@@ -99,14 +100,15 @@ class ChunkParameter(Leaving, nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling():  # compiled code is below a module that is gathered
+        # compiled code runs below a module that is gathered whole, so nothing is fetched in it
+        if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _call(func, args, kwargs or {})
 
 
 class GatheredParameter(ChunkParameter):
-    """One of an engine that releases nothing: operators need no watching, `.data` and `.grad` do.
+    """Parameter of an engine that releases nothing: only `.data` and `.grad` are watched.
 
     So an operator costs what it costs on a plain parameter (12 us less for a linear layer).
     """
@@ -138,7 +140,7 @@ class GatheredParameter(ChunkParameter):
 
 
 class ChunkView(Leaving, Tensor):
-    """A view of a ChunkParameter: what reads it fetches the chunk again."""
+    """View of a ChunkParameter: an operator that reads it fetches the chunk again."""
 
     __torch_function__ = ChunkParameter.__torch_function__
 
@@ -152,26 +154,27 @@ def wrap_in_place(param: nn.Parameter, handle: ParamHandle) -> None:
 
 @cache
 def learn_dtensors() -> None:
-    """What a DTensor parameter becomes: its local tensor is a view of a chunk.
+    """Learn what a DTensor parameter becomes: its local tensor is a view of a chunk.
 
     Importing DTensor takes a second, and few need it.
     """
     from torch.distributed.tensor import DTensor
 
     class ChunkDTensor(Leaving, DTensor):
-        """A parameter that torch has split."""
+        """Parameter that torch has split, of a chunk that may be released."""
 
         __torch_function__ = ChunkParameter.__torch_function__
 
     class GatheredDTensor(ChunkDTensor):
-        """One of an engine that releases nothing; see `GatheredParameter`."""
+        """Split parameter of an engine that releases nothing; see `GatheredParameter`."""
 
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
         data = GatheredParameter.data  # type: ignore[assignment]
         grad = GatheredParameter.grad  # type: ignore[assignment]
 
     class ChunkDTensorView(Leaving, DTensor):
-        """A view of a ChunkDTensor that is a DTensor: what reads it fetches the chunk again."""
+        """View of a ChunkDTensor that is a DTensor: an operator that reads it fetches the chunk
+        again."""
 
         __torch_function__ = ChunkParameter.__torch_function__
 
@@ -189,19 +192,20 @@ def watch(param: nn.Parameter) -> None:
 
 
 def unwatch(param: nn.Parameter) -> None:
-    """Its values are there to stay."""
+    """End `watch`: the values are there to stay."""
     kinds = (gathered for other, gathered in _CLASSES.values() if type(param) in (other, gathered))
     param.__class__ = next(kinds, type(param))
 
 
 def unwrap_in_place(param: nn.Parameter) -> None:
-    """Make it a plain one again, whatever its values are."""
+    """Make it a plain parameter again, whatever its values are."""
     param.__class__ = next(c for c, known in _CLASSES.items() if type(param) in known)
     delattr(param, OWNER_ATTRIBUTE)
 
 
 def _plain_copy(tensor: Tensor) -> Tensor:
-    """Its values in a tensor, or a parameter, of torch's own. Fetches them: all ranks call."""
+    """Copy of its values as a tensor, or a parameter, of torch's own. Fetches them: all ranks
+    call."""
     values = tensor.detach().clone()
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(values, requires_grad=tensor.requires_grad)
@@ -209,7 +213,7 @@ def _plain_copy(tensor: Tensor) -> Tensor:
 
 
 def take_gradient(param: Tensor) -> Tensor | None:
-    """What autograd left in `.grad`, which is None from now on."""
+    """Take what autograd left in `.grad`, which is None from now on."""
     with torch._C.DisableTorchFunctionSubclass():
         grad: Tensor | None = _GET_GRAD(param)
         _SET_GRAD(param, None)
@@ -217,19 +221,19 @@ def take_gradient(param: Tensor) -> Tensor | None:
 
 
 def clear_gradients(params: Iterable[Tensor]) -> None:
-    """What autograd left in `.grad`, where an error came before the hook that takes it."""
+    """Clear `.grad` where an error came before the hook that takes it."""
     with torch._C.DisableTorchFunctionSubclass():
         for param in params:
             _SET_GRAD(param, None)
 
 
 def handle_of(param: Tensor) -> ParamHandle | None:
-    """The handle of a wrapped parameter or of a view of one, None for any other tensor."""
+    """Handle of a wrapped parameter or of a view of one, None for any other tensor."""
     return getattr(param, OWNER_ATTRIBUTE, None)
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator on parameters: their chunks are gathered before it reads them."""
+    """Run an operator on parameters: their chunks are gathered before it reads them."""
     with torch._C.DisableTorchFunctionSubclass():
         if func in _GRADIENT and type(args[0]) in _PARAMETERS:
             return _use_gradient(func, args)
@@ -249,7 +253,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def call_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator on opaque parameters: it runs as their library has it, behind their gathers."""
+    """Run an operator on opaque parameters as their library has it, after their gathers."""
     handles: list[ParamHandle] = []
     _find_handles((*args, *kwargs.values()), handles)
     if func in _READS_NO_VALUES or not handles:
@@ -281,18 +285,19 @@ def call_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def learn(hidden: type) -> None:
-    """What an opaque parameter is while no call uses it: operators on it call `call_shown`."""
+    """Learn the class of an opaque parameter that no call uses: operators on it call
+    `call_shown`."""
     _WRAPPED.add(hidden)
 
 
 def _use_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
-    """`.grad`, got, set or deleted."""
+    """Get, set or delete `.grad`."""
     handle = handle_of(args[0])
     assert handle is not None
     if func == _GET_GRAD:
-        found = handle.engine.gradient_of(handle.param)
+        grad = handle.engine.gradient_of(handle.param)
         # until a forward thaws it, what autograd has left to a parameter that was frozen
-        return _GET_GRAD(args[0]) if found is None else found
+        return _GET_GRAD(args[0]) if grad is None else grad
     handle.engine.set_gradient(handle.param, args[1] if func == _SET_GRAD else None)
     return None
 
@@ -324,6 +329,7 @@ def _compute(
         result = _given_away(func, args, kwargs)
     else:
         result = func(*args, **kwargs)
+    # a view outlives the operator, and fetches again: its chunk may be released before it is read
     if used or gives_views:
         for handle in handles:
             result = _mark_views(result, handle)
@@ -333,9 +339,9 @@ def _compute(
 
 
 def _given_away(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A copy of values that are released: whoever gets memory cannot be asked to wait.
+    """Copy of values that are released: whoever gets memory cannot be asked to wait.
 
-    So what is written to it would reach no weight: it cannot be written to.
+    A write to it would reach no weight, so it cannot be written to.
     """
     if func == Tensor.__dlpack__ and not kwargs.get("copy"):
         raise BufferError(
@@ -382,7 +388,7 @@ def _mark_views(result: Any, handle: ParamHandle) -> Any:
 
 
 def _no_value_functions() -> frozenset[Any]:
-    """Functions of a tensor that look at its metadata, or at its place in autograd, only."""
+    """Functions that look only at metadata of a tensor, or at its place in autograd."""
     t = Tensor
     getters = (
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
@@ -398,14 +404,14 @@ def _no_value_functions() -> frozenset[Any]:
         "requires_grad_", "type", "__hash__", "__len__", "has_names", "_is_view",
         "is_inference", "is_shared", "is_conj", "is_neg",
     )  # fmt: skip
-    found: set[Any] = set()
+    functions: set[Any] = set()
     for name in getters:
         prop = getattr(t, name, None)
         for accessor in ("__get__", "__set__", "__delete__"):
             if hasattr(prop, accessor):
-                found.add(getattr(prop, accessor))
-    found.update(getattr(t, name) for name in methods if hasattr(t, name))
-    return frozenset(found)
+                functions.add(getattr(prop, accessor))
+    functions.update(getattr(t, name) for name in methods if hasattr(t, name))
+    return frozenset(functions)
 
 
 # compared by identity: `isinstance` of an nn.Parameter asks its metaclass, in Python

@@ -1,4 +1,4 @@
-"""A chunk as memory: payload, shard and gradients, and what changes them.
+"""Chunk as memory: payload, shard and gradients, and what changes them.
 
 W world size · S numel of a shard · payload [S * W] in the compute dtype
 
@@ -28,8 +28,8 @@ from .gradient import Account, ChunkGradient, GradientOffload
 from .layout import ChunkLayout, ChunkSpec
 
 
-class Memory(Protocol):
-    """What a chunk needs of a backend; see `gemini.runtime.memory.backend`."""
+class ChunkMemory(Protocol):
+    """Memory that a chunk needs of a backend; see `gemini.runtime.memory.backend`."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor: ...
     def free(self, tensor: Tensor) -> None: ...
@@ -40,22 +40,22 @@ class Memory(Protocol):
 
 
 class ShardFiles(Protocol):
-    """Shards that live in files; see `gemini.runtime.memory.files.tensor_files`."""
+    """Shards in files; see `gemini.runtime.memory.files.tensor_files`."""
 
     def read(
         self, chunk: ChunkId, into: Tensor, behind: Ticket[None] | None = None
     ) -> Ticket[None]:
-        """Begin to fill [S] with a shard, as an update makes it that ends with `behind`."""
+        """Begin to fill [S] with a shard as of the end of the update with ticket `behind`."""
         ...
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
-        """Write [S], and let it count."""
+        """Write [S], which counts from then on."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A gather of shards, behind the copy that brought this rank's."""
+    """Gather of shards that is ordered after the copy that brought this rank's."""
 
     copy: CopyTicket
     gather: Ticket[None]
@@ -89,7 +89,7 @@ class Chunk:
     def __init__(
         self,
         spec: ChunkSpec,
-        memory: Memory,
+        memory: ChunkMemory,
         links: Links,
         *,
         never_released: bool = False,
@@ -116,22 +116,24 @@ class Chunk:
         elif files is None:
             make = memory.allocate_host if shard_on_host else memory.allocate
             self._shard = make(spec.shard_numel, self.dtype)
-        # the payload has its storage and, behind `pending`, its values
+        # the payload has its storage and, once `pending` has ended, its values
         self.gathered = True
         self.account.payloads += self.payload.nbytes
         self.pending: Ticket[None] | None = None  # of the gather that fills the payload
-        self.updating: Ticket[None] | None = None  # of a step that changes the shard behind it
+        self.updating: Ticket[None] | None = (
+            None  # of a step that changes the shard while a pass runs
+        )
         self.gradient = ChunkGradient(spec, memory, links, gradients_travel_as, gradient_offload)
         self.gradient.account = self.account
         self._count_shard(1)
 
     @property
     def may_be_payload(self) -> bool:
-        """The shard is a part of the payload, or becomes one where it comes home."""
+        """Whether the shard is a part of the payload, or becomes one where it comes home."""
         return self.in_payload or self._links.world_size == 1
 
     def count_in(self, account: Account) -> None:
-        """From now on what this chunk holds, and has held so far, is in this account."""
+        """Move the bytes that this chunk holds, and will hold, to another account."""
         for sign, new in ((-1, self.account), (1, account)):
             self.account = self.gradient.account = new
             new.payloads += sign * self.gathered * self.payload.nbytes
@@ -155,7 +157,8 @@ class Chunk:
 
         The host waits for copies of it that are under way.
         """
-        shard = self.shard_memory  # a step behind it may yet begin to copy
+        # in this order: an update that is waited for may itself begin a copy of the shard
+        shard = self.shard_memory
         self._settle()
         return shard
 
@@ -170,18 +173,19 @@ class Chunk:
         return self._shard
 
     def begin_update(self, ticket: Ticket[None]) -> None:
-        """A step reads the gradient and changes the shard until then; who asks for them waits."""
+        """Note that a step reads the gradient and changes the shard until `ticket`: their readers
+        wait."""
         self.updating = self.gradient.updating = ticket
 
     def wait_updated(self) -> None:
-        """The shard is what the last step has made of it."""
+        """Wait until the shard is that of the last step."""
         if self.updating is not None:
             with named("wait for update of", "chunk", self.spec.id):
                 self.updating.wait()
             self.updating = None
 
     def is_copied(self, ticket: CopyTicket) -> None:
-        """A copy to or from the shard was begun, and is ordered before what the device does."""
+        """Note a copy to or from the shard that is ordered before what the device does."""
         if self.shard_on_host:
             self._copies = [copy for copy in self._copies if not copy.ready()]
             self._copies.append(ticket)
@@ -193,7 +197,7 @@ class Chunk:
 
     @property
     def memory_nbytes(self) -> int:
-        """Bytes of the shard that are in memory beside the payload."""
+        """Bytes of the shard in memory that are no part of the payload."""
         return 0 if self._shard is None or self.in_payload else self._shard.nbytes
 
     def load_shard(self) -> Tensor:
@@ -217,7 +221,7 @@ class Chunk:
             self.shard.copy_(values)
 
     def bring_home(self, on_host: bool) -> None:
-        """The shard lives in memory from now on, and nearer: of the host, or of the device."""
+        """Bring the shard to memory, and nearer: to the host, or to the device."""
         self._count_shard(-1)
         try:
             self._bring_home(on_host)
@@ -243,7 +247,7 @@ class Chunk:
 
     @property
     def rank(self) -> int:
-        """Which of the shards is this rank's."""
+        """Index of this rank's shard."""
         return self._links.rank
 
     @property
@@ -253,7 +257,7 @@ class Chunk:
 
     @property
     def tie(self) -> Tie | None:
-        """Of a weight that other stages have too, which has this chunk alone."""
+        """Tie of a weight that other stages have too, which has this chunk alone."""
         return self._links.tie
 
     @property
@@ -262,7 +266,7 @@ class Chunk:
         return self._links.counts
 
     def view(self, tensor: Tensor, slot: int) -> Tensor:
-        """The part of a [S * W] tensor that belongs to one parameter, flat."""
+        """Part of a [S * W] tensor that belongs to one parameter, flat."""
         place = self.spec.slots[slot]
         return tensor[place.offset : place.offset + place.numel]
 
@@ -285,12 +289,14 @@ class Chunk:
         return self.own_part(self.payload)
 
     def gather(self) -> None:
-        """Begin to make the whole payload; `wait_gathered` ends it. Nothing if it is there."""
+        """Begin to make the whole payload, unless it is gathered; `wait_gathered` ends it."""
         if self.gathered:
             return
         profiled = profiler._is_profiler_enabled
         shown = named("gather", "chunk", self.spec.id) if profiled else OFF
-        with shown, DeferredSignals():  # Ctrl-C finds it begun, with its ticket, or released
+        # Ctrl-C between these lines would leave a payload that counts as gathered without a ticket,
+        # or a gather that this rank has begun and never waits for.
+        with shown, DeferredSignals():
             self._memory.refill(self.payload)
             self.gathered = True
             self.account.payloads += self.payload.nbytes
@@ -315,6 +321,7 @@ class Chunk:
         self.is_copied(brought)
         if alone:
             return brought
+        # the collective's stream waits for the copy, and what the device computes does not
         with self._memory.after_copies():
             gather = self._links.shards.all_gather(self.payload, own, self.spec.id)
         return _Sent(brought, gather)
@@ -329,8 +336,8 @@ class Chunk:
         self.gather()
 
     def wait_gathered(self) -> None:
-        """Raises what went wrong; then a payload that may be released is as if it had never been
-        asked for."""
+        """Wait for the gather. Raises what went wrong; then a payload that may be released is as if
+        it had never been asked for."""
         pending, self.pending = self.pending, None
         if pending is None:
             return
@@ -340,7 +347,9 @@ class Chunk:
                 pending.wait()
         except BaseException:
             if not self.in_payload:
-                if self._links.world_size == 1:  # Ctrl-C may have come before it waited
+                # Ctrl-C may have come before it waited: memory that a copy or a read still fills
+                # must not be freed. A collective cannot be waited for twice.
+                if self._links.world_size == 1:
                     with suppress(Exception):
                         pending.wait()
                 self._free()

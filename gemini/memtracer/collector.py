@@ -1,6 +1,6 @@
-"""MemStatsCollector: it turns begins and ends of module calls and a monitor's readings into traces.
+"""MemStatsCollector: traces from begins and ends of module calls and from a monitor's readings.
 
-At every moment the period before it ends: what was in use at most, less the model data there was,
+At every moment the period before it ends: the most that was in use, less the model data there was,
 is what that period needed besides.
 """
 
@@ -34,7 +34,7 @@ _OBJECTS = 2  # levels of a user's own objects that are searched for inputs
 
 
 class MemStatsCollector:
-    """Traces of one model, by kind and input signature.
+    """Collector of one model's traces, by kind and input signature.
 
     Between `begin` and `end` it is told of moments (`record`). A sequence that was not seen before,
     or not like this, becomes the trace of its kind and signature.
@@ -43,7 +43,7 @@ class MemStatsCollector:
 
     monitors: read at every moment; the largest reading counts, less `model_bytes()` for those that
         include model data.
-    look: called with every reading, as far as it is certain, and with where it is of.
+    look: called with every reading, as far as it is certain, and with its moment in words.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class MemStatsCollector:
         self._moments: list[TraceMoment] = []
         self._model_at_begin = 0  # what monitors that include model data start from
         self._model_before = 0  # model data as the period began, or when it changed last
-        self._used = 0  # most beside model data in this period, up to that change
+        self._used = 0  # most non-model bytes in this period, up to that change
         self._started = 0.0
 
     def begin(self, kind: Kind, signature: str = "") -> None:
-        """An iteration begins."""
+        """Begin an iteration."""
         self._key, self.collecting = (kind, signature), True
         self._moments = []
         for monitor in self._monitors:
@@ -80,7 +80,7 @@ class MemStatsCollector:
         self._started = time.perf_counter()
 
     def record(self, edge: Edge, module: str, params: tuple[ParamId, ...]) -> None:
-        """A call begins or ends: the period before it ends."""
+        """Record that a call begins or ends: the period before it ends."""
         if not self.collecting:
             return
         self._end_period()
@@ -88,13 +88,15 @@ class MemStatsCollector:
         self._moments.append(TraceMoment(phase, edge, module, params, Bytes(0)))
 
     def before_change(self) -> None:
-        """Model data is about to be allocated or freed within a period."""
+        """Note that model data is about to be allocated or freed within a period."""
+        # A reading knows only what is in use in all: model data that changes within a period splits
+        # it, so that each part is compared with its own model data.
         if self.collecting:
             self._used = max(self._used, self._reading())
             self._pause(True)
 
     def after_change(self) -> None:
-        """It was: what was in use meanwhile does not count."""
+        """Note that it was: what was in use meanwhile does not count."""
         if self.collecting:
             for monitor in self._monitors:
                 monitor.period()
@@ -102,32 +104,32 @@ class MemStatsCollector:
             self._model_before = self._model_bytes()
 
     def _pause(self, paused: bool) -> None:
-        """What trackers see is model data, or not."""
+        """Tell trackers whether new storages are model data."""
         for monitor in self._monitors:
             if isinstance(monitor, StorageTracker):
                 monitor.paused = paused
 
     def end(self) -> Trace:
-        """The iteration ends; its trace, which is kept."""
+        """End the iteration. Returns its trace, which is kept."""
         assert self._key is not None, "end() without begin()"
         self._end_period()
         for monitor in self._monitors:
             monitor.stop()
         kind, signature = self._key
-        found = Trace(kind, signature, self._model_digest, tuple(self._moments))
+        traced = Trace(kind, signature, self._model_digest, tuple(self._moments))
         known = self.traces.get(self._key)
         if known is not None:
-            deviation = known.deviation_of(found)
+            deviation = known.deviation_of(traced)
             if deviation is not None:
                 self.deviations.append(deviation)
                 log.warning("an iteration left its trace, the next one is planned anew: %s",
                             deviation)  # fmt: skip
-        self.traces[self._key] = found
+        self.traces[self._key] = traced
         self._key, self.collecting = None, False
-        return found
+        return traced
 
     def abandon(self) -> None:
-        """The iteration did not end: forget it."""
+        """Forget an iteration that did not end."""
         if self._key is not None:
             for monitor in self._monitors:
                 monitor.stop()
@@ -152,7 +154,7 @@ class MemStatsCollector:
         self._started = time.perf_counter()
 
     def _reading(self) -> int:
-        """The most beside model data since the last reading."""
+        """Most non-model bytes since the last reading."""
         model = self._model_before - self._model_at_begin
         most = certain = 0
         for monitor in self._monitors:
@@ -188,7 +190,8 @@ class Moments:
 def listening(
     module: nn.Module, params: Sequence[Tensor], ids: Mapping[str, ParamId], moments: Moments
 ) -> Iterator[None]:
-    """Tell of a module's calls. `params` are by id, `ids` by name of the module's parameters."""
+    """Context in which a module's calls are told. params: by id. ids: of the module's parameters,
+    by name."""
     by_param = {id(p): ids[name] for name, p in module.named_parameters(remove_duplicate=False)}
 
     def params_of(inner: nn.Module, whole: bool) -> list[ParamId]:
@@ -215,7 +218,7 @@ def listening(
 
 
 def input_signature(inputs: Any) -> str:
-    """Shapes and dtypes of all tensors in `inputs`, in order; objects of the user's are opened."""
+    """Shapes and dtypes of all tensors in `inputs`, in order; a user's objects are opened."""
     leaves = tensors_in(inputs, objects=_OBJECTS)
     return ",".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in leaves)
 
@@ -228,7 +231,7 @@ def trace(
     precision: str = "bf16",
     kind: Kind = "train",
 ) -> Trace:
-    """The trace of one iteration on fake CPU tensors: no memory is used, nothing is computed.
+    """Trace one iteration on fake CPU tensors: no memory is used, nothing is computed.
 
     module: with values or on the meta device; it is not changed.
     example_inputs: a mapping of keyword arguments, or a tuple of positional ones; only shapes and
@@ -237,9 +240,9 @@ def trace(
         outputs.
     precision: `"bf16"` or `"fp32"`, as in `GeminiDDP`; floating inputs are cast to it.
 
-    Gradients count until they are accumulated, as in an engine, which packs and drops each.
-    Raises ValueError for outputs without a gradient and no `loss`, and for inputs in objects that
-    cannot be opened.
+    Gradients count until they are accumulated, as in an engine, which packs and drops each. Raises
+    ValueError for outputs without a gradient and no `loss`, and for inputs in objects that cannot
+    be opened.
     """
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     specs = specs_of(module, str(dtype).removeprefix("torch."))
@@ -277,9 +280,9 @@ def trace(
                 if kind == "train":
                     (loss or _default_loss)(outputs).backward()
                 del outputs
-            found = collector.end()
+            traced = collector.end()
             # fake tensors take time too, which says nothing of real ones
-            return replace(found, moments=tuple(replace(m, seconds=0.0) for m in found.moments))
+            return replace(traced, moments=tuple(replace(m, seconds=0.0) for m in traced.moments))
         finally:
             collector.abandon()
             for drop in drops:
@@ -307,9 +310,9 @@ def _drop_grad(param: Tensor) -> None:
 
 
 def _default_loss(outputs: Any) -> Tensor:
-    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if isinstance(found, Tensor):
-        return found
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
     tensors = [t for t in tensors_in(outputs) if t.requires_grad]
     if not tensors:
         raise ValueError(

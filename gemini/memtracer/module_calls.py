@@ -1,7 +1,7 @@
 """Begin and end of module calls, forward and backward, on any `nn.Module`, wrapped or not.
 
 Tracing and the engine listen to the same. A module that has parameters of its own is a caller. Its
-call begins before its forward and ends behind it; in backward it begins with the first gradient of
+call begins before its forward and ends after it; in backward it begins with the first gradient of
 an output, and ends when the gradients of its inputs and of its own parameters have arrived: what
 reads parameters in backward lies between. Where there are neither, it ends with the backward; so
 too where an input takes no part in it. A module that is gathered whole calls for everything below
@@ -28,10 +28,10 @@ GatherWhole = Callable[[nn.Module], bool]
 
 @dataclass(eq=False, slots=True)
 class Caller:
-    """What calls are of: a module, or operators that use parameters outside of theirs.
+    """Caller: a module, or operators that use parameters outside of their module.
 
     own: parameters that no other caller has; a shared one's gradient comes after the last of its
-        callers, so nobody waits for it.
+        callers, so no call waits for it.
     """
 
     name: str
@@ -44,13 +44,13 @@ class Caller:
 
 
 class CallListener(Protocol):
-    """What is told, in the order in which it happens."""
+    """Listener to calls, told in the order in which they happen."""
 
     def begins(self, caller: Caller) -> None: ...
 
     def ends(self, caller: Caller, outputs: Sequence[Tensor], *, recorded: bool) -> bool:
-        """outputs: all of them. recorded: the call may have a backward; the answer is `in_pass` of
-        that one."""
+        """outputs: all outputs of the call. recorded: the call may have a backward; the answer is
+        `in_pass` of that one."""
         ...
 
     def backward_begins(self, caller: Caller, *, in_pass: bool) -> None: ...
@@ -71,7 +71,8 @@ class ModuleCalls:
         self._open: list[BackwardCall] = []  # whose backward is under way
 
     def hook(self, callers: Sequence[tuple[nn.Module, Caller]]) -> list[Any]:
-        """Listen to these; the hooks, which `remove()` undoes. `trained` must follow."""
+        """Listen to these callers. Returns hooks, which `remove()` undoes. `trained` must
+        follow."""
         handles: list[Any] = []
         for module, caller in callers:
             hooks = _Hooks(self, self._listener, caller)
@@ -80,24 +81,24 @@ class ModuleCalls:
         return handles
 
     def trained(self, is_trained: Callable[[ParamId], bool]) -> None:
-        """Which parameters are, from now on."""
+        """Set which parameters are trained from now on."""
         for caller in self._callers:
             caller.awaited = tuple(filter(is_trained, caller.own))
 
     def watch(
         self, caller: Caller, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, in_pass: bool
     ) -> None:
-        """A call was recorded: hook its place in the graph. All of these require a gradient."""
+        """Hook the place of a recorded call in the graph. All tensors require a gradient."""
         BackwardCall(self, self._listener, caller, in_pass).watch(outputs, inputs)
 
     def gradient_arrived(self, param: ParamId) -> None:
-        """The gradient of one parameter has arrived, wherever it was used."""
+        """Note that the gradient of one parameter has arrived, wherever it was used."""
         if self._open:
             for call in tuple(self._open):
                 call.gradient_arrived(param)
 
     def forget(self) -> None:
-        """The backward has ended, and with it every call."""
+        """End the backward, and with it every call."""
         for call in self._open:
             call.abandon()
         self._open.clear()
@@ -108,21 +109,21 @@ def callers_of(
     params_of: Callable[[nn.Module, bool], Sequence[ParamId]],
     gather_whole: GatherWhole,
 ) -> list[tuple[nn.Module, Caller]]:
-    """Every caller with the module whose calls these are.
+    """Every caller with the module whose calls it has.
 
     params_of: ids of a module's own parameters, or of all below it.
     """
-    found: dict[nn.Module, Caller] = {}
+    callers: dict[nn.Module, Caller] = {}
     for name, module, whole in _using(root, "", gather_whole):
         params = tuple(dict.fromkeys(params_of(module, whole)))
         # a compiler around the whole module goes through another's wrapper without its hooks
         inner = getattr(module, "_orig_mod", module)
-        if params and inner not in found:
-            found[inner] = Caller(name, params, whole=whole)
-    uses = Counter(param for caller in found.values() for param in caller.params)
-    for caller in found.values():
+        if params and inner not in callers:
+            callers[inner] = Caller(name, params, whole=whole)
+    uses = Counter(param for caller in callers.values() for param in caller.params)
+    for caller in callers.values():
         caller.own = tuple(param for param in caller.params if uses[param] == 1)
-    return list(found.items())
+    return list(callers.items())
 
 
 def _using(
@@ -136,12 +137,12 @@ def _using(
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether a module's children run or not by its data: a child of its is named `experts`."""
+    """Whether a module's children run or not by its data: a child is named `experts`."""
     return isinstance(getattr(module, "experts", None), nn.Module)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """By torch.compile; without an import of the compiler, which takes seconds."""
+    """Whether torch.compile made it; the compiler is not imported, which takes seconds."""
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
@@ -153,7 +154,7 @@ def in_backward() -> bool:
 def around_forward(
     module: nn.Module, before: Callable[..., None], after: Callable[..., None]
 ) -> list[Any]:
-    """Hooks around a module's forward and those that are there, also where it raises."""
+    """Hooks around a module's forward and its other hooks, also where it raises."""
     return [
         module.register_forward_pre_hook(before, prepend=True),
         module.register_forward_hook(after, with_kwargs=True, always_call=True),
@@ -161,7 +162,7 @@ def around_forward(
 
 
 class _Hooks:
-    """On one module."""
+    """Hooks on one module."""
 
     def __init__(self, calls: ModuleCalls, listener: CallListener, caller: Caller) -> None:
         self._calls = calls
@@ -187,7 +188,7 @@ class _Hooks:
 
 
 class BackwardCall:
-    """The backward of one call.
+    """Backward of one call.
 
     Its hooks are on the graph, where the garbage collector cannot see them: they must not keep a
     node of the graph, as `register_multi_grad_hook` does, or neither graph nor listener would ever
@@ -228,18 +229,20 @@ class BackwardCall:
         self._ends_with_backward = has_leaf or not (hooked or self._caller.awaited)
 
     def gradient_arrived(self, param: ParamId) -> None:
-        """The gradient of one parameter has arrived, of this caller or of another."""
+        """Note the gradient of one parameter, of this caller or of another."""
         if param in self._awaited:
             self._awaited.discard(param)
             if not (self._awaited or self._inputs_pending):
                 self._close()
 
     def abandon(self) -> None:
-        """The backward ended before this call did."""
+        """End a backward that ended before this call did."""
         self._open = False
 
     def _output_arrived(self, grad: Tensor) -> None:
-        """The gradient of an output; the first of a backward begins the call."""
+        """Note the gradient of an output; the first of a backward begins the call."""
+        # a call begins with its first output of each backward; a second backward through the same
+        # graph begins it again
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
@@ -249,21 +252,23 @@ class BackwardCall:
         self._calls._open.append(self)
         self._inputs_pending = self._num_inputs
         self._awaited = set(self._caller.awaited)
-        if len(self._awaited) > 1:  # some may take no part: experts, branches, what was frozen
+        # Some may take no part: experts, branches, what was frozen. A single one does, as an output
+        # of its call has a gradient.
+        if len(self._awaited) > 1:
             params = self._calls._params
             self._awaited = {p for p in self._awaited if gets_gradient(params[p])}
         if not (self._awaited or self._inputs_pending):
             self._close()
 
     def _input_arrived(self, grad: Tensor) -> None:
-        """The gradient of an input, from this call and from all others that took it."""
+        """Note the gradient of an input, from this call and from all others that took it."""
         if self._open:
             self._inputs_pending -= 1
             if not (self._awaited or self._inputs_pending):
                 self._close()
 
     def _close(self) -> None:
-        """All that ends the call has arrived."""
+        """End the call: all gradients that end it have arrived."""
         if self._open and not self._ends_with_backward:
             self._open = False
             self._calls._open.remove(self)

@@ -1,4 +1,4 @@
-"""How much memory is in use and was at most: live storages, the process, the CUDA allocator."""
+"""Monitors of memory in use and at most: live storages, the process, the CUDA allocator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RESET_PEAK = "5"  # man 5 proc: resets VmHWM
 
 
 class Monitor(Protocol):
-    """Memory of one compute device above what it was at `start`."""
+    """Monitor of one compute device: memory above what it was at `start`."""
 
     includes_model_data: bool
     certain_bytes: int  # of the last `period`, what can be nothing else than memory in use
@@ -39,7 +39,8 @@ class Monitor(Protocol):
 
 
 class StorageTracker(TorchDispatchMode):
-    """Bytes of the storages that operators made and that are still alive. Works on fake tensors.
+    """Tracker of storages that operators made and that are still alive, in bytes. Works on fake
+    tensors.
 
     Storages of `ignore`d tensors (model data) are not counted, nor what operators allocate inside
     and free again. A storage that is resized counts as it was when an operator last returned it.
@@ -96,6 +97,7 @@ class StorageTracker(TorchDispatchMode):
         if self.paused and key not in self._live:
             self.ignore((tensor,))
             return
+        # no reference to the storage is kept: it must die when the program drops it
         known = self._live.get(key)
         if known is None:
             gone = weakref.ref(storage, lambda _: self._forget(key))
@@ -113,7 +115,8 @@ class StorageTracker(TorchDispatchMode):
 
 
 class ForwardTracker(StorageTracker):
-    """Of a forward, inside `tracking`; what it left counts on until the iteration is over.
+    """Tracker of a forward, inside `tracking`; storages that it left count until the iteration is
+    over.
 
     It is active there only: between forward and backward, modes of the caller may begin and end.
     """
@@ -132,7 +135,8 @@ class ForwardTracker(StorageTracker):
 
 
 class ProcessMonitor:
-    """The process's resident memory above what it was at `start`: VmHWM, reset at every period.
+    """Monitor of the process's resident memory above what it was at `start`: VmHWM, reset every
+    period.
 
     Raises OSError at `start` where the kernel does not allow the reset.
     """
@@ -155,7 +159,7 @@ class ProcessMonitor:
 
 
 class CudaMonitor:
-    """The CUDA allocator's statistics of one device; reading them does not synchronise it.
+    """Monitor of the CUDA allocator's statistics of one device; reading does not synchronise it.
 
     `margin` counts what the allocator holds in part-used blocks since the start, which a period's
     peak may not be able to use; in expandable segments all of it can be used. Every period begins
@@ -197,21 +201,22 @@ _highest_bytes = 0  # before resets
 
 
 def process_peak_rss_bytes() -> int:
-    """The most resident memory of this process since it began, whatever was reset meanwhile."""
+    """Most resident memory of this process since it began, whatever was reset meanwhile."""
     return max(_highest_bytes, peak_rss_bytes())
 
 
 def peak_rss_bytes() -> int:
     """VmHWM: the most resident memory of this process since it began, or since the last reset."""
     status = _STATUS.read_bytes()
-    found = status.find(_HIGHEST)
-    if found < 0:
+    start = status.find(_HIGHEST)
+    if start < 0:
         raise OSError(f"{_STATUS} has no VmHWM")
-    return int(status[found + len(_HIGHEST) :].split(None, 1)[0]) * 1024
+    return int(status[start + len(_HIGHEST) :].split(None, 1)[0]) * 1024
 
 
 def reset_peak_rss() -> int:
-    """Begin VmHWM anew at what is resident now; what it was. `process_peak_rss_bytes` remembers."""
+    """Begin VmHWM anew at what is resident now. Returns what it was; `process_peak_rss_bytes`
+    remembers."""
     global _highest_bytes
     peak = peak_rss_bytes()
     _highest_bytes = max(_highest_bytes, peak)

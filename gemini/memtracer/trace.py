@@ -1,4 +1,4 @@
-"""What one iteration asks for, moment by moment. Pure.
+"""Trace: what one iteration asks for, moment by moment. Pure.
 
 A moment is a module boundary: before the chunks of a module are gathered (`enter`), or after they
 may be released (`leave`), in forward or in backward. A trace names parameters and not chunks, so it
@@ -28,12 +28,12 @@ _EDGES: tuple[Edge, Edge] = ("enter", "leave")
 
 
 class TraceError(ValueError):
-    """A trace that cannot be used: of another model, of another format, or damaged."""
+    """Trace that cannot be used: of another model, of another format, or damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceMoment:
-    """One module boundary, and the period from it to the next one."""
+    """Module boundary, and the period from it to the next one."""
 
     phase: Phase
     edge: Edge
@@ -44,7 +44,7 @@ class TraceMoment:
 
     @property
     def event(self) -> tuple[str, str, str, tuple[ParamId, ...]]:
-        """What must be the same in the next iteration: everything but measurements."""
+        """Event of a moment that must be the same in the next iteration: all but measurements."""
         return (self.phase, self.edge, self.module, self.params)
 
     def __str__(self) -> str:
@@ -52,14 +52,14 @@ class TraceMoment:
 
 
 class Departure:
-    """Something that was not as it was planned; `str` says what."""
+    """Departure from a plan; `str` says what happened."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation(Departure):
-    """The first moment at which an iteration differed from its trace."""
+    """First moment at which an iteration differed from its trace."""
 
     moment: Moment
     expected: TraceMoment | None  # None: the trace ended before
@@ -72,7 +72,7 @@ class Deviation(Departure):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One iteration of one kind, for inputs of one signature."""
+    """Trace of one iteration of one kind, for inputs of one signature."""
 
     kind: Kind
     signature: str  # of the inputs: see `input_signature`
@@ -80,7 +80,7 @@ class Trace:
     moments: tuple[TraceMoment, ...]
 
     def digest(self) -> str:
-        """A name for the sequence of events; measurements do not enter."""
+        """Digest of the sequence of events; measurements do not enter."""
         events = (self.kind, self.signature, self.model_digest, [m.event for m in self.moments])
         return hashlib.sha256(repr(events).encode()).hexdigest()[:16]
 
@@ -94,7 +94,7 @@ class Trace:
         return tuple(specs[param].name for param in used)
 
     def calls(self, chunk_of: Mapping[ParamId, ChunkId]) -> tuple[tuple[ChunkId, ...] | None, ...]:
-        """By moment the chunks of the call that begins, in id order; None where one ends."""
+        """Chunks of the call that begins, by moment, in id order; None where a call ends."""
         return tuple(
             tuple(sorted({chunk_of[param] for param in moment.params}))
             if moment.edge == "enter"
@@ -103,7 +103,7 @@ class Trace:
         )
 
     def chunk_needs(self, chunk_of: Mapping[ParamId, ChunkId]) -> tuple[tuple[ChunkId, ...], ...]:
-        """At every moment the chunks that some open module uses, in id order."""
+        """Chunks that some open module uses, by moment, in id order."""
         users: dict[ChunkId, int] = {}
         needs = []
         phase = ""
@@ -119,7 +119,7 @@ class Trace:
         return tuple(needs)
 
     def deviation_of(self, found: Trace) -> Deviation | None:
-        """Where `found` first differs from this trace; None where it never does."""
+        """First moment at which `found` differs from this trace; None where none does."""
         for i in range(max(len(self.moments), len(found.moments))):
             expected = self.moments[i] if i < len(self.moments) else None
             other = found.moments[i] if i < len(found.moments) else None
@@ -128,7 +128,8 @@ class Trace:
         return None
 
     def check_model(self, specs: Sequence[ParamSpec]) -> None:
-        """Raises TraceError where this trace is of another model, or names what it has not."""
+        """Check that the trace is of this model. Raises TraceError for another, or names that it
+        lacks."""
         if self.model_digest != model_digest(specs):
             raise TraceError(
                 f"this trace was made of another model (digest {self.model_digest}, this model has "
@@ -151,7 +152,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read what `save` wrote. Raises TraceError for a file that is no trace."""
+        """Read a file of `save`. Raises TraceError for a file that is no trace."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -159,10 +160,11 @@ class Trace:
 
     @classmethod
     def from_json(cls, data: object) -> Trace:
-        """What `to_json` made. Raises TraceError for anything else: every field is checked."""
+        """Trace of a value of `to_json`. Raises TraceError for anything else: every field is
+        checked."""
         if not isinstance(data, dict) or data.get("format") != FORMAT_VERSION:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise TraceError(f"no trace of format {FORMAT_VERSION}: found {found!r}")
+            version = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise TraceError(f"no trace of format {FORMAT_VERSION}: found {version!r}")
         fields = _Fields(data)
         moments = fields.array("moments")
         return cls(
@@ -228,7 +230,7 @@ class _Fields:
 
 
 def model_digest(specs: Sequence[ParamSpec]) -> str:
-    """A name for a model as traces see it: parameters' names and shapes, in order."""
+    """Digest of a model as traces see it: parameters' names and shapes, in order."""
     return hashlib.sha256(repr([(s.name, s.shape) for s in specs]).encode()).hexdigest()[:16]
 
 
@@ -240,11 +242,11 @@ def sequential_trace(
     signature: str = ASSUMED_SIGNATURE,
     overlap: bool = False,
 ) -> Trace:
-    """What an iteration does if modules run in registration order, and backwards in backward.
+    """Trace of modules that run in registration order, and backwards in backward.
 
     For planning before anything ran. A module is a run of parameters whose names differ in their
     last part only; modules of tied names run last, as heads do. `non_model_bytes`: of every moment,
-    or of all of them. `overlap`: in backward a module begins before the one behind it ends, as it
+    or of all of them. `overlap`: in backward a module begins before the one it follows ends, as it
     does where the gradient of its output ends that one.
     """
     modules: dict[str, list[ParamId]] = {}
@@ -260,6 +262,7 @@ def sequential_trace(
         backward: list[tuple[Phase, Edge, str]] = [
             ("backward", edge, name) for name in reversed(modules) for edge in _EDGES
         ]
+        # (enter, leave), (enter, leave), ...: each leave changes places with the enter that follows
         for i in range(1, len(backward) - 1, 2) if overlap else ():
             backward[i : i + 2] = backward[i + 1], backward[i]
         events += backward
@@ -273,7 +276,7 @@ def sequential_trace(
 
 
 def reduce_traces(traces: Sequence[Trace]) -> Trace:
-    """The traces of all ranks as one: the most non-model bytes and seconds of every period.
+    """Reduce the traces of all ranks to one: the most non-model bytes and seconds of every period.
 
     Raises TraceError, naming the rank, where a rank saw other events than rank 0.
     """

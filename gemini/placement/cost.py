@@ -1,4 +1,5 @@
-"""What an iteration costs: bytes over measured bandwidths, with what runs beside what. Pure."""
+"""Cost of an iteration: bytes over measured bandwidths, where links, cores and device overlap.
+Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def link_seconds(
 def update_seconds(
     state_bytes: int, param_bytes: int, path: UpdatePath, bandwidths: Bandwidths
 ) -> float:
-    """Of an update itself: state read and written, gradient read, parameter written."""
+    """Seconds of an update's own memory traffic: state read and written, gradient read, parameter
+    written."""
     memory = bandwidths.host_memory if path is UpdatePath.CPU else bandwidths.device_memory
     return (2 * state_bytes + 2 * param_bytes) / memory
 
@@ -66,10 +68,11 @@ def update_transfers(
     path: UpdatePath,
     has_master: bool,
 ) -> list[tuple[MoveKind, Tier, Tier, int]]:
-    """What an update moves: (kind, from, to, bytes), first what must come, then what goes.
+    """Transfers of an update as (kind, from, to, bytes): first those to where it runs, then those
+    back.
 
-    `undo_bytes`: of what goes to NVMe beside the state where there is no whole master: parameters
-    as they were, or as they are now.
+    undo_bytes: written to NVMe with the state where no whole master exists: the parameters of
+    before the update, or of after it.
     """
     site = Tier.HOST if path is UpdatePath.CPU else Tier.DEVICE
     moves = []
@@ -88,12 +91,13 @@ def update_transfers(
 
 
 def gathered_bytes(chunk: ChunkBytes) -> float:
-    """What each rank receives of a gather."""
+    """Bytes that each rank receives in a gather."""
     return chunk.payload_bytes * (chunk.num_shards - 1) / chunk.num_shards
 
 
 def reduced_bytes(chunk: ChunkBytes) -> float:
-    """What each rank receives of a reduction: inside a replica, then of a shard across them."""
+    """Bytes that each rank receives in a reduction: within a replica, then of a shard across
+    replicas."""
     across = chunk.shard_bytes * 2 * (chunk.num_replicas - 1) / chunk.num_replicas
     return gathered_bytes(chunk) + across
 
@@ -101,11 +105,11 @@ def reduced_bytes(chunk: ChunkBytes) -> float:
 def estimate(
     homes: Homes, problem: PlacementProblem, num_uses: Sequence[int], compute_seconds: float
 ) -> tuple[float, float]:
-    """Seconds of an iteration with these homes, and of all transfers one after the other.
+    """Seconds of an iteration with these homes, and of all its transfers one after the other.
 
-    Without a schedule, and as if everything within forward and backward, and within the step, ran
-    beside everything else. The second is what decides between homes that the first finds equal.
-    `num_uses`: how often an iteration gathers every chunk.
+    No schedule is made: everything within forward and backward, and within the step, is taken to
+    overlap. The second number decides between homes for which the first is equal.
+    num_uses: gathers of every chunk in an iteration.
     """
     bandwidths = problem.bandwidths
     model: Seconds = {"compute": compute_seconds}
@@ -136,17 +140,17 @@ def _update_busy(chunk: ChunkBytes, homes: Homes, problem: PlacementProblem) -> 
     spent: Seconds = {}
     i = chunk.id
     for home, (state_bytes, param_bytes) in state_parts(chunk, homes.state[i]):
-        taken = UpdatePath.RESIDENT if home is Tier.DEVICE else problem.off_device
+        path = UpdatePath.RESIDENT if home is Tier.DEVICE else problem.off_device
         block = chunk.blocks[0]
         undo_bytes = param_bytes * block.undo_bytes // block.param_bytes
         for _, src, dst, nbytes in update_transfers(
             state_bytes, param_bytes, undo_bytes,
-            param=homes.param[i], grad=homes.grad[i], state=home, path=taken,
+            param=homes.param[i], grad=homes.grad[i], state=home, path=path,
             has_master=block.gives_parameters(home),
         ):  # fmt: skip
             _add(spent, link_seconds(src, dst, nbytes, problem.bandwidths, problem.has_host_tier))
-        name = "host_memory" if taken is UpdatePath.CPU else "device_memory"
-        _add(spent, {name: update_seconds(state_bytes, param_bytes, taken, problem.bandwidths)})
+        name = "host_memory" if path is UpdatePath.CPU else "device_memory"
+        _add(spent, {name: update_seconds(state_bytes, param_bytes, path, problem.bandwidths)})
     return spent
 
 
@@ -156,7 +160,7 @@ def _add(total: Seconds, more: Seconds) -> None:
 
 
 class PlannedLinks:
-    """What moves bytes: every link works in the order of issue. `busy`: seconds by resource."""
+    """Links that carry what is sent in the order of issue. busy: seconds by resource."""
 
     def __init__(self, bandwidths: Bandwidths, has_host_tier: bool) -> None:
         self.busy: Seconds = dict.fromkeys((*LINKS, "compute", "update"), 0.0)
@@ -165,19 +169,20 @@ class PlannedLinks:
 
     @property
     def end(self) -> float:
-        """When all that was begun has ended."""
+        """Second at which the last transfer ends."""
         return max(self._free_at.values())
 
     def send(self, src: Tier, dst: Tier, nbytes: int, now: float) -> float:
-        """Begin to move so much from one tier to another; when that ends."""
+        """Begin to move `nbytes` from one tier to another. Returns the second at which it ends."""
         spent = link_seconds(src, dst, nbytes, self._bandwidths, self._has_host_tier)
+        # both links of a way from disk to device are taken at once: the slower one sets the pace
         start = max(now, *(self._free_at[link] for link in spent)) if spent else now
         for link, seconds in spent.items():
             self._occupy(link, start, seconds)
         return start + max(spent.values(), default=0.0)
 
     def exchange(self, nbytes: float, now: float) -> float:
-        """Begin to exchange so much with other ranks; when that ends."""
+        """Begin to exchange `nbytes` with other ranks. Returns the second at which it ends."""
         start, seconds = max(now, self._free_at["collective"]), nbytes / self._bandwidths.collective
         self._occupy("collective", start, seconds)
         return start + seconds
@@ -188,7 +193,7 @@ class PlannedLinks:
 
 
 class RecordedLinks(PlannedLinks):
-    """They keep when each of them is busy: `spans[link]` are (begin, end), in order."""
+    """Links that record when they are busy: `spans[link]` are (begin, end), in order."""
 
     def __init__(self, bandwidths: Bandwidths, has_host_tier: bool) -> None:
         super().__init__(bandwidths, has_host_tier)
@@ -203,15 +208,15 @@ class RecordedLinks(PlannedLinks):
 
 
 class Walk:
-    """What begins with every moment of a plan, and when it has ended."""
+    """Walk over the moments of a plan: begins the transfers of each, and knows when they end."""
 
     def __init__(self, plan: Plan, links: PlannedLinks, moves: Iterable[Move]) -> None:
         self._links = links
-        self._due: dict[int, float] = {}  # when what must have ended at a moment has
+        self._due: dict[int, float] = {}  # by moment: second at which its last transfer ends
         self._moves_at: dict[int, list[Move]] = {}
         for move in moves:
             self._moves_at.setdefault(move.begin, []).append(move)
-        # chunk, when it must be there, bytes
+        # (chunk, moment at which it is due, bytes) by the moment of its begin
         self._wires_at: dict[int, list[tuple[ChunkId, int, float]]] = {}
         for gather in plan.gathers:
             if plan.chunks[gather.chunk].num_shards > 1:
@@ -228,8 +233,9 @@ class Walk:
     def begin(
         self, moment: int, now: float, is_late: Callable[[Move], bool] = lambda move: False
     ) -> None:
-        """The transfers of a moment, and its gathers and reductions, each when its chunk has
-        arrived. is_late: the move begins later, by `transfer`."""
+        """Begin the moves of a moment, and its gathers and reductions, each when its chunk has
+        arrived.
+        is_late: moves that the caller begins later, by `transfer`."""
         arrived: dict[ChunkId, float] = {}
         for move in self._moves_at.get(moment, ()):
             if not is_late(move):
@@ -238,7 +244,7 @@ class Walk:
             self._must_end(end, self._links.exchange(nbytes, arrived.get(chunk, now)))
 
     def transfer(self, move: Move, now: float) -> float:
-        """Begin it; when it ends."""
+        """Begin a move. Returns the second at which it ends."""
         end = self._links.send(move.src, move.dst, move.nbytes, now)
         self._must_end(move.end, end)
         return end
@@ -247,12 +253,13 @@ class Walk:
         self._due[moment] = max(self._due.get(moment, done), done)
 
     def reach(self, moment: int, now: float) -> float:
-        """When a moment may go on that comes now: what must have ended has."""
+        """Second at which a moment may go on that comes `now`: transfers that are due at it have
+        ended."""
         return max(now, self._due.pop(moment, now))
 
 
 def update_seconds_of(plan: Plan, bandwidths: Bandwidths) -> dict[BlockId, float]:
-    """Of the update of every block; empty in evaluation."""
+    """Seconds of every block's update; empty in evaluation."""
     return {
         block.id: update_seconds(
             block.state_on(home), block.param_bytes, plan.path_of(home), bandwidths
@@ -265,12 +272,12 @@ def update_seconds_of(plan: Plan, bandwidths: Bandwidths) -> dict[BlockId, float
 def through(
     plan: Plan, links: PlannedLinks, bandwidths: Bandwidths, compute_seconds: Sequence[float]
 ) -> Iterator[float]:
-    """Walk through the plan, its step after its pass, moment after moment: when each begins, and
-    when all has ended. See `predict_step`."""
+    """Walk through a plan, its step after its pass. Yields the second at which each moment begins,
+    then the one at which all transfers have ended. See `predict_step`."""
     updates = update_seconds_of(plan, bandwidths)
     order = plan.forecast.step_order
     at = [updates.pop(block, 0.0) for block in order]
-    at.append(sum(updates.values()))  # what is on the device, as one
+    at.append(sum(updates.values()))  # blocks on the device are one launch
     walk, now = Walk(plan, links, plan.forecast.moves), 0.0
     for moment in range(plan.num_moments + 1):
         yield now
@@ -288,7 +295,7 @@ def through(
 
 
 def predict_step(plan: Plan, bandwidths: Bandwidths, compute_seconds: Sequence[float]) -> StepCost:
-    """With all updates in the step. compute_seconds: of every moment of the trace."""
+    """Predict an iteration whose step does all updates. compute_seconds: by moment of the trace."""
     links = PlannedLinks(bandwidths, plan.has_host_tier)
     *_, end = through(plan, links, bandwidths, compute_seconds)
     stalled = end - links.busy["compute"] - links.busy["update"]

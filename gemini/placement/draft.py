@@ -62,7 +62,8 @@ ORDERS = ("psg", "pgs", "spg", "sgp", "gps", "gsp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
-    """Everything a plan follows from. The same on all ranks, which reduce them first (ADR 0003)."""
+    """Inputs that a plan follows from. The same on all ranks, which reduce them first (ADR
+    0003)."""
 
     layout: ChunkLayout
     trace: Trace
@@ -70,27 +71,27 @@ class PlanInputs:
     budgets: Budgets = field(default_factory=Budgets)  # of one rank
     bandwidths: Bandwidths = field(default_factory=Bandwidths)
     has_host_tier: bool = True  # else the device is RAM
-    # of blocks whose state is not on the device: as the backend does it, for all of them
+    # of all blocks whose state is not on the device: one path, that of the backend
     off_device: UpdatePath = UpdatePath.STREAM
     depth: int = 2  # blocks read ahead of their update
-    num_ahead: int = 0  # buffers more, for blocks that are updated before their step
-    waiting: Waiting = NOT_WAITING  # for others of their step
-    max_prefetch: int = 1  # payloads begun ahead of their use
-    nvme_state_frac: float = 0.0  # of the state's bytes, at least, on NVMe
+    num_ahead: int = 0  # more buffers, for blocks that are updated before their step
+    waiting: Waiting = NOT_WAITING  # elements that wait for other blocks of their step
+    max_prefetch: int = 1  # payloads begun before their use
+    nvme_state_frac: float = 0.0  # share of the state's bytes that must be on NVMe
     block_numel: int = BLOCK_NUMEL
-    flops: float = 0.0  # of one forward and backward, where the trace was not timed
+    flops: float = 0.0  # operations of a forward and backward, where the trace was not timed
     fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
-    with_originals: frozenset[ChunkId] = frozenset()  # fp32 values are kept of those frozen
-    original_home: Tier | None = None  # where these are already
+    with_originals: frozenset[ChunkId] = frozenset()  # frozen ones keep fp32 values
+    original_home: Tier | None = None  # where these values live already
     average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights: `average_bytes`
 
     @property
     def memory(self) -> Tier:
-        """The tier that is the RAM."""
+        """Tier of the RAM."""
         return Tier.HOST if self.has_host_tier else Tier.DEVICE
 
     def compute_weights(self) -> list[int]:
-        """Of every moment of the trace: its part of what a pass computes."""
+        """Share of every moment of the trace in what a pass computes."""
         return [
             sum(self.layout.params[p].numel for p in m.params) * (1 if m.phase == "forward" else 2)
             if m.edge == "enter"
@@ -99,14 +100,14 @@ class PlanInputs:
         ]
 
     def compute_seconds(self) -> list[float]:
-        """Of every moment of the trace: as it was timed, else as `flops` has it."""
+        """Seconds of every moment of the trace: as it was timed, else as `flops` has it."""
         timed = [m.seconds for m in self.trace.moments]
         return compute_seconds_of(timed, self.compute_weights(), self.flops, self.bandwidths.flops)
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A plan with what it is predicted to take."""
+    """Plan with its predicted profile and cost."""
 
     plan: Plan
     profile: Profile
@@ -118,7 +119,7 @@ class PlanResult:
 
     @property
     def against_tail(self) -> str | None:
-        """Why no step may have one."""
+        """Reason why no step may have a tail; None: it may."""
         return against(TAIL, self.facts)
 
     @cached_property
@@ -129,14 +130,14 @@ class PlanResult:
 
     @property
     def seconds_by_update(self) -> dict[str, float]:
-        """Of an iteration as predicted, for every `update=` that has a price."""
-        found = {update: cost.seconds for update, cost in self.overlapped.items()}
-        return {"serial": self.cost.seconds, **found}
+        """Predicted seconds of an iteration, for every `update=` that has a price."""
+        seconds = {update: cost.seconds for update, cost in self.overlapped.items()}
+        return {"serial": self.cost.seconds, **seconds}
 
     @property
     def best_update(self) -> str:
-        """What `update="auto"` is. Where nobody has timed a pass, as for a policy of fractions,
-        steps do both, and what they measure decides (ADR 0002)."""
+        """Choice of `update="auto"`. Where nobody has timed a pass, as for a policy of fractions,
+        it is both, and what the steps measure decides (ADR 0002)."""
         is_priced = self.work is not None or self.against_tail is not None
         return best_update(self.seconds_by_update) if is_priced else "both"
 
@@ -184,21 +185,21 @@ class Draft:
             end = Moment(len(trace.moments))
             self.reductions = {c: replace(r, end=end) for c, r in self.reductions.items()}
         self.never_released = never_released(policy, [c.payload_bytes for c in self.problem.chunks])
-        self.ahead = prefetched_at(self.needs, inputs.max_prefetch)
+        self.prefetched = prefetched_at(self.needs, inputs.max_prefetch)
         self.non_model = [m.non_model_bytes for m in trace.moments]
         cap = policy.steady_cap_ratio if isinstance(policy, AutoPlacement) else 1.0
         self.demand = self._demand(cap)
         self.compute = inputs.compute_seconds()
 
     def _demand(self, cap: float) -> Demand:
-        """What the device must hold, with the share of the rest that stays free under the cap."""
+        """Demand of the device, with the share of its rest that stays free under the cap."""
         reserved = [0] * len(self.non_model)
         if not isinstance(self.policy, ConstPlacement):
             budget = self.problem.budgets.device
             cap = cap if budget < UNLIMITED else 1.0
             reserved = [n + round(max(0, budget - n) * (1 - cap)) for n in self.non_model]
         vector = np.array([*reserved, reserved[-1] if reserved else 0], np.int64)
-        return Demand(vector, self.needs, self.reductions, self.ahead)
+        return Demand(vector, self.needs, self.reductions, self.prefetched)
 
     # -- homes --
 
@@ -212,7 +213,7 @@ class Draft:
             return self._fastest()
 
     def give_up_cap(self) -> None:
-        """What the cap keeps free goes before a plan fails."""
+        """Give the cap up before a plan fails."""
         self.demand = self._demand(1.0)
 
     def _fastest(self) -> Homes:
@@ -230,11 +231,12 @@ class Draft:
             try:
                 homes = fill(self.problem, self.demand, order)
             except BudgetError as error:
-                # what a tier has room for says what is missing behind it
+                # The nearest failure is told: its bytes are what the user lacks. A device that is
+                # too small fails in every order, as its floor is the same.
                 if failed is None or severity(error) < severity(failed):
                     failed = error
                 if error.tier is Tier.DEVICE:
-                    break  # whatever the order
+                    break
                 continue
             seconds = estimate(homes, self.problem, uses, sum(self.compute))
             if best is None or seconds < best[0]:
@@ -269,6 +271,7 @@ class Draft:
             stale=trainable if trace.kind == "train" else (),
             may_begin=[call is not None for call in self.calls],
         )
+        # a payload that the schedule never frees is planned as one that is never released
         for chunk_id in schedule.always:
             homes.never_released[chunk_id] = True
         plan = self._build(homes, order, schedule)
@@ -293,7 +296,8 @@ class Draft:
         return PlanResult(plan, profile, cost, steps, facts, work if is_timed else None)
 
     def lacks(self, homes: Homes) -> tuple[Moment, int] | None:
-        """The moment whose payloads lack most room in these homes, and the bytes that they lack."""
+        """Moment whose payloads lack most room in these homes, and the bytes that they lack; None:
+        all fit."""
         gathered = self._gathered(homes)
         needs = [sum(gathered.get(chunk, 0) for chunk in chunks) for chunks in self.needs]
         left = self._gather_room(homes, self._step_order(homes)) - np.array(needs, np.int64)
@@ -330,7 +334,10 @@ class Draft:
         *,
         is_bare: bool = False,
     ) -> Plan:
-        """is_bare: without the moves of updates, which are most of them and change no peak."""
+        """Build the plan.
+
+        is_bare: without moves of updates, which are most moves and change no peak.
+        """
         problem, trace = self.problem, self.inputs.trace
         leaving = leaving_bytes(homes, problem, self.reductions, len(self.needs))
         return Plan(
@@ -364,7 +371,7 @@ class Draft:
 
     @property
     def _backward(self) -> int:
-        """The first moment of it."""
+        """First moment of backward."""
         moments = self.inputs.trace.moments
         return next((i for i, m in enumerate(moments) if m.phase == "backward"), len(moments))
 
@@ -372,7 +379,8 @@ class Draft:
         """Bytes for payloads at every moment, in these homes."""
         problem = self.problem
         if isinstance(self.policy, StaticPlacement):
-            # the working set and what is prefetched, and nothing kept between uses
+            # Fractions promise the same memory whatever the machine has: the working set and the
+            # prefetched payloads, and nothing that is kept between uses.
             used_chunks = {chunk for chunks in self.needs for chunk in chunks}
             payloads = [problem.chunks[chunk].payload_bytes for chunk in used_chunks]
             largest_need = max(
@@ -436,6 +444,7 @@ class Draft:
 
 
 def severity(error: BudgetError) -> tuple[int, int]:
-    """How far from a plan: homes are chosen tier by tier, so what fails last lacks least."""
+    """Distance from a plan: homes are chosen tier by tier, so the failure of the last tier lacks
+    least."""
     assert error.tier is not None
     return (list(Tier)[::-1].index(error.tier), error.missing_bytes)

@@ -38,7 +38,7 @@ _MAX_TRIES = 8
 
 
 def block_sizes(policy: Placement, inputs: PlanInputs) -> tuple[int, int]:
-    """Elements that a block has at most, and at least."""
+    """Most and least elements of a block."""
     wanted = policy.block_numel if isinstance(policy, AutoPlacement) else None
     return (usual_block_numel(inputs), MIN_BLOCK_NUMEL) if wanted is None else (wanted, wanted)
 
@@ -64,14 +64,15 @@ def few_blocks_numel(layout: ChunkLayout) -> int:
 
 
 def usual_speeds(has_host_tier: bool) -> Bandwidths:
-    """With which a module's homes are chosen when it is wrapped: nobody has timed the machine."""
+    """Bandwidths with which a module's homes are chosen when it is wrapped: nobody has timed the
+    machine."""
     return USUAL if has_host_tier else replace(USUAL, device_memory=CPU_MEMORY)
 
 
 def assumed_state(may_split: frozenset[ChunkId], has_master: bool) -> StateBytes:
-    """Of the optimizer that is yet to come. may_split: chunks whose masters may be split.
+    """State of the optimizer that is yet to come. may_split: chunks whose masters may be split.
 
-    Files and staging may be larger there: planes and weights are whole pages.
+    Files and staging may be larger for these: planes and weights are whole pages.
     """
     split = may_split if has_master else frozenset[ChunkId]()
     nbytes = ASSUMED_STATE_BYTES + (FP32_BYTES if has_master else 0)
@@ -79,9 +80,11 @@ def assumed_state(may_split: frozenset[ChunkId], has_master: bool) -> StateBytes
 
 
 def assume(inputs: PlanInputs, policy: Placement) -> PlanInputs:
-    """With what the policy leaves to activations that nobody has measured.
+    """Inputs with the share of the device that the policy leaves to activations nobody has
+    measured.
 
-    Nothing is put below the device for them where it is what there is, and the model fits twice.
+    Where no budget is given and the model fits twice into the device, nothing is assumed, so that
+    nothing leaves the device for them.
     """
     nbytes = 0
     if isinstance(policy, AutoPlacement):
@@ -93,7 +96,7 @@ def assume(inputs: PlanInputs, policy: Placement) -> PlanInputs:
 
 
 def _model_bytes(inputs: PlanInputs) -> int:
-    """Parameters, gradients, state, originals and averages of one rank."""
+    """Bytes of parameters, gradients, state, originals and averages of one rank."""
     chunks = chunk_bytes(inputs.layout, inputs.state, with_originals=inputs.with_originals)
     return sum(nbytes for _, nbytes in inputs.average) + sum(
         chunk.shard_bytes * (1 + chunk.trainable) + chunk.state_bytes + chunk.original_bytes
@@ -108,14 +111,14 @@ def fit(
     is_measured: bool,
     least_block_numel: int | None = None,
 ) -> tuple[PlanInputs, PlanResult]:
-    """A plan, and the inputs it was made with in the end.
+    """Make a plan. Returns it after the inputs it was made with in the end.
 
-    Blocks are those of `inputs`, or as much smaller as they must be and may be: as the policy says,
-    where `least_block_numel` does not. What activations take is
-    either measured, or an assumption, which refuses nothing: where it leaves model data no room,
-    activations are left as much as the lowest homes can leave them. An assumption gives way before
-    there are more than `_MOST_BLOCKS` blocks. Raises BudgetError where the model does not fit, of
-    an assumption: without any activations; and with what it then lacks.
+    Blocks are those of `inputs`, or smaller where the budget asks for it, down to
+    `least_block_numel`, by default the policy's. Activations are measured or assumed. An assumption
+    refuses nothing: where it leaves model data no room, activations get what the lowest homes can
+    leave them. It gives way before there are more than `_MOST_BLOCKS` blocks. Raises BudgetError
+    where the model does not fit (under an assumption: without any activations), with the bytes that
+    it then lacks.
     """
     if not is_measured and isinstance(policy, AutoPlacement):
         policy = replace(policy, steady_cap_ratio=1.0)  # the assumption is margin enough
@@ -134,6 +137,7 @@ def fit(
             except BudgetError:
                 if is_least:
                     raise
+        # staging is buffers of a block: a quarter of a block frees three quarters of them
         inputs = replace(inputs, block_numel=max(least, inputs.block_numel // 4))
 
 
@@ -141,7 +145,7 @@ Fitted = tuple[PlanInputs, PlanResult]
 
 
 def fit_within(plan: Plan, inputs: PlanInputs, policy: Placement, *, is_measured: bool) -> Fitted:
-    """In the homes of `plan`. Of activations that are assumed it takes as much as is missing."""
+    """Plan in the homes of `plan`. Assumed activations give way by the bytes that are missing."""
     try:
         return inputs, plan_within(plan, inputs, policy)
     except BudgetError as error:
@@ -153,21 +157,22 @@ def fit_within(plan: Plan, inputs: PlanInputs, policy: Placement, *, is_measured
 
 
 def with_ahead(fitted: Callable[[int], Fitted], num_ahead: int) -> Fitted:
-    """What is `fitted` with so many buffers more, for blocks that are updated before their step:
-    where they cost no smaller blocks, and nothing of what activations are assumed to take."""
+    """Plan of `fitted` with `num_ahead` more buffers, for blocks that are updated before their
+    step: only where they cost no smaller blocks, and nothing of what activations are assumed to
+    take."""
     without = fitted(0)
     if not num_ahead:
         return without
     try:
-        found = fitted(num_ahead)
+        more = fitted(num_ahead)
     except BudgetError:
         return without
-    return found if found[0] == replace(without[0], num_ahead=num_ahead) else without
+    return more if more[0] == replace(without[0], num_ahead=num_ahead) else without
 
 
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """What an optimizer asks for."""
+    """Request of an optimizer for its state."""
 
     state: StateBytes
     nvme_frac: float  # of its bytes, at least, on NVMe
@@ -176,7 +181,7 @@ class StateRequest:
     waiting: Waiting = NOT_WAITING
 
     def blocks(self, policy: Placement, inputs: PlanInputs, planned: PlanResult) -> tuple[int, int]:
-        """Elements that a block has at most, and at least.
+        """Most and least elements of a block.
 
         Files of parameters stay as they were cut (ADR 0002). Raises ValueError for a wish that is
         not what the policy says.
@@ -194,7 +199,7 @@ class StateRequest:
         return (most, least) if wish is None else (wish, wish)
 
     def inputs(self, inputs: PlanInputs, planned: PlanResult, block_numel: int) -> PlanInputs:
-        """What there is to plan with, where parameters live as `planned` has them."""
+        """Inputs of a plan with this state, where parameters live as `planned` has them."""
         return replace(
             inputs,
             state=self.state,
@@ -215,17 +220,19 @@ def fit_state(
     *,
     is_measured: bool,
 ) -> tuple[PlanInputs, PlanResult]:
-    """A plan with an optimizer's state, parameters where they are `now`.
+    """Make a plan with an optimizer's state, parameters where they are `now`.
 
-    `begun`: the inputs that the module was wrapped with, and whether they were measured. Raises
-    BudgetError with what would do for the module and its optimizer: with more room, parameters have
-    other homes too.
+    begun: the inputs that the module was wrapped with, and whether they were measured. Raises
+    BudgetError with the bytes that would do for the module and its optimizer: with more room,
+    parameters have other homes too.
     """
     first, was_measured = begun
     try:
         return _fit_request(now, policy, request, is_measured)
     except BudgetError as error:
         refused = last = error
+    # The user would raise a budget and wrap the module again, which may choose other homes for its
+    # parameters: so the bytes to name are those of a run from the start, not those missing now.
     budgets = first.budgets
     for _ in range(_MAX_TRIES):
         assert last.tier is not None
@@ -272,6 +279,6 @@ def _fit_assuming_less(
 
 
 def _assuming(inputs: PlanInputs, nbytes: int) -> PlanInputs:
-    """The same, with so many bytes beside model data at every moment."""
+    """Inputs whose trace has `nbytes` of non-model data at every moment."""
     moments = tuple(replace(m, non_model_bytes=Bytes(nbytes)) for m in inputs.trace.moments)
     return replace(inputs, trace=replace(inputs.trace, moments=moments))

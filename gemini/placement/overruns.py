@@ -38,22 +38,22 @@ class Overrun(Departure):
 
     def __str__(self) -> str:
         budget, missing = format_bytes(self.budget_bytes), format_bytes(self.missing_bytes)
-        held = f"model data {format_bytes(self.model_bytes)}"
+        parts = f"model data {format_bytes(self.model_bytes)}"
         if self.other_bytes:
-            held += f", activations and temporaries {format_bytes(self.other_bytes)}"
+            parts += f", activations and temporaries {format_bytes(self.other_bytes)}"
         return (
             f"{self.tier.value}: the budget of a rank, {budget}, was passed by {missing} "
-            f"({self.missing_bytes} bytes) {self.where}: {held}"
+            f"({self.missing_bytes} bytes) {self.where}: {parts}"
         )
 
 
 class Overruns:
-    """Budgets of one rank that were passed.
+    """Overruns of one rank's budgets.
 
     Only `AutoPlacement` has activations in the budget of the device.
 
     found: the worst of every iteration that passed a budget by more than those before it.
-    noise_bytes: what measured iterations may be off by.
+    noise_bytes: error of measured iterations, at most.
     """
 
     def __init__(self, policy: Placement, budgets: Budgets) -> None:
@@ -72,52 +72,54 @@ class Overruns:
         return self._counts_activations and Tier.DEVICE in self.limits
 
     def check(self, tier: Tier, model_bytes: int, other_bytes: int, where: str) -> None:
-        """So much is in use; what other than model data is 0 where it is not measured."""
+        """Note that a tier holds these bytes. other_bytes: of what is no model data; 0 where not
+        measured."""
         limit = self.limits.get(tier)
         if limit is None or model_bytes + other_bytes <= limit:
             return
-        found = Overrun(tier, limit, model_bytes, other_bytes, where)
-        if tier not in self._now or self._now[tier].missing_bytes < found.missing_bytes:
-            self._now[tier] = found
+        overrun = Overrun(tier, limit, model_bytes, other_bytes, where)
+        if tier not in self._now or self._now[tier].missing_bytes < overrun.missing_bytes:
+            self._now[tier] = overrun
 
     def settle(self) -> None:
-        """The iteration is over. Warns of what was passed by more than ever before."""
-        for tier, found in self._now.items():
+        """End the iteration. Warns of budgets that were passed by more than ever before."""
+        for tier, overrun in self._now.items():
             known = self._worst.get(tier)
-            if known is not None and known.missing_bytes >= found.missing_bytes:
+            if known is not None and known.missing_bytes >= overrun.missing_bytes:
                 continue
-            self._worst[tier] = found
-            self.found.append(found)
-            if known is not None and known.missing_bytes > 0.9 * found.missing_bytes:
+            self._worst[tier] = overrun
+            self.found.append(overrun)
+            if known is not None and known.missing_bytes > 0.9 * overrun.missing_bytes:
                 continue
             remedy = "use a smaller batch or activation checkpointing"
-            if found.model_bytes > found.budget_bytes:
+            if overrun.model_bytes > overrun.budget_bytes:
                 remedy = "give the trace= of this loop, or add up fewer backwards before a step"
             warnings.warn(
-                f"{found}; raise {tier.value}_budget by as much, or {remedy}",
+                f"{overrun}; raise {tier.value}_budget by as much, or {remedy}",
                 BudgetWarning,
                 stacklevel=user_stacklevel(),
             )
         self._now.clear()
 
     def note(self, key: str, text: str) -> bool:
-        """Keep this for reports; whether it is new."""
+        """Keep a text for reports. Returns whether it is new."""
         is_new = self._notes.get(key) != text
         self._notes[key] = text
         return is_new
 
     def forget(self, key: str) -> None:
-        """What was noted does not hold any more."""
+        """Drop a note that no longer holds."""
         self._notes.pop(key, None)
 
     def lines(self) -> tuple[str, ...]:
-        """For reports: what was passed, and by how much at most."""
+        """Lines for reports: budgets that were passed, and by how much at most."""
         self.settle()
         return (*map(str, self._worst.values()), *self._notes.values())
 
 
 def user_stacklevel() -> int:
-    """Of `warnings.warn` in the caller: the innermost frame that is neither ours nor torch's."""
+    """Stack level for `warnings.warn` in the caller: the innermost frame that is neither ours nor
+    torch's."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back

@@ -72,9 +72,9 @@ def draw(timeline: Timeline) -> Any:
     from matplotlib.figure import Figure
 
     totals = {tier: timeline.total(tier) for tier in TIERS}
-    there = [tier for tier in TIERS if max(totals[tier])]
-    still = [tier for tier in there if _is_still(totals[tier])]
-    moving = [tier for tier in there if tier not in still]
+    tiers = [tier for tier in TIERS if max(totals[tier])]
+    still = [tier for tier in tiers if _is_still(totals[tier])]
+    moving = [tier for tier in tiers if tier not in still]
     tops = {tier: _top(timeline, tier, max(totals[tier])) for tier in moving}
     inches = {t: max(_LEAST, _LARGEST * tops[t] / max(tops.values())) for t in moving}
     heights = [_STRIP, *inches.values(), *[_STRIP] * (len(still) + len(timeline.busy))]
@@ -104,7 +104,7 @@ def draw(timeline: Timeline) -> Any:
         panels[0].set_title(f"{_held(timeline, tier)}{alike}", loc="left", fontsize=10)
     for number, tier in enumerate(still, 1 + len(moving)):
         _draw_still(figure.add_subplot(grid[number, :]), timeline, tier)
-    for number, (link, spans) in enumerate(timeline.busy.items(), 1 + len(there)):
+    for number, (link, spans) in enumerate(timeline.busy.items(), 1 + len(tiers)):
         for panel, window in zip(panels := row(number), windows, strict=True):
             _draw_link(panel, spans, window)
         seconds = sum(end - begin for begin, end in spans)
@@ -112,7 +112,7 @@ def draw(timeline: Timeline) -> Any:
         panels[0].set_title(
             f"{_LINKS[link]}: busy for {seconds:.3g} s, {share}", loc="left", fontsize=10
         )
-    drawn = [k for k in KINDS if any(any(timeline.rows[t, k]) for t in there)]
+    drawn = [k for k in KINDS if any(any(timeline.rows[t, k]) for t in tiers)]
     figure.legend(
         handles=[_patch(kind) for kind in drawn], loc="outside lower center", ncols=3,
         fontsize=9, frameon=False, title=_NOTE if timeline.is_timed else None, title_fontsize=8,
@@ -124,7 +124,8 @@ def draw(timeline: Timeline) -> Any:
 
 
 def _windows(timeline: Timeline) -> list[Span]:
-    """Times that share a scale: all, or the pass apart from a step that is far longer."""
+    """Windows of time with one scale each: all, or the pass apart from a step that is far
+    longer."""
     end = timeline.starts[-1] or 1.0
     step = next((begin for name, begin, _ in timeline.spans() if name == "step"), end)
     return [(0.0, end)] if not 0 < step < _SHORT * end else [(0.0, step), (step, end)]
@@ -139,7 +140,7 @@ def _whole(timeline: Timeline, num_windows: int) -> str:
 
 
 def _is_still(total: Sequence[int]) -> bool:
-    """Whether it is as good as the same all the time."""
+    """Whether a row changes too little to be drawn over time."""
     return max(total) - min(total) <= 0.01 * max(total)
 
 
@@ -149,7 +150,7 @@ def _top(timeline: Timeline, tier: Tier, peak: int) -> float:
 
 
 def _columns(starts: Sequence[float], edges: Any) -> list[tuple[int, int]]:
-    """Of every column, its first moment and the one behind its last."""
+    """First moment of every column, and the one after its last."""
     at = np.asarray(starts)
     last = len(starts) - 1
     first = np.clip(np.searchsorted(at, edges[:-1], "right") - 1, 0, last - 1)
@@ -207,7 +208,7 @@ def _draw_tier(panel: Any, timeline: Timeline, tier: Tier, top: float, window: S
 
 
 def _draw_still(panel: Any, timeline: Timeline, tier: Tier) -> None:
-    """What stays as it is: one bar, which is no axis of time."""
+    """Draw constant rows as one bar, without an axis of time."""
     peak, begin, parts = max(timeline.total(tier)), 0.0, []
     for kind in KINDS:
         share = max(timeline.rows[tier, kind]) / peak
@@ -224,7 +225,7 @@ def _draw_still(panel: Any, timeline: Timeline, tier: Tier) -> None:
 
 
 def _draw_link(panel: Any, spans: Sequence[Span], window: Span) -> None:
-    """The share of each column in which it is busy."""
+    """Draw the share of each column in which a link is busy."""
     edges = np.linspace(*window, _COLUMNS + 1)
     times = np.asarray(spans)
     ends = np.cumsum(times[:, 1] - times[:, 0])

@@ -25,20 +25,20 @@ from .tiers import Tier
 
 
 class UpdatePath(Enum):
-    """How a block is updated. One step has one executor: the device's for the first two."""
+    """Path of a block's update. One step has one executor: the device's for the first two."""
 
     RESIDENT = "resident"  # its state stays on the device, and is updated there
     STREAM = "stream"  # its state travels to the device and back
-    CPU = "cpu"  # its state is in RAM beside the device, or comes there; the CPU updates it
+    CPU = "cpu"  # its state is in RAM, or is brought there; the CPU updates it
 
 
 class MoveKind(Enum):
-    """What a move carries between tiers."""
+    """Kind of bytes that a move carries between tiers."""
 
     PARAM = "parameters"
     GRAD = "gradients"
     STATE = "state"
-    UNDO = "weights beside the state"  # of before or behind an update: see `BlockBytes`
+    UNDO = "weights beside the state"  # of before or after an update: see `BlockBytes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """One life of a payload: made from `begin` on, there at `use`, freed when `release` comes.
+    """Life of a payload: made from `begin` on, complete at `use`, freed when `release` comes.
 
     `release` above the trace's moments is a moment of the next iteration.
     """
@@ -74,7 +74,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One life of a gradient buffer: gradients arrive from `first` on, and none behind `last`.
+    """Life of a gradient buffer: gradients arrive from `first` to `last`.
 
     The buffer is free when `end` comes. With one shard it is the gradient itself.
     """
@@ -87,7 +87,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """One chunk's shard on this rank."""
+    """Homes of one chunk's shard on this rank, and of its state."""
 
     chunk: ChunkId
     param_home: Tier
@@ -102,7 +102,7 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """Buffers on one tier, reserved before the first step: so many for each kind of bytes."""
+    """Buffers on one tier, reserved before the first step: `count` for each kind of bytes."""
 
     count: int = 0
     state_bytes: int = 0
@@ -111,7 +111,7 @@ class Staging:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of one for each kind."""
+        """Bytes of one buffer of each kind."""
         return self.state_bytes + self.param_bytes + self.grad_bytes
 
     @property
@@ -121,7 +121,7 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What follows from a plan, for predictions, costs and pictures. No executor reads it."""
+    """Consequences of a plan, for predictions, costs and pictures. No executor reads it."""
 
     reductions: tuple[Reduction, ...] = ()  # in the order in which they are issued
     step_order: tuple[BlockId, ...] = ()  # blocks whose state is not on the device
@@ -131,7 +131,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One iteration of one rank."""
+    """Plan of one iteration of one rank."""
 
     kind: Literal["train", "eval"]
     layout_digest: str
@@ -155,11 +155,11 @@ class Plan:
         return self.num_trace_moments + len(self.forecast.step_order) + 1
 
     def path_of(self, home: Tier) -> UpdatePath:
-        """How a block is updated whose state lives there."""
+        """Update path of a block whose state lives on `tier`."""
         return UpdatePath.RESIDENT if home is Tier.DEVICE else self.off_device
 
     def blocks_on(self, tier: Tier) -> frozenset[BlockId]:
-        """Blocks whose state lives there."""
+        """Blocks whose state lives on `tier`."""
         return frozenset(
             block.id
             for sizes, shard in zip(self.chunks, self.shards, strict=True)
@@ -168,7 +168,7 @@ class Plan:
         )
 
     def digest(self) -> str:
-        """A name for this exact plan; equal on all ranks."""
+        """Digest of exactly this plan; equal on all ranks."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def bytes_moved(self) -> dict[tuple[Tier, Tier], int]:
@@ -180,7 +180,7 @@ class Plan:
 
     @property
     def frozen_bytes(self) -> dict[Tier, int]:
-        """Of shards that nobody updates, by home."""
+        """Bytes of shards that nobody updates, by home."""
         found: Counter[Tier] = Counter()
         for sizes, shard in zip(self.chunks, self.shards, strict=True):
             found[shard.param_home] += 0 if sizes.trainable else sizes.shard_bytes
@@ -188,8 +188,8 @@ class Plan:
 
     @property
     def frozen_read_bytes(self) -> int:
-        """What an iteration reads of them from files: in the order of use, at most for each forward
-        and backward."""
+        """Bytes of frozen shards that an iteration reads from files: in the order of use, at most
+        for each forward and backward."""
         return sum(
             move.nbytes
             for move in self.forecast.moves
@@ -199,7 +199,7 @@ class Plan:
         )
 
     def explain(self, chunk: ChunkId) -> str:
-        """Where one chunk's shard lives, why, and what it costs an iteration."""
+        """Explain where one chunk's shard lives, why, and what it costs an iteration."""
         shard, sizes = self.shards[chunk], self.chunks[chunk]
         payload = format_bytes(sizes.payload_bytes)
         lines = [
@@ -246,7 +246,7 @@ class Plan:
         return "\n".join(lines)
 
     def validate(self) -> None:
-        """Raises AssertionError where this plan contradicts itself: a bug of the planner.
+        """Check the plan. Raises AssertionError where it contradicts itself: a bug of the planner.
 
         Every block has one home; what is used is gathered, and nothing is gathered twice at once;
         every shard arrives before it is used; moves begin before they end, and carry exactly their
@@ -270,6 +270,7 @@ class Plan:
         expected = off_device if self.kind == "train" else []
         assert sorted(forecast.step_order) == expected, "blocks of the step"
         assert list(forecast.moves) == sorted(forecast.moves, key=lambda move: move.begin)
+        # by chunk and moment of begin: a gather that reads its own shard begins with that move
         arrivals: dict[tuple[ChunkId, int], int] = {}
         for move in forecast.moves:
             assert 0 <= move.begin <= move.end <= self.num_moments and move.src != move.dst, move

@@ -25,7 +25,7 @@ from .tiers import Tier
 
 
 def make_plan(inputs: PlanInputs, policy: Placement = AutoPlacement()) -> PlanResult:  # noqa: B008
-    """The plan of one rank, with its memory and its time.
+    """Plan of one rank, with its memory and its time.
 
     Budgets are the numbers of `inputs`, whatever `policy` says of sizes. `auto` and `const` keep to
     them and raise BudgetError where they cannot; `static` places what its fractions say.
@@ -43,21 +43,21 @@ def make_plan(inputs: PlanInputs, policy: Placement = AutoPlacement()) -> PlanRe
 
 
 def _original_homes(inputs: PlanInputs, policy: Placement) -> Sequence[Tier]:
-    """Where originals of frozen chunks may go: to files only where their memory is limited."""
+    """Homes that originals of frozen chunks may have: files only where their memory is limited."""
     if inputs.original_home is not None:
         return [inputs.original_home]
     specs = inputs.layout.chunks
-    there = any(not specs[chunk].trainable for chunk in inputs.with_originals)
+    has_originals = any(not specs[chunk].trainable for chunk in inputs.with_originals)
     limited = inputs.budgets.of(inputs.memory) < UNLIMITED
-    if there and limited and not isinstance(policy, StaticPlacement):
+    if has_originals and limited and not isinstance(policy, StaticPlacement):
         return [inputs.memory, Tier.NVME]
     return [inputs.memory]
 
 
 def plan_within(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
-    """The homes of `plan` for another trace: evaluation, or inputs of another signature.
+    """Plan in the homes of `plan` for another trace: evaluation, or inputs of another signature.
 
-    Raises BudgetError where what the other trace needs does not fit beside what lives there.
+    Raises BudgetError where what the other trace needs does not fit with what lives there.
     """
     if plan.layout_digest != inputs.layout.digest():
         raise ValueError("a plan's homes hold for its own layout only; make a new plan")
@@ -65,10 +65,10 @@ def plan_within(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult
 
 
 def plan_above(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
-    """The homes of `plan`, and higher ones where this trace leaves more room. Nothing goes down.
+    """Plan in the homes of `plan`, and in higher ones where this trace leaves more room.
 
-    Gradients may: they have no home between steps, but stay in memory where their state does.
-    Raises BudgetError where what is there already leaves no room for the trace.
+    Nothing goes down but gradients: they have no home between steps, and stay in memory where their
+    state does. Raises BudgetError where what is in memory already leaves no room for the trace.
     """
     floor = _homes_of(plan)
     for i, states in enumerate(floor.state):
@@ -79,10 +79,10 @@ def plan_above(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
 
 
 def plan_grown(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
-    """The homes of `plan`, for a layout in which chunks are trained that were frozen.
+    """Plan in the homes of `plan`, for a layout in which chunks are trained that were frozen.
 
-    Their state goes to the highest tier that holds it, of those where state may live; a fraction
-    of all state that must be on NVMe holds for them too. Raises BudgetError where none does.
+    Their state goes to the highest tier that holds it, of those where state may live; a fraction of
+    all state that must be on NVMe holds for them too. Raises BudgetError where none does.
     """
     sizes = Draft(inputs, policy).problem.chunks
     new = [i for i, chunk in enumerate(sizes) if chunk.trainable and not plan.chunks[i].trainable]
@@ -91,6 +91,7 @@ def plan_grown(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
         tiers = (
             [Tier.DEVICE, Tier.HOST, Tier.NVME] if inputs.has_host_tier else [Tier.DEVICE, *tiers]
         )
+    # one tier for all of it: what lives elsewhere already is not moved to make room
     homes = _homes_of(plan)
     for tier in tiers:
         for chunk in new:
@@ -107,12 +108,12 @@ def plan_grown(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
 def _draft_in(
     plan: Plan, inputs: PlanInputs, policy: Placement, floor: Homes | None = None
 ) -> Draft:
-    """Of another plan, with what never moves where `plan` has it."""
+    """Draft of another plan, with what never moves where `plan` has it."""
     return Draft(replace(inputs, original_home=plan.original_home), policy, floor)
 
 
 def _in_homes(draft: Draft, homes: Homes) -> PlanResult:
-    """Raises BudgetError where what a moment needs does not fit beside what lives there."""
+    """Finish a plan in its homes. Raises BudgetError where what a moment needs does not fit."""
     for chunk in draft.never_released:
         homes.never_released[chunk] = True
     if draft.lacks(homes) is not None:

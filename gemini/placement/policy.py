@@ -53,7 +53,7 @@ class StaticPlacement:
             _check_fraction(name, getattr(self, name))
 
     def budgets(self) -> Budgets:
-        """No limit: fractions are met whatever there is."""
+        """No limit: fractions are met whatever the machine has."""
         return Budgets()
 
 
@@ -75,7 +75,7 @@ class AutoPlacement:
         takes it. Where it is None, `NvmeConfig.block_numel` is a wish, as long as no parameter
         lives in a file: files stay as they were cut.
 
-    Raises ValueError for a ratio out of range and a size that is none. Budgets that cannot hold the
+    Raises ValueError for a ratio out of range and for what is no size. Budgets that cannot hold the
     model are a BudgetError when it is wrapped; one that an iteration passes is a `BudgetWarning`.
     How it decides: docs/placement.md.
     """
@@ -100,7 +100,7 @@ class AutoPlacement:
         self.budgets()
 
     def budgets(self) -> Budgets:
-        """What was given, of a node; None as no limit."""
+        """Budgets of a node as they were given; None as no limit."""
         return Budgets.parse(self.device_budget, self.host_budget, self.nvme_budget)
 
 
@@ -109,7 +109,7 @@ class ConstPlacement:
     """Model data takes `device_bytes` of the device, bytes or `"8GiB"`, whatever activations take;
     the rest of it is in host memory. Ranks that compute on one CPU share these bytes.
 
-    Raises ValueError for a size that is none.
+    Raises ValueError for what is no size.
     """
 
     device_bytes: int | str
@@ -118,7 +118,7 @@ class ConstPlacement:
         self.budgets()
 
     def budgets(self) -> Budgets:
-        """What was given, of one device."""
+        """Budget of one device as it was given."""
         return Budgets.parse(self.device_bytes)
 
 
@@ -135,12 +135,12 @@ NAMED: dict[str, Placement] = {
 
 
 def has_budgets(policy: Placement) -> bool:
-    """Whether some were given. What a machine has left may bound a plan all the same."""
+    """Whether any budget was given. What a machine has left may bound a plan all the same."""
     return policy.budgets() != Budgets()
 
 
 def parse_placement(policy: str | Placement) -> Placement:
-    """A policy from its name, or itself. Raises ValueError for a name that is none."""
+    """Policy of a name, or the policy itself. Raises ValueError for an unknown name."""
     if isinstance(policy, Placement):
         return policy
     if policy not in NAMED:
@@ -160,7 +160,7 @@ def never_released(policy: Placement, payload_bytes: Sequence[int]) -> frozenset
 
 
 def leading_within(nbytes: Sequence[int], fraction: float) -> tuple[ChunkId, ...]:
-    """The leading chunks whose share of all bytes is nearest to `fraction`."""
+    """Leading chunks whose share of all bytes is nearest to `fraction`."""
     wanted = fraction * sum(nbytes)
     taken = 0.0
     chosen: list[ChunkId] = []

@@ -1,4 +1,4 @@
-"""How many bytes of what are where at every moment of a plan. Pure."""
+"""Profile of a plan: how many bytes of which kind are on every tier at every moment. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gemini.units import Bytes, Moment
 
 from .plan import MoveKind, Plan
 from .problem import nvme_blocks, store_overhead
-from .sizes import on_disk
+from .sizes import file_bytes
 from .tiers import Tier
 
 KINDS = ("parameters", "gradients", "state", "originals", "average", "staging", "non-model")
@@ -44,7 +44,7 @@ class Profile:
         return {kind: self.rows[tier, kind][moment] for kind in KINDS}
 
     def peaks(self) -> dict[str, dict[str, int]]:
-        """By tier: its peak, and what it is made of at that moment."""
+        """Peak of every tier, and its kinds of bytes at that moment."""
         return {
             tier.value: {"total": self.peak(tier), **self.at(tier, self.peak_moment(tier))}
             for tier in TIERS
@@ -61,14 +61,14 @@ class _ProfileBuilder:
     def add(
         self, tier: Tier, kind: str, nbytes: int, start: int = 0, end: int | None = None
     ) -> None:
-        """`nbytes` at moments [start, end); to the end of the iteration where `end` is None."""
+        """Add `nbytes` at moments [start, end); to the end of the iteration where `end` is None."""
         end = self._num_moments if end is None else min(end, self._num_moments)
         if start < end:
             self._changes[tier, kind][start] += nbytes
             self._changes[tier, kind][end] -= nbytes
 
     def follow(self, tier: Tier, kind: str, nbytes: Sequence[int]) -> None:
-        """`nbytes` of every moment; the last of them stays to the end of the iteration."""
+        """Add `nbytes` of every moment; the last of them stays to the end of the iteration."""
         changes = self._changes[tier, kind]
         for moment, (before, now) in enumerate(pairwise((0, *nbytes))):
             changes[moment] += now - before
@@ -82,7 +82,7 @@ class _ProfileBuilder:
 def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
     """Bytes on every tier at every moment. `non_model_bytes`: of every moment of the trace.
 
-    The step is taken to need as much beside model data as the last period of the trace.
+    The step is taken to need as many non-model bytes as the last period of the trace.
     """
     total = plan.num_trace_moments
     builder = _ProfileBuilder(plan.num_moments + 1)
@@ -112,7 +112,7 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
         )  # fmt: skip
         for kind, nbytes in on_nvme:
             row = "parameters" if kind == "frozen" else kind
-            builder.add(Tier.NVME, row, on_disk(kind, nbytes, sizes.num_versions))
+            builder.add(Tier.NVME, row, file_bytes(kind, nbytes, sizes.num_versions))
         num_blocks += sum(kind != "frozen" for kind, _ in on_nvme)
         if shard.never_released and not shard.in_payload:
             builder.add(Tier.DEVICE, "parameters", sizes.payload_bytes)
@@ -122,6 +122,7 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
         if gather.release > total:  # into the next iteration, and through the step
             builder.add(Tier.DEVICE, "parameters", nbytes, total)
             builder.add(Tier.DEVICE, "parameters", nbytes, 0, gather.release - total)
+    # A reduced gradient stays until its move away has ended; one without a move, to the end.
     leaves = {
         move.chunk: move.end
         for move in plan.forecast.moves
@@ -130,6 +131,7 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
     for reduction in plan.forecast.reductions:
         sizes = plan.chunks[reduction.chunk]
         builder.add(Tier.DEVICE, "gradients", sizes.payload_bytes, reduction.first, reduction.end)
+        # over ranks the shard is made while its buffer lives; else the buffer becomes the shard
         overlaps = sizes.num_shards > 1 and not plan.unsharded_grads
         start = reduction.last if overlaps else reduction.end
         builder.add(Tier.DEVICE, "gradients", sizes.shard_bytes, start, leaves.get(reduction.chunk))

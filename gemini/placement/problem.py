@@ -11,7 +11,7 @@ from gemini.units import FROZEN_BLOCK_BYTES, PAGE_BYTES, ChunkId, align_up, form
 
 from .plan import Staging, UpdatePath
 from .policy import StaticPlacement, leading_within, never_released
-from .sizes import FP32_BYTES, Bandwidths, Budgets, ChunkBytes, StateBytes, on_disk
+from .sizes import FP32_BYTES, Bandwidths, Budgets, ChunkBytes, StateBytes, file_bytes
 from .tiers import Tier
 
 DEVICE_BUFFERS = 3  # of a kind: one travels in, one is updated, one travels out
@@ -47,7 +47,7 @@ class Homes:
 
 @dataclass(frozen=True, slots=True)
 class PlacementProblem:
-    """What the planner solves: chunks to place on tiers, and under which budgets."""
+    """Problem that the planner solves: chunks to place on tiers, and their budgets."""
 
     chunks: tuple[ChunkBytes, ...]
     state: StateBytes
@@ -56,26 +56,26 @@ class PlacementProblem:
     has_host_tier: bool
     depth: int  # blocks read ahead of their update
     off_device: UpdatePath  # of blocks whose state is not on the device
-    nvme_state_frac: float = 0.0  # of the state's bytes, which must be on NVMe
+    nvme_state_frac: float = 0.0  # share of the state's bytes that must be on NVMe
     fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
-    floor: Homes | None = None  # homes that exist already, where something may rise from
-    num_ahead: int = 0  # buffers more, for blocks that are updated before their step
-    num_waiting: int = 0  # and for blocks that wait for others of their step
+    floor: Homes | None = None  # homes that exist already, below which nothing goes
+    num_ahead: int = 0  # more buffers, for blocks that are updated before their step
+    num_waiting: int = 0  # more buffers, for blocks that wait for others of their step
     original_home: Tier = Tier.HOST  # of the fp32 originals of frozen chunks, all of them
     average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights
 
     def original_bytes(self, tier: Tier) -> int:
-        """Of fp32 originals that stay there."""
+        """Bytes of fp32 originals that stay on `tier`."""
         if tier is not self.original_home:
             return 0
         return sum(chunk.original_bytes for chunk in self.chunks)
 
     def kept_bytes(self, tier: Tier) -> int:
-        """Of originals and averages, which no step moves."""
+        """Bytes of originals and averages, which no step moves."""
         return self.original_bytes(tier) + dict(self.average).get(tier, 0)
 
     def fewer_originals(self, tier: Tier) -> str:
-        """What else helps where a tier is too small, if originals are there."""
+        """Remedy for a tier that is too small and holds originals; "" where it holds none."""
         nbytes = self.original_bytes(tier)
         if not nbytes:
             return ""
@@ -85,7 +85,7 @@ class PlacementProblem:
         )
 
     def lowest(self, tier: Tier) -> Homes:
-        """Everything on `tier` that may be there."""
+        """Homes with everything on `tier` that may be there."""
         homes = Homes.all_on(tier, self.chunks)
         if self.fixed_params is not None:
             homes.param = list(self.fixed_params)
@@ -96,7 +96,8 @@ class PlacementProblem:
         return homes
 
     def may_be_lower(self, kind: str, chunk: ChunkId, block: int = 0) -> bool:
-        """Whether what the host holds of a chunk (of its state: of a block) may go to NVMe."""
+        """Whether bytes that the host holds of a chunk (of its state: of a block) may go to
+        NVMe."""
         if self.floor is None:
             return not (kind == "param" and self.fixed_params is not None)
         if kind == "state":
@@ -105,15 +106,16 @@ class PlacementProblem:
         return row[chunk] is Tier.NVME
 
     def below(self) -> Tier:
-        """The next tier below the device."""
+        """Next tier below the device."""
         return Tier.HOST if self.has_host_tier else Tier.NVME
 
     def staging(self, homes: Homes, *, params_may_rise: bool = False) -> tuple[Staging, Staging]:
         """Buffers on device and host that these homes ask for.
 
         Files of state, of parameters and of gradients have buffers of their own, each as large as
-        its largest block. Parameters in memory of blocks that are read ahead of the step wait in
-        memory, to undo it. `params_may_rise`: those on NVMe now may yet come to memory.
+        the largest block of its kind. A block that is read ahead of the step keeps its parameters
+        of memory in its buffer, to undo the step. params_may_rise: parameters on NVMe may move to
+        memory later.
         """
         state = param = frozen = grad = early = 0
         for chunk in self.chunks:
@@ -134,6 +136,8 @@ class PlacementProblem:
                 frozen = max(frozen, min(chunk.shard_bytes, FROZEN_BLOCK_BYTES))
         if self.has_host_tier:  # else they are read to where they belong
             param += align_up(frozen, PAGE_BYTES)
+        # `depth` blocks are read, one is updated, one is written. Only those read before their step
+        # keep parameters to undo it, so `depth` such pieces are spread over all buffers.
         count = self.depth + 2 + self.num_ahead + self.num_waiting
         undo = -(-early * self.depth // count)
         on_host = Staging(count, align_up(state + undo, PAGE_BYTES), param, grad)
@@ -141,7 +145,7 @@ class PlacementProblem:
         return (self._brought(homes), on_host) if self.has_host_tier else (on_host, Staging())
 
     def _brought(self, homes: Homes) -> Staging:
-        """What passes through the device for its updates: state, parameters, gradients."""
+        """Buffers on the device for state, parameters and gradients that updates bring there."""
         if self.off_device is not UpdatePath.STREAM:
             return Staging()
         state = param = grad = 0
@@ -155,13 +159,13 @@ class PlacementProblem:
                     param = max(param, block.param_bytes)
                 if homes.grad[i] is not Tier.DEVICE:
                     grad = max(grad, block.param_bytes)
-        found = Staging(DEVICE_BUFFERS, state, param, grad)
-        return found if found.nbytes else Staging()
+        staging = Staging(DEVICE_BUFFERS, state, param, grad)
+        return staging if staging.nbytes else Staging()
 
     def nvme_bytes(self, homes: Homes) -> int:
-        """The most bytes that the files of these homes take at once.
+        """Most bytes that the files of these homes take at once.
 
-        Beside what the plan puts there: fp32 originals of what is trained, from the module's set-up
+        Counted with the planned bytes: fp32 originals of what is trained, from the module's set-up
         until masters have them; after that, once several backwards add up, gradients in fp32.
         """
         total = dict(self.average).get(Tier.NVME, 0)
@@ -172,7 +176,7 @@ class PlacementProblem:
                 chunk, homes.param[i], homes.grad[i], homes.state[i],
                 self.original_home,
             )  # fmt: skip
-            total += sum(on_disk(kind, n, chunk.num_versions) for kind, n in sizes)
+            total += sum(file_bytes(kind, n, chunk.num_versions) for kind, n in sizes)
             num_blocks += sum(kind != "frozen" for kind, _ in sizes)
             wide = [align_up(b.numel * FP32_BYTES, PAGE_BYTES) for b in chunk.blocks
                     if b.param_bytes < b.numel * FP32_BYTES]  # fmt: skip
@@ -183,14 +187,16 @@ class PlacementProblem:
                 originals += sum(wide)
                 num_blocks += len(wide)
         gradients = sum(
-            on_disk("gradients", chunk.shard_bytes) for chunk in self.chunks
+            file_bytes("gradients", chunk.shard_bytes) for chunk in self.chunks
             if chunk.trainable and homes.grad[chunk.id] is Tier.NVME
         )  # fmt: skip
+        # originals are gone when gradients in fp32 begin, and gradients have no file before that
         return total + max(sums, originals - gradients) + store_overhead(num_blocks)
 
 
 def static_homes(policy: StaticPlacement, problem: PlacementProblem) -> Homes:
-    """What the fractions say, whatever there is; `nvme_state_frac` of the state is on NVMe."""
+    """Homes that the fractions say, whatever the machine has; `nvme_state_frac` of the state is on
+    NVMe."""
     chunks = problem.chunks
     homes = problem.lowest(Tier.DEVICE)
     stays = never_released(policy, [c.payload_bytes for c in chunks])
@@ -207,6 +213,7 @@ def static_homes(policy: StaticPlacement, problem: PlacementProblem) -> Homes:
     first: dict[ChunkId, int] = {}
     for block in blocks:
         i = block.id - first.setdefault(block.chunk, block.id)
+        # a block goes down where more than half of it lies within the share
         middle = taken + block.numel / 2
         if middle <= off_device:
             homes.state[block.chunk][i] = Tier.NVME if middle <= on_nvme else Tier.HOST
@@ -226,48 +233,49 @@ def nvme_blocks(
     state: Sequence[Tier],
     original: Tier,
 ) -> list[tuple[str, int]]:
-    """(kind, bytes) of every block that these homes put into a store; of kind "frozen": of every
-    file of its own."""
-    found: list[tuple[str, int]] = []
+    """(kind, bytes) of every block that these homes put into a store, and, of kind "frozen", of
+    every file of its own."""
+    blocks: list[tuple[str, int]] = []
     if original is Tier.NVME and chunk.original_bytes:
-        found.append(("originals", chunk.original_bytes))
+        blocks.append(("originals", chunk.original_bytes))
     if param is Tier.NVME and not chunk.blocks:
-        found.append(("frozen", chunk.shard_bytes))
+        blocks.append(("frozen", chunk.shard_bytes))
     for block, home in zip(chunk.blocks, state, strict=True):
         if param is Tier.NVME:
-            found.append(("parameters", block.param_bytes))
+            blocks.append(("parameters", block.param_bytes))
         if grad is Tier.NVME:
-            found.append(("gradients", block.param_bytes))
+            blocks.append(("gradients", block.param_bytes))
         if home is Tier.NVME:
-            found.append(("state", block.disk_bytes))
+            blocks.append(("state", block.disk_bytes))
             if block.undo_bytes:
-                found.append(("state", block.undo_bytes))
-    return found
+                blocks.append(("state", block.undo_bytes))
+    return blocks
 
 
 def average_bytes(
     chunks: Iterable[ChunkSpec], homes: Mapping[ChunkId, Tier], block_numel: int
 ) -> tuple[tuple[Tier, int], ...]:
-    """Of an fp32 average of these chunks' shards, by tier; of files as they are on disk."""
-    found: Counter[Tier] = Counter()
+    """Bytes of an fp32 average of these chunks' shards, by tier; of files as they are on disk."""
+    totals: Counter[Tier] = Counter()
     num_blocks = 0
     for chunk in chunks:
         home, nbytes = homes[chunk.id], chunk.shard_numel * FP32_BYTES
         on_nvme = home is Tier.NVME
-        found[home] += align_up(nbytes, PAGE_BYTES) if on_nvme else nbytes
+        totals[home] += align_up(nbytes, PAGE_BYTES) if on_nvme else nbytes
         num_blocks += -(-chunk.shard_numel // block_numel) if on_nvme else 0
     if num_blocks:
-        found[Tier.NVME] += store_overhead(num_blocks)
-    return tuple(found.items())
+        totals[Tier.NVME] += store_overhead(num_blocks)
+    return tuple(totals.items())
 
 
 def store_overhead(num_blocks: int) -> int:
-    """Bytes of a store beside its blocks, at most: header and index."""
+    """Bytes of a store that are no blocks, at most: header and index."""
     return _STORE_BYTES + num_blocks * _INDEX_BYTES if num_blocks else 0
 
 
 def state_parts(chunk: ChunkBytes, states: Sequence[Tier]) -> list[tuple[Tier, tuple[int, int]]]:
-    """For every tier that holds state of a chunk, the bytes of that state and its parameters."""
+    """(tier, (bytes of state, bytes of its parameters)) for every tier that holds state of a
+    chunk."""
     if not states:
         return []
     if states[0] is not Tier.NVME and states.count(states[0]) == len(states):
@@ -280,6 +288,6 @@ def state_parts(chunk: ChunkBytes, states: Sequence[Tier]) -> list[tuple[Tier, t
 
 
 def _higher(first: Sequence[Tier], second: Sequence[Tier]) -> list[Tier]:
-    """Of each pair the tier that is nearer to the device."""
+    """The tier of each pair that is nearer to the device."""
     order = list(Tier)
     return [min(pair, key=order.index) for pair in zip(first, second, strict=True)]

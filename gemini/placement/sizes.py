@@ -1,4 +1,4 @@
-"""Bytes of everything that is placed, and budgets. Pure."""
+"""Sizes in bytes of everything that is placed, and budgets. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .tiers import Tier
 
 NUM_VERSIONS = 2  # of every block on disk but gradients and originals; see nvme.layout
 FP32_BYTES = 4  # an element of an undo plane, of an original, of gradients that were added up
-WEIGHT_BYTES = 2  # an element of a bf16 weight, beside its block on disk
+WEIGHT_BYTES = 2  # an element of a bf16 weight that is written with its block
 SPLIT_BYTES = 2  # an element that is saved where a master is what its bf16 weight lacks
 _INDEX_HEAD_BYTES, _ENTRY_BYTES = 24, 8  # of the index of a file; see nvme.layout
 UNLIMITED = Bytes(1 << 62)
@@ -32,7 +32,7 @@ UNLIMITED = Bytes(1 << 62)
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """What the planner has to know of an optimizer's `StateLayout`."""
+    """Sizes of an optimizer's `StateLayout` that the planner needs."""
 
     per_element: float  # all planes, masters whole; of quantised ones with a share of a scale
     has_master: bool  # parameters follow from the state; else an update must read them
@@ -46,7 +46,7 @@ class StateBytes:
     layout: StateLayout | None = None
 
     def per_element_of(self, params: Collection[int]) -> float:
-        """Of a block with elements of these."""
+        """Bytes of state for each element, of a block with elements of these parameters."""
         if self.layout is None:
             return self.per_element
         return self.columns.of(params, self.layout).bytes_per_element
@@ -54,18 +54,18 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What an update holds back until others have come as far: so many elements of this rank, in
-    runs of so many chunks."""
+    """Elements that an update holds back until the other ranks of a matrix have come as far:
+    `numel` of this rank, in runs of `num_runs` chunks."""
 
     numel: int = 0
     num_runs: int = 0
 
     def holds(self, other: Waiting) -> bool:
-        """Whether there is room for the other, too."""
+        """Whether the room for this is enough for `other`."""
         return other.numel <= self.numel and other.num_runs <= self.num_runs
 
     def blocks(self, block_numel: int) -> int:
-        """At most, of so many elements each."""
+        """Number of blocks of `block_numel` elements, at most."""
         return self.numel // block_numel + 2 * self.num_runs
 
 
@@ -82,15 +82,15 @@ class BlockBytes:
     param_bytes: Bytes
     state_bytes: Bytes  # in memory
     disk_bytes: Bytes  # of the same on disk
-    undo_bytes: Bytes  # that are written with it there: weights or an undo plane
+    undo_bytes: Bytes  # written with it on disk: weights or an undo plane
     has_master: bool  # in memory, a whole one
 
     def state_on(self, home: Tier) -> Bytes:
-        """Of the state that an update reads and writes."""
+        """Bytes of state that an update reads and writes, on `tier`."""
         return self.disk_bytes if home is Tier.NVME else self.state_bytes
 
     def bytes_on(self, home: Tier) -> Bytes:
-        """Of all that is kept, in one version."""
+        """Bytes of all that is kept on `tier`, in one version."""
         return Bytes(self.state_on(home) + self.undo_bytes * (home is Tier.NVME))
 
     def gives_parameters(self, home: Tier) -> bool:
@@ -100,7 +100,7 @@ class BlockBytes:
 
 @dataclass(frozen=True, slots=True)
 class ChunkBytes:
-    """What one rank holds of one chunk."""
+    """Sizes of one chunk on one rank."""
 
     id: ChunkId
     payload_bytes: Bytes  # gathered; a gradient buffer is as large
@@ -120,7 +120,7 @@ class ChunkBytes:
 
 
 def wider_chunks(layout: ChunkLayout, itemsizes: Sequence[int]) -> frozenset[ChunkId]:
-    """Chunks whose dtype may round their parameters, which came with so many bytes an element.
+    """Chunks whose dtype may round their parameters, which came with more bytes an element.
 
     itemsizes: in registration order.
     """
@@ -145,9 +145,9 @@ def chunk_bytes(
     block_numel: int = BLOCK_NUMEL,
     with_originals: Collection[ChunkId] = (),
 ) -> tuple[ChunkBytes, ...]:
-    """The bytes of every chunk. Block ids are those of the optimizer's `StateSpace`.
+    """Sizes of every chunk. Block ids are those of the optimizer's `StateSpace`.
 
-    with_originals: of these, those that are frozen keep fp32 values beside their shards.
+    with_originals: chunks that keep fp32 values with their shards where they are frozen.
     """
     chunks = []
     next_block = 0
@@ -161,13 +161,13 @@ def chunk_bytes(
             per_element = _per_element(layout, spec, state, start, start + numel)
             in_memory = per_element - saved
             is_split = spec.id in state.split_on_disk and moves_less_split(numel, state.per_element)
-            beside = WEIGHT_BYTES * is_split if state.has_master else FP32_BYTES
-            on_disk = per_element - SPLIT_BYTES * is_split
+            undo = WEIGHT_BYTES * is_split if state.has_master else FP32_BYTES
+            stored = per_element - SPLIT_BYTES * is_split
             blocks.append(
                 BlockBytes(
                     BlockId(next_block), spec.id, numel,
                     Bytes(numel * itemsize), Bytes(int(numel * in_memory)),
-                    Bytes(int(numel * on_disk)), Bytes(numel * beside), has_master,
+                    Bytes(int(numel * stored)), Bytes(numel * undo), has_master,
                 )
             )  # fmt: skip
             next_block += 1
@@ -186,7 +186,8 @@ def chunk_bytes(
 def _per_element(
     layout: ChunkLayout, spec: ChunkSpec, state: StateBytes, start: int, end: int
 ) -> float:
-    """Of elements [start, end) of a shard, of the rank where it is most: plans are of all."""
+    """Bytes of state for each of elements [start, end) of a shard, on the rank with most: plans are
+    of all."""
     if state.layout is None:
         return state.per_element
     of_ranks = (
@@ -200,9 +201,9 @@ def _per_element(
     return max(map(state.per_element_of, of_ranks))
 
 
-def on_disk(kind: str, nbytes: int, num_versions: int = NUM_VERSIONS) -> int:
+def file_bytes(kind: str, nbytes: int, num_versions: int = NUM_VERSIONS) -> int:
     """Bytes of a block in a store: whole pages, and all versions of what a step changes. Of a
-    frozen shard all of its file, which others may have too. num_versions: of state."""
+    frozen shard the bytes of its file, which several runs may share. num_versions: of state."""
     if kind == "frozen":
         num_blocks = -(-nbytes // FROZEN_BLOCK_BYTES)
         index = align_up(_INDEX_HEAD_BYTES + num_blocks * _ENTRY_BYTES, PAGE_BYTES)
@@ -227,18 +228,19 @@ class Budgets:
         host: int | str | None = None,
         nvme: int | str | None = None,
     ) -> Budgets:
-        """From bytes or `"8GiB"`; None is no limit."""
+        """Budgets from bytes or `"8GiB"`; None is no limit."""
         return cls(*(UNLIMITED if b is None else parse_bytes(b) for b in (device, host, nvme)))
 
     def of(self, tier: Tier) -> Bytes:
         return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.NVME: self.nvme}[tier]
 
     def with_more(self, tier: Tier, nbytes: int) -> Budgets:
-        """With so much more of one tier."""
+        """Budgets with `nbytes` more of one tier."""
         return replace(self, **{tier.value: Bytes(self.of(tier) + nbytes)})
 
     def divided(self, ranks_per_node: int, ranks_per_device: int = 1) -> Budgets:
-        """A node's budgets as one rank's: every pool is divided among the ranks that share it.
+        """Budgets of one rank from those of a node: every pool is divided among the ranks that
+        share it.
 
         Ranks that compute on the CPU share one device, the RAM; GPUs are not shared.
         """
@@ -255,12 +257,12 @@ class Budgets:
 
 
 def _share(nbytes: int, ranks: int) -> Bytes:
-    """What is not limited is limited for nobody."""
+    """Share of one rank. No limit stays no limit."""
     return Bytes(nbytes if nbytes >= UNLIMITED else nbytes // ranks)
 
 
 def least_budgets(budgets: Sequence[Budgets]) -> Budgets:
-    """The least of all ranks, tier by tier: what every rank can hold."""
+    """Least budget of all ranks, tier by tier: what every rank can hold."""
     return Budgets(
         Bytes(min(b.device for b in budgets)),
         Bytes(min(b.host for b in budgets)),
@@ -269,7 +271,7 @@ def least_budgets(budgets: Sequence[Budgets]) -> Budgets:
 
 
 class BudgetError(ValueError):
-    """Model data does not fit the budgets, wherever it goes.
+    """Model data does not fit the budgets, whatever its homes.
 
     `missing_bytes` more on `tier` than `budget_bytes` would do, for `what`; `knob` says what gives
     them.
@@ -292,7 +294,7 @@ class BudgetError(ValueError):
         self.budget_bytes = Bytes(budget_bytes)
 
     def also(self, text: str) -> BudgetError:
-        """The same, which says more."""
+        """The same error with more text."""
         return BudgetError(
             f"{self}{text}", self.tier, self.missing_bytes, self.knob, self.what, self.budget_bytes
         )
@@ -301,7 +303,7 @@ class BudgetError(ValueError):
     def missing(
         cls, tier: Tier, missing_bytes: int, budget: int, what: str, knob: str, name: str = ""
     ) -> BudgetError:
-        """`name`: of the budget, by default after its tier."""
+        """Error of a tier. name: of the budget, by default after its tier."""
         allowed = "" if budget >= UNLIMITED else f" of {format_bytes(budget)}"
         return cls(
             f"{name or f'{tier.value}_budget'}{allowed} is {format_bytes(missing_bytes)} "
@@ -319,9 +321,9 @@ class Bandwidths:
     """What one rank's links and memories do, in bytes a second; one is slower than `inf`."""
 
     host_to_device: float = inf
-    device_to_host: float = inf  # beside the other direction, not instead of it
+    device_to_host: float = inf  # at the same time as the other direction
     nvme_read: float = inf
-    nvme_write: float = inf  # after reads, not beside them: disks are not duplex
+    nvme_write: float = inf  # after reads, not at the same time: disks are not duplex
     collective: float = inf  # of a payload's (W - 1) / W
     device_memory: float = inf  # read and written by an update kernel
     host_memory: float = inf  # read and written by an update on the CPU
@@ -334,7 +336,7 @@ class Bandwidths:
 
     @classmethod
     def from_json(cls, fields: object) -> Bandwidths:
-        """Raises ValueError for a name that is none."""
+        """Bandwidths from a mapping. Raises ValueError for an unknown name."""
         if not isinstance(fields, dict):
             raise ValueError(f"bandwidths are {type(fields).__name__}; expected an object")
         unknown = sorted(set(fields) - set(cls.__slots__))

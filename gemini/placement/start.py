@@ -1,4 +1,4 @@
-"""What a run begins with, in three lines: memory, update, optimizer. Pure."""
+"""Start of a run in three lines: memory, update, optimizer. Pure."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Start:
     num_ranks: int
 
     def lines(self) -> tuple[str, str, str]:
-        held = "; ".join(self._held(tier) for tier in Tier if self.peaks[tier.value]["total"])
+        peaks = "; ".join(self._held(tier) for tier in Tier if self.peaks[tier.value]["total"])
         is_low = any(self.peaks[tier.value]["total"] for tier in (Tier.HOST, Tier.NVME))
         rises = ". What is not on the device may rise, once measured"
         paths = ", ".join(f"on {tier} {path}" for tier, path in self.paths.items())
         groups = "1 group" if self.num_groups == 1 else f"{self.num_groups} groups"
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
         return (
-            f"gemini memory of a rank on {self.device}, planned peak: {held}"
+            f"gemini memory of a rank on {self.device}, planned peak: {peaks}"
             + (rises if self.may_rise and is_low else ""),
             f'gemini update by {self.update_path}: state {paths}; {self.when} (update="'
             f'{self.asked}")',

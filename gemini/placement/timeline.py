@@ -1,4 +1,4 @@
-"""The picture of one iteration as a value: bytes on every tier over seconds, and busy links. Pure.
+"""Picture of one iteration as a value: bytes on every tier over seconds, and busy links. Pure.
 
 `picture.draw` draws it; `write_trace` writes it in Chrome's trace format.
 """
@@ -24,8 +24,8 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """One move of a plan."""
+class TimedMove:
+    """Move of a plan with its predicted seconds."""
 
     label: str
     kind: str
@@ -54,7 +54,7 @@ class Timeline:
     rows: dict[tuple[Tier, str], tuple[int, ...]]  # bytes at every moment
     budgets: dict[Tier, int]  # of tiers that have one
     busy: dict[str, tuple[Span, ...]]
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[TimedMove, ...] = ()
     is_timed: bool = True
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Timeline:
         )
 
     def spans(self) -> tuple[tuple[str, float, float], ...]:
-        """Phases with when they begin and end."""
+        """Phases with the seconds at which they begin and end."""
         edges = [*(self.starts[moment] for _, moment in self.phases), self.starts[-1]]
         named = zip(self.phases, pairwise(edges), strict=True)
         return tuple((name, begin, end) for (name, _), (begin, end) in named)
@@ -88,9 +88,9 @@ def planned_timeline(
     budgets: Budgets | None = None,
     pass_seconds: Mapping[str, float] | None = None,
 ) -> Timeline:
-    """The timeline of a plan, as it is predicted under `update="serial"`.
+    """Timeline of a plan, as predicted under `update="serial"`.
 
-    budgets: those that were asked for, where the plan was made with others.
+    budgets: as asked for, where the plan was made with others.
     pass_seconds: of forward and of backward, where the trace of the plan was not timed.
     """
     plan, profile, trace = result.plan, result.profile, inputs.trace
@@ -125,7 +125,7 @@ def planned_timeline(
 
 
 def _spread(inputs: PlanInputs, seconds: Mapping[str, float]) -> list[float]:
-    """Seconds of every moment, of those of its phase."""
+    """Seconds of every moment, from the seconds of its phase."""
     weights, phases = inputs.compute_weights(), [m.phase for m in inputs.trace.moments]
     whole = Counter[str]()
     for phase, weight in zip(phases, weights, strict=True):
@@ -136,10 +136,10 @@ def _spread(inputs: PlanInputs, seconds: Mapping[str, float]) -> list[float]:
     ]
 
 
-def _transfer(move: Move, starts: Sequence[float]) -> Transfer:
+def _transfer(move: Move, starts: Sequence[float]) -> TimedMove:
     part = "" if move.block is None else f", block {move.block}"
     label = f"{move.kind.value} of chunk {move.chunk}{part}"
-    return Transfer(label, move.kind.value, move.src, move.dst, starts[move.begin],
+    return TimedMove(label, move.kind.value, move.src, move.dst, starts[move.begin],
                     starts[move.end], move.nbytes)  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""What a named model needs besides model data, for any batch, without weights.
+"""Activations of a named model, for any batch, without weights.
 
 The model is traced on fake tensors with the batch that is asked about, and with 1, 2 and 3; beyond,
 every period's bytes are linear in the batch. Batch 1 is on no line with the others: a dimension of
-1 is contiguous in any order, so what is a copy elsewhere is a view there. A deep model of one stack
+1 is contiguous in any order, so a copy of a larger batch is a view there. A deep model of one stack
 of equal layers is traced with four of them: what an iteration keeps grows by the same bytes with
 every further one.
 """
@@ -35,11 +35,11 @@ class Activations:
     traces: Mapping[int, Trace]
 
     def at(self, batch: int) -> Trace:
-        """The trace at another batch. Never below that at batch 2 from there on."""
-        found = self.traces.get(batch)
-        if found is not None:  # the seconds are those of fake tensors
-            moments = tuple(replace(m, seconds=0.0) for m in found.moments)
-            return replace(found, moments=moments)
+        """Trace at another batch. Never below that at batch 2 from there on."""
+        trace = self.traces.get(batch)
+        if trace is not None:  # the seconds are those of fake tensors
+            moments = tuple(replace(m, seconds=0.0) for m in trace.moments)
+            return replace(trace, moments=moments)
         two, three = self.traces[2], self.traces[3]
         moments = tuple(
             replace(
@@ -57,7 +57,7 @@ class Activations:
 def activations_of(
     model: nn.Module, specs: Sequence[ParamSpec], seq: int, batch: int = 1, *, by_trl: bool = False
 ) -> Activations:
-    """Trace a transformers model on the meta device. Raises ValueError for one that has no config.
+    """Trace a transformers model on the meta device. Raises ValueError for one without a config.
 
     specs: of the whole model.
     batch: one more that is traced.
@@ -74,15 +74,15 @@ def activations_of(
         traced, num_layers = _shallow(model, depth), depth
     if by_trl:
         _fuse_head(traced)
-    found = {}
+    traces = {}
     for size in sorted({1, 2, 3, batch}):
         one = trace(traced, example_inputs(traced, size, seq, by_trl=by_trl))
-        found[size] = _deepened(one, traced, specs, num_layers) if num_layers else one
-    return Activations(found)
+        traces[size] = _deepened(one, traced, specs, num_layers) if num_layers else one
+    return Activations(traces)
 
 
 def _fuse_head(model: nn.Module) -> None:
-    """What `SFTTrainer` does to its model."""
+    """Fuse head and loss, as `SFTTrainer` does to its model."""
     try:
         from trl.trainer.utils import add_fused_lm_head
     except ImportError as error:
@@ -106,7 +106,7 @@ def constant_activations(events: Trace, nbytes: int) -> Activations:
 def example_inputs(
     model: nn.Module, batch: int, seq: int, *, by_trl: bool = False
 ) -> Mapping[str, Any]:
-    """What a transformers model takes to compute a loss: shapes only."""
+    """Inputs with which a transformers model computes a loss: shapes only."""
     config: Any = model.config
     name = getattr(model, "main_input_name", "input_ids")
     if name == "pixel_values":
@@ -127,7 +127,7 @@ def example_inputs(
 
 
 def _depth(model: nn.Module) -> int | None:
-    """Layers of a model of one stack; None for any other."""
+    """Number of layers of a model of one stack; None for any other."""
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
         return None
@@ -135,7 +135,7 @@ def _depth(model: nn.Module) -> int | None:
 
 
 def _shallow(model: nn.Module, depth: int) -> nn.Module:
-    """A copy with four layers, of which what was done to the model holds: checkpointing, say."""
+    """Copy with four layers, which keeps what was done to the model: checkpointing, say."""
     shallow = copy.deepcopy(model)
     for parent in list(shallow.modules()):
         for name, child in parent.named_children():
@@ -157,9 +157,9 @@ def _shallow(model: nn.Module, depth: int) -> nn.Module:
 def _deepened(
     shallow: Trace, traced: nn.Module, specs: Sequence[ParamSpec], num_layers: int
 ) -> Trace:
-    """The trace of `num_layers` layers from that of four.
+    """Trace of `num_layers` layers from that of four.
 
-    What happens between the first moments of two inner layers (some of it in their neighbours) is
+    The moments between the first ones of two inner layers (some are in their neighbours) are
     repeated for every layer between; each repetition has other layers' names, and keeps as many
     bytes more or less as a layer leaves for backward.
     """
@@ -198,7 +198,7 @@ def _deepened(
 
 
 def _first(moments: Sequence[TraceMoment], layer: int) -> int:
-    """The first moment at a module of this layer."""
+    """First moment at a module of this layer."""
     for i, moment in enumerate(moments):
         match = _LAYER.search(moment.module)
         if match and int(match[1]) == layer:

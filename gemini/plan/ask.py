@@ -1,4 +1,5 @@
-"""From a model to its plan: on the meta device, with the chunks and activations that it has."""
+"""Question about a model: it is built on the meta device, its chunks searched, its activations
+traced."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ from .question import AVERAGES, Question
 from .words import Answer, answer
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-# planes beside masters, by optimizer
+# planes that are no masters, by optimizer
 LAYOUTS = {"adamw": AdamRule.layout, "lion": LionRule.layout, "sgd": SGDRule.layout}
 QUANTISED = ("adamw",)  # whose state may be kept in fewer bits
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a model is trained.
+    """Training of a model.
 
     batch, seq: sequences of a rank in one forward, and their tokens.
     accumulate: forwards and backwards before a step.
@@ -88,7 +89,7 @@ class Training:
 
 
 def plan_for(model: str | nn.Module, machine: Hardware, training: Training) -> Answer:
-    """What training would take on a machine, or the cheapest change with which it fits.
+    """Plan a training on a machine, or the cheapest change with which it fits.
 
     model: what `models.build` takes; or a module on the meta device, which gets the adapters and
         the checkpointing that are asked for.
@@ -117,7 +118,7 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
         itemsizes = [2] * len(itemsizes)  # published weights are in 16 bits
     specs, order = base.specs(model, DTYPES[training.precision]), None
     itemsizes = [1 if spec.dtype == BYTES else n for spec, n in zip(specs, itemsizes, strict=True)]
-    found = search_chunk_configuration(specs, world_size=machine.world_size)
+    searched = search_chunk_configuration(specs, world_size=machine.world_size)
     if training.activation_bytes is None:
         traces = activations_of(
             model, specs, training.seq, training.batch, by_trl=training.by_trl
@@ -126,7 +127,7 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
         order = activations.at(training.batch).param_order(specs)
     else:
         activations = constant_activations(sequential_trace(specs), training.activation_bytes)
-    layout = training_layout(specs, found.capacities, machine.world_size, order)
+    layout = training_layout(specs, searched.capacities, machine.world_size, order)
     trained = sum(spec.numel for spec in specs if spec.trainable)
     used = models.used_numel(model)
     gradients = trained if training.lora else used  # those of inputs are computed either way
@@ -134,6 +135,7 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
     state = replace(LAYOUTS[training.optimizer], kind=training.state)
     state = state.with_master() if has_master else state
 
+    # Asked for late and once each: every other combination is a model that is built and traced.
     @cache
     def other(checkpointing: bool, lora: int, quantize: str | None) -> Question | None:
         if not isinstance(what, str) or training.activation_bytes is not None:

@@ -1,4 +1,4 @@
-"""What makes a run fit, or faster: one list of changes, each planned itself. Pure."""
+"""Changes with which a run fits, or is faster: one list, each planned itself. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MIB = 1 << 20
 
 
 def in_flags(error: BudgetError) -> BudgetError:
-    """The same, of the flags that say what there is."""
+    """The same remedy with flags of the command in place of arguments."""
     assert error.tier is not None
     flag = _FLAGS["nvme" if error.tier is Tier.NVME else f"{error.tier.value}_mem"]
     knob = error.knob.replace(f"{error.tier.value}_budget", flag)
@@ -31,33 +31,33 @@ def in_flags(error: BudgetError) -> BudgetError:
 
 
 def cheapest(question: Question) -> Question:
-    """The cheapest change with which it fits, each checked by a plan.
+    """Cheapest change with which it fits, each checked by a plan.
 
     From cheap to dear: the same step in more forwards, checkpointing, a disk, adapters, a
     quantised base; then more RAM, more device memory.
     """
-    found = next(asked for asked in _smaller(question) if asked.fits())
+    fitting = next(asked for asked in _smaller(question) if asked.fits())
     for name in _FLAGS:
-        found = _least(name, getattr(question.machine, name), found)
-    return found
+        fitting = _least(name, getattr(question.machine, name), fitting)
+    return fitting
 
 
-def _least(name: str, before: int, found: Question) -> Question:
-    """With as little of this size as will do, to a MiB or a thousandth."""
-    low, high = before, getattr(found.machine, name)
+def _least(name: str, before: int, fitting: Question) -> Question:
+    """Question with as little of this size as will do, to a MiB or a thousandth."""
+    low, high = before, getattr(fitting.machine, name)
     while high - low > max(_MIB, high // 1000):
         middle = _up((low + high) // 2)
         changed: dict[str, Any] = {name: middle}
-        asked = replace(found, machine=replace(found.machine, **changed))
+        asked = replace(fitting, machine=replace(fitting.machine, **changed))
         if asked.fits():
-            found, high = asked, middle
+            fitting, high = asked, middle
         else:
             low = middle
-    return found
+    return fitting
 
 
 def _smaller(question: Question) -> Iterator[Question]:
-    """What needs less memory, from cheap to dear. The last one fits."""
+    """Questions that need less memory, from cheap to dear. The last one fits."""
     switches = (_checkpointed, _with_disk, _adapted, _quantised)
     for count in range(len(switches) + 1):
         for chosen in combinations(switches, count):
@@ -96,13 +96,13 @@ def _quantised(question: Question) -> Question | None:
 
 
 def _other(question: Question, **changed: Any) -> Question | None:
-    """With what `question` differs in from the one that was asked first."""
+    """Question with the differences of `question` to the one that was asked first, and these."""
     if question.other is None:
         return None
     names = ("checkpointing", "lora", "quantize")
-    found = question.other(*(changed.get(name, getattr(question, name)) for name in names))
-    return found and replace(
-        found, machine=question.machine, batch=question.batch, accumulate=question.accumulate,
+    other = question.other(*(changed.get(name, getattr(question, name)) for name in names))
+    return other and replace(
+        other, machine=question.machine, batch=question.batch, accumulate=question.accumulate,
         nvme_frac=question.nvme_frac, update=question.update,
     )  # fmt: skip
 
@@ -119,7 +119,7 @@ def _with_disk(question: Question) -> Question | None:
 
 
 def enough(question: Question) -> Question:
-    """The same question with as much more of each tier as it takes to fit, in whole MiB."""
+    """Question with as much more of each tier as it takes to fit, in whole MiB."""
     while True:
         try:
             question.fitted()
@@ -142,12 +142,12 @@ def _with_more(machine: Hardware, error: BudgetError) -> Hardware:
 
 
 def _up(nbytes: int) -> int:
-    """In whole MiB."""
+    """Bytes rounded up to whole MiB."""
     return -(-nbytes // _MIB) * _MIB
 
 
 def faster(question: Question, result: PlanResult) -> Iterator[tuple[Question, float]]:
-    """What takes less time in the same memory, and what a little more would buy; with seconds."""
+    """Changes that take less time in the same memory, or in a little more; with seconds."""
     base = question.seconds(result)
     for asked in _more_at_once(question, result.profile.peak(Tier.NVME)):
         try:
@@ -172,12 +172,12 @@ def _more_at_once(question: Question, on_disk: int) -> Iterator[Question]:
 
 
 def flags(before: Question, after: Question) -> str:
-    """Of the command, what makes one question the other."""
+    """Flags of the command that make one question the other."""
     return " ".join(flag for flag, _ in _changes(before, after))
 
 
 def in_words(before: Question, after: Question) -> str:
-    """The same, with what there was before."""
+    """Words for a change, with what there was before."""
     return " and ".join(words for _, words in _changes(before, after))
 
 
@@ -186,7 +186,7 @@ _IN_WORDS = {"nvme": "of disk", "host_mem": "of RAM", "device_mem": "on the devi
 
 
 def _changes(before: Question, after: Question) -> Iterator[tuple[str, str]]:
-    """Flags, and words."""
+    """Flags and words of a change."""
     if after.checkpointing != before.checkpointing:
         kept = "computed again in backward, not kept" if after.checkpointing else "kept"
         flag = "--checkpointing" if after.checkpointing else "--no-checkpointing"

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends the process for what cannot be, as argparse does."""
+    """Check arguments. Ends the process for impossible ones, as argparse does."""
     for name in OF_ONE_MACHINE if args.fits is not None else ():
         if getattr(args, name) not in (None, False, 0.0, parser.get_default(name)):
             flag = name.replace("_", "-")
@@ -104,7 +104,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def machine_from(args: argparse.Namespace) -> Hardware:
-    """Raises ValueError for files and cards that are none."""
+    """Machine of the arguments. Raises ValueError for files and cards that are not known."""
     sizes = {name: getattr(args, name) for name in ("device_mem", "host_mem", "nvme")}
     return machine_of(
         {name: size for name, size in sizes.items() if size is not None},
@@ -114,7 +114,7 @@ def machine_from(args: argparse.Namespace) -> Hardware:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1: it does not fit."""
+    """Run the command. Exit status 1: it does not fit."""
     parser = argparse.ArgumentParser(
         prog="python -m gemini plan",
         description="Does a model fit, where does everything go, how long does a step take: asked "
@@ -157,13 +157,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_fits(args: argparse.Namespace) -> int:
-    """Two files, of all parameters and of LoRA; after each model, so that an end loses little."""
+    """Write two pages, of all parameters and of LoRA, after each model, so that an end loses
+    little."""
     from . import table
     from .ask import Training, ask
 
     name = args.what or args.model
     args.fits.mkdir(parents=True, exist_ok=True)
-    found: list[table.Row] = []
+    table_rows: list[table.FitRow] = []
     for model in [name] if name else table.MODELS:
         for training, lora in (("all parameters", 0), ("LoRA adapters", args.lora or 16)):
             asked = Training(
@@ -171,12 +172,12 @@ def _write_fits(args: argparse.Namespace) -> int:
                 activation_bytes=args.activation_bytes, ema=args.ema, state=args.state,
             )  # fmt: skip
             question = ask(model, machine_from(args), asked)
-            found += table.rows(model, training, question)
+            table_rows += table.rows(model, training, question)
         title = (
             f"One card, {args.batch} x {args.seq} tokens, {args.precision} under {args.optimizer} "
             f"with {args.state} state, activations computed again in backward. "
             "Planned, not measured: speeds of data sheets, an assumed disk."
         )
-        (args.fits / "what-fits.md").write_text(table.markdown(found, title))
-        (args.fits / "what-fits.html").write_text(table.page(found, title))
+        (args.fits / "what-fits.md").write_text(table.markdown(table_rows, title))
+        (args.fits / "what-fits.html").write_text(table.page(table_rows, title))
     return 0

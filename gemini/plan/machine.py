@@ -1,4 +1,4 @@
-"""Machines that are asked about: cards by name, a doctor's report, and what is assumed. Pure."""
+"""Machines that are asked about: cards by name, a doctor's report, and assumptions. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONTEXT_BYTES = GIB  # of a card's memory, for CUDA's own
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU's data sheet."""
+    """Data sheet of a GPU."""
 
     gib: int
     bytes_per_s: float
@@ -42,7 +42,7 @@ class Card:
 
     @property
     def speeds(self) -> dict[str, float]:
-        """By names of `Bandwidths`."""
+        """Speeds by names of `Bandwidths`."""
         link = PCIE[self.pcie]
         return {
             "host_to_device": link, "device_to_host": link, "device_memory": self.bytes_per_s,
@@ -66,9 +66,9 @@ CARDS = {
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What is asked about; memory and disk are of one device and of one node.
+    """Hardware that is asked about; memory and disk are of one device and of one node.
 
-    sources: where a number comes from, by its name here or in `Bandwidths`; others are assumed.
+    sources: origin of a number, by its name here or in `Bandwidths`; others are assumed.
     """
 
     world_size: int
@@ -83,7 +83,7 @@ class Hardware:
     is_here: bool = False  # measured where it is asked; flags are those of `train`
 
     def budgets(self) -> Budgets:
-        """Of one rank. On `cpu` the device is the node's RAM."""
+        """Budgets of one rank. On `cpu` the device is the node's RAM."""
         if self.device == "cpu":
             node = Budgets.parse(min(self.device_mem, self.host_mem), self.host_mem, self.nvme)
             return node.divided(self.ranks_per_node, self.ranks_per_node)
@@ -91,7 +91,7 @@ class Hardware:
         return node.divided(self.ranks_per_node)
 
     def assumptions(self, what: Mapping[str, str]) -> Iterator[str]:
-        """Each number with its source. what: of the numbers that mattered, name to words."""
+        """Each number with its source. what: numbers that mattered, name to words."""
         sources = dict(self.sources)
         for name, words in what.items():
             if name in ("device_mem", "host_mem", "nvme"):
@@ -116,38 +116,39 @@ def machine_of(
     report: Path | None = None,
     speeds: Path | None = None,
 ) -> Hardware:
-    """What is `given` (device_mem, host_mem, nvme), else in files, else the card's, else assumed.
+    """Machine of the sizes `given` (device_mem, host_mem, nvme), else of files, the card,
+    assumptions.
 
-    report: what `python -m gemini doctor --json` printed. speeds: JSON, by names of `Bandwidths`.
-    Raises ValueError for a card that is not known and for files that are neither.
+    report: output of `python -m gemini doctor --json`. speeds: JSON, by names of `Bandwidths`.
+    Raises ValueError for a card that is not known and for other files.
     """
     if gpu is not None and (gpu not in CARDS or device == "cpu"):
         raise ValueError(
             f"--gpu {gpu} with --device {device}; expected cuda, of {', '.join(CARDS)}"
         )
-    found: dict[str, Any] = {"device_mem": 24 * GIB, "host_mem": 64 * GIB, "nvme": 10**12}
+    numbers: dict[str, Any] = {"device_mem": 24 * GIB, "host_mem": 64 * GIB, "nvme": 10**12}
     links: dict[str, float] = {}
     sources: dict[str, str] = {}
     folder = "."
     if gpu is not None:
-        found["device_mem"] = CARDS[gpu].usable_bytes
+        numbers["device_mem"] = CARDS[gpu].usable_bytes
         links |= CARDS[gpu].speeds
         sources |= dict.fromkeys(("device_mem", *links), f"data sheet of {gpu}")
         sources["flops"] = f"{USABLE_FLOPS:g} of the data sheet of {gpu}"
     if report is not None:
         told = _read(report)
         sizes, measured, folder = _of_report(told, report)
-        found |= sizes
+        numbers |= sizes
         links |= measured
         sources |= dict.fromkeys((*sizes, *measured), f"measured, {report}")
     if speeds is not None:
         said = {name: float(value) for name, value in _speeds(_read(speeds)).items()}
         links |= said
         sources |= dict.fromkeys(said, f"{speeds}")
-    found |= given
+    numbers |= given
     sources |= dict.fromkeys(given, "given")
     return Hardware(
-        world_size, ranks_per_node, found["device_mem"], found["host_mem"], found["nvme"],
+        world_size, ranks_per_node, numbers["device_mem"], numbers["host_mem"], numbers["nvme"],
         replace(TYPICAL[device], **links), device, tuple(sources.items()), folder,
     )  # fmt: skip
 

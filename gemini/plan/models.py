@@ -26,7 +26,7 @@ _FIELDS = (
 
 
 def _decoder(family: str, *sizes: int, **more: Any) -> _Entry:
-    """Of a family with llama's names; sizes as in `_FIELDS`, the last ones may be the defaults."""
+    """Family with llama's names; sizes as in `_FIELDS`, the last ones may be the defaults."""
     config = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
     fields = dict(zip(_FIELDS, sizes, strict=False))
     return config, f"{family}ForCausalLM", {**fields, **more}
@@ -108,12 +108,12 @@ MODELS: dict[str, _Entry] = {
 
 
 def build(what: str) -> nn.Module:
-    """A model on the meta device. Raises ValueError for what is not known."""
+    """Build a model on the meta device. Raises ValueError for a name that is not known."""
     return _meta(maker(what))
 
 
 def maker(what: str) -> Callable[[], Any]:
-    """What makes the model, with random weights. Raises ValueError for what is not known."""
+    """Maker of the model with random weights. Raises ValueError for a name that is not known."""
     if ":" in what and not what.endswith(".json"):
         return _factory(what)
     path = Path(what).expanduser()
@@ -164,9 +164,10 @@ def adapted(model: nn.Module, rank: int) -> Any:
 
 
 def _linear_layers(model: nn.Module) -> list[str] | None:
-    """Last parts of their names; None leaves them to peft, of a model that is not transformers'.
+    """Last parts of the names of linear layers; None leaves them to peft, for a model that is not
+    transformers'.
 
-    None of a name that experts share among them, all of whose names peft reads as the experts'.
+    Names that experts share among them are left out: peft reads all of them as the experts'.
     """
     if not hasattr(model, "get_output_embeddings"):
         return None
@@ -194,7 +195,7 @@ def checkpointed(model: nn.Module) -> nn.Module:
 
 
 def experts_of(model: nn.Module) -> tuple[int, float]:
-    """How many there are in all layers, and the share of them that a token is sent to."""
+    """Number of experts in all layers, and the share of them that a token is sent to."""
     config: Any = getattr(model, "config", None)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((getattr(config, n) for n in names if getattr(config, n, None)), 1)
@@ -232,7 +233,7 @@ def _meta(make: Callable[[], Any]) -> nn.Module:
 
 
 def _factory(what: str) -> Callable[[], Any]:
-    """`package.module:factory`, called without arguments."""
+    """Model of `package.module:factory`, called without arguments."""
     module, _, name = what.partition(":")
     factory = getattr(importlib.import_module(module), name, None)
     if not callable(factory):
@@ -251,7 +252,7 @@ def _transformers() -> Any:
 
 
 def _of_hub(what: str) -> Path:
-    """A config.json, downloaded unless it is in the cache."""
+    """A config.json of the hub, downloaded unless it is in the cache."""
     _transformers()
     from huggingface_hub import hf_hub_download
 
@@ -267,7 +268,7 @@ def _of_hub(what: str) -> Path:
 
 
 def _from_config(path: Path) -> Callable[[], Any]:
-    """The class that a config.json names as its architecture, else a causal language model."""
+    """Class that a config.json names as its architecture, else a causal language model."""
     transformers = _transformers()
     fields = json.loads(path.read_text())
     config = transformers.AutoConfig.for_model(**fields)
@@ -278,7 +279,7 @@ def _from_config(path: Path) -> Callable[[], Any]:
             model = transformers.AutoModelForCausalLM.from_config(config)
         else:
             model = getattr(transformers, named)(config)
-        dtype = config.dtype  # of the weights that lie beside it
+        dtype = config.dtype  # of the weights in its folder
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         return model if dtype is None else model.to(dtype)
 

@@ -1,4 +1,4 @@
-"""A model, a machine and a batch: whether it fits, the largest batch, where everything is. Pure."""
+"""Question: a model, a machine and a batch. Whether it fits, the largest batch, all homes. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DEPTH = 2  # of `NvmeConfig`
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A model, a machine and a batch of each rank: all that an answer depends on."""
+    """Question: a model, a machine and a batch of each rank, all that an answer depends on."""
 
     layout: ChunkLayout
     activations: Activations
@@ -78,28 +78,29 @@ class Question:
 
     @property
     def policy(self) -> AutoPlacement:
-        """With which a module is wrapped to be placed so."""
+        """Policy with which a module is wrapped to be placed so."""
         machine = self.machine
         return AutoPlacement(machine.device_mem, machine.host_mem, machine.nvme, machine.folder)
 
     @property
     def trace(self) -> Trace:
-        """With which a module is wrapped: fp32 sums of gradients are no model data of a plan."""
-        found = self.activations.at(self.batch)
+        """Trace with which a module is wrapped: fp32 sums of gradients are no model data of a
+        plan."""
+        traced = self.activations.at(self.batch)
         if self.accumulate == 1:
-            return found
+            return traced
         sums = sum(FP32_BYTES * c.shard_numel for c in self.layout.chunks if c.trainable)
         moments = (
-            replace(m, non_model_bytes=Bytes(m.non_model_bytes + sums)) for m in found.moments
+            replace(m, non_model_bytes=Bytes(m.non_model_bytes + sums)) for m in traced.moments
         )
-        return replace(found, moments=tuple(moments))
+        return replace(traced, moments=tuple(moments))
 
     def planned(self) -> PlanResult:
-        """What a run comes to, as `priced` has it."""
+        """Plan of the run, as `priced` has it."""
         return self.priced()[1]
 
     def priced(self) -> tuple[PlanInputs, PlanResult]:
-        """What a run comes to, with its time at the machine's speeds; homes are chosen without.
+        """Plan of the run, with its time at the machine's speeds; homes are chosen without.
 
         Raises BudgetError where it does not fit.
         """
@@ -109,7 +110,7 @@ class Question:
         return priced, plan_within(result.plan, priced, self.policy)
 
     def fitted(self) -> tuple[PlanInputs, PlanResult]:
-        """As `GeminiDDP` plans with this trace, and then its optimizer.
+        """Plan as `GeminiDDP` makes it with this trace, and then its optimizer.
 
         Raises BudgetError where it does not fit.
         """
@@ -121,8 +122,8 @@ class Question:
         # staging of a few takes 1 % of such a model; a run may use smaller ones where it must
         least = few_blocks_numel(self.layout)
 
-        def fitted(inputs: PlanInputs, ahead: int) -> tuple[PlanInputs, PlanResult]:
-            inputs = replace(inputs, num_ahead=ahead)
+        def fitted(inputs: PlanInputs, extra_buffers: int) -> tuple[PlanInputs, PlanResult]:
+            inputs = replace(inputs, num_ahead=extra_buffers)
             return fit(inputs, policy, is_measured=True, least_block_numel=least)
 
         now = with_ahead(partial(fitted, begun), num_ahead)
@@ -132,7 +133,7 @@ class Question:
         return with_ahead(partial(fitted, request.inputs(*now, most)), num_ahead)
 
     def _begun(self) -> PlanInputs:
-        """What there is to plan with when the module is wrapped."""
+        """Inputs of the plan when the module is wrapped."""
         has_host_tier = self.machine.device != "cpu"
         inputs = PlanInputs(
             layout=self.layout,
@@ -155,7 +156,7 @@ class Question:
         return frozenset(c.id for c in self.layout.chunks if c.dtype == "bfloat16")
 
     def _state(self, wrapped: PlanResult) -> StateBytes:
-        """With the chunks whose masters are what their parameters lack, as the optimizer says."""
+        """Sizes of the state, with the chunks whose masters are split, as the optimizer says."""
         if not (self.splits and self.state.has_master):
             return self.state
         split = self._may_split()
@@ -181,16 +182,16 @@ class Question:
         """
         peak = result.profile.peak(Tier.HOST if result.plan.has_host_tier else Tier.DEVICE)
         own = OWN_BYTES + int(OWN_SHARE * peak)
-        found = own + self.product_bytes(iterations)
+        total = own + self.product_bytes(iterations)
         if result.profile.peak(Tier.NVME):
             in_thread = self._update(result) != "serial"
-            found += OWN_BYTES_OF_FILES + OWN_BYTES_OF_THREAD * in_thread
+            total += OWN_BYTES_OF_FILES + OWN_BYTES_OF_THREAD * in_thread
         if self._update(result) in BEHIND and not result.plan.has_host_tier:
-            found += self._kept_bytes(result)
-        return max(found, own + self._set_up_bytes(result) - peak)
+            total += self._kept_bytes(result)
+        return max(total, own + self._set_up_bytes(result) - peak)
 
     def product_bytes(self, iterations: int | None = None) -> int:
-        """Of products that a processor compiles for experts, one for each number of rows."""
+        """Bytes of products that a processor compiles for experts, one for each number of rows."""
         if self.machine.device != "cpu" or not self.experts:
             return 0
         numbers = SPREAD * sqrt(self.experts_share * self.batch * self.seq)
@@ -199,14 +200,14 @@ class Question:
         return int(PRODUCT_BYTES * PRODUCTS * (2 if self.lora else 3) * numbers)
 
     def _set_up_bytes(self, result: PlanResult) -> int:
-        """The most RAM while a module is wrapped whose parameters are made or read one by one.
+        """Most RAM while a module is wrapped whose parameters are made or read one by one.
 
-        Each comes in its own dtype, beside its chunk and those that were wrapped before. fp32
+        Each comes in its own dtype, when its chunk and all chunks before it are there. fp32
         originals that go to a file do so by blocks, where a rank has the chunk alone.
         """
         plan = result.plan
         ram = Tier.HOST if plan.has_host_tier else Tier.DEVICE
-        there = most = 0
+        wrapped = most = 0
         for spec, sizes, shard in zip(self.layout.chunks, plan.chunks, plan.shards, strict=True):
             is_wide = spec.id in self.with_originals
             values = max(slot.numel for slot in spec.slots)
@@ -220,33 +221,33 @@ class Question:
                 passing += sizes.payload_bytes
                 if is_wide and not (in_file and sizes.num_shards * sizes.num_replicas == 1):
                     passing += FP32_BYTES * spec.payload_numel
-            most = max(most, there + passing)
-            there += sizes.shard_bytes * (shard.param_home is ram)
-            there += FP32_BYTES * spec.shard_numel * (is_wide and not in_file)
+            most = max(most, wrapped + passing)
+            wrapped += sizes.shard_bytes * (shard.param_home is ram)
+            wrapped += FP32_BYTES * spec.shard_numel * (is_wide and not in_file)
         return most
 
     def _kept_bytes(self, result: PlanResult) -> int:
-        """By which gradients that a tail holds in the forward pass the peak."""
+        """Bytes by which gradients that a tail keeps in the forward pass the peak."""
         trace = self.trace
         calls = trace.calls(self.layout.chunk_of())
         backward = [moment.phase for moment in trace.moments].index("backward")
         totals = result.profile.total(Tier.DEVICE)
-        held = kept_for_updates(result.plan, calls, backward)
-        most = max(a + b for a, b in zip(totals, held, strict=False))
+        kept = kept_for_updates(result.plan, calls, backward)
+        most = max(a + b for a, b in zip(totals, kept, strict=False))
         return max(0, most - max(totals))
 
     def _update(self, result: PlanResult) -> str:
         return result.best_update if self.update == AUTO else self.update
 
     def seconds(self, result: PlanResult) -> float:
-        """Of a step, with all its forwards and backwards."""
+        """Seconds of a step, with all its forwards and backwards."""
         times, update = result.seconds_by_update, self._update(result)
         more = (self.accumulate - 1) * result.cost.busy["compute"]
         return times.get(update, result.cost.seconds) + more
 
 
 def largest_batch(question: Question) -> int:
-    """The largest batch of a rank that fits; 0 where not even 1 does."""
+    """Largest batch of a rank that fits; 0 where not even 1 does."""
     low, high = 0, 1
     while high <= MAX_BATCH and replace(question, batch=high).fits():
         low, high = high, 2 * high
@@ -262,16 +263,16 @@ def largest_batch(question: Question) -> int:
 def homes(planned: PlanResult) -> dict[str, dict[str, int]]:
     """Bytes of every kind on every tier, of one rank; frozen parameters are a kind of their own."""
     kinds = ("parameters", "frozen", "gradients", "state", "originals")
-    found = {kind: Counter[str]() for kind in kinds}
+    totals = {kind: Counter[str]() for kind in kinds}
     for sizes, shard in zip(planned.plan.chunks, planned.plan.shards, strict=True):
         kind = "parameters" if sizes.trainable else "frozen"
-        found[kind][shard.param_home.value] += sizes.shard_bytes
+        totals[kind][shard.param_home.value] += sizes.shard_bytes
         if shard.grad_home is not None:
-            found["gradients"][shard.grad_home.value] += sizes.shard_bytes
+            totals["gradients"][shard.grad_home.value] += sizes.shard_bytes
         for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
-            found["state"][home.value] += block.bytes_on(home)
+            totals["state"][home.value] += block.bytes_on(home)
         if sizes.original_bytes:
-            found["originals"][planned.plan.original_home.value] += sizes.original_bytes
-    found["average"] = Counter({tier.value: nbytes for tier, nbytes in planned.plan.average})
+            totals["originals"][planned.plan.original_home.value] += sizes.original_bytes
+    totals["average"] = Counter({tier.value: nbytes for tier, nbytes in planned.plan.average})
     usual = ("parameters", "gradients", "state")
-    return {kind: dict(tiers) for kind, tiers in found.items() if tiers or kind in usual}
+    return {kind: dict(tiers) for kind, tiers in totals.items() if tiers or kind in usual}

@@ -1,4 +1,4 @@
-"""What fits where: models on cards, with the least RAM and disk; as Markdown and as a page."""
+"""Table of what fits: models on cards, with the least RAM and disk; as Markdown and as a page."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ MODELS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One model on one machine. seconds: of a step; None where it does not fit."""
+class FitRow:
+    """Row of the table: one model on one machine. seconds: of a step; None where it does not
+    fit."""
 
     model: str
     training: str  # "all parameters", "LoRA"
@@ -34,9 +35,9 @@ class Row:
     tokens: int
 
 
-def rows(model: str, training: str, question: Question) -> Iterator[Row]:
-    """On every card with every host."""
-    found: dict[tuple[str, int], float | None] = {}
+def rows(model: str, training: str, question: Question) -> Iterator[FitRow]:
+    """Rows of one model, on every card with every host."""
+    seconds_on: dict[tuple[str, int], float | None] = {}
     first = 0  # host that is enough, as on a card that has more memory
     for card in sorted(CARD_NAMES, key=lambda name: -CARDS[name].gib):
         seconds: float | None = None
@@ -51,15 +52,15 @@ def rows(model: str, training: str, question: Question) -> Iterator[Row]:
                 else:
                     seconds = question.seconds(result)
                     needs_more = result.profile.peak(Tier.NVME) > 0  # else more changes nothing
-            found[card, ram] = seconds
+            seconds_on[card, ram] = seconds
     for card in CARD_NAMES:
         for ram, disk in HOSTS:
             tokens = question.batch * question.seq
-            yield Row(model, training, card, ram, disk, found[card, ram], tokens)
+            yield FitRow(model, training, card, ram, disk, seconds_on[card, ram], tokens)
 
 
-def markdown(found: Sequence[Row], title: str) -> str:
-    """For each card the first host that does, with seconds of a step."""
+def markdown(table_rows: Sequence[FitRow], title: str) -> str:
+    """Page in Markdown: for each card the first host that does, with seconds of a step."""
     hosts = ", ".join(f"{ram} GiB{f' + {disk} TB' if disk else ''}" for ram, disk in HOSTS)
     parts = [
         "# What fits", "", title, "",
@@ -67,19 +68,19 @@ def markdown(found: Sequence[Row], title: str) -> str:
         f"{hosts}.", "`python -m gemini plan --fits FOLDER` writes this page, and beside it "
         "`what-fits.html`,", "where card, host and training are chosen.",
     ]  # fmt: skip
-    for training in dict.fromkeys(row.training for row in found):
+    for training in dict.fromkeys(row.training for row in table_rows):
         heads = [f"{name}, {CARDS[name].gib} GB" for name in CARD_NAMES]
         parts += ["", f"## Training {training}", "", f"| model | {' | '.join(heads)} |"]
         parts.append("|---" * (1 + len(heads)) + "|")
-        for model in dict.fromkeys(row.model for row in found):
-            mine = [row for row in found if (row.model, row.training) == (model, training)]
+        for model in dict.fromkeys(row.model for row in table_rows):
+            mine = [row for row in table_rows if (row.model, row.training) == (model, training)]
             cells = [cell([row for row in mine if row.card == card]) for card in CARD_NAMES]
             parts.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(parts) + "\n"
 
 
-def cell(mine: Sequence[Row]) -> str:
-    """The first host that does, and seconds of a step; "no" where none does."""
+def cell(mine: Sequence[FitRow]) -> str:
+    """Cell of the page: the first host that does, and seconds of a step; "no" where none does."""
     first = next((row for row in mine if row.seconds is not None), None)
     if first is None or first.seconds is None:
         return "no"
@@ -88,15 +89,15 @@ def cell(mine: Sequence[Row]) -> str:
     return f"{first.ram_gib} GiB{disk}: {seconds} s"
 
 
-def rows_of(page: str) -> list[Row]:
-    """Of what `page` made."""
-    found = page.partition("const rows = ")[2].partition(", cards = ")[0]
-    return [Row(**row) for row in json.loads(found)]
+def rows_of(page: str) -> list[FitRow]:
+    """Rows that a page of `page` was made of."""
+    text = page.partition("const rows = ")[2].partition(", cards = ")[0]
+    return [FitRow(**row) for row in json.loads(text)]
 
 
-def page(found: Sequence[Row], title: str) -> str:
-    """One HTML file that asks nothing of a network."""
-    shown = [asdict(row) for row in found]
+def page(table_rows: Sequence[FitRow], title: str) -> str:
+    """Page in HTML, one file that asks nothing of a network."""
+    shown = [asdict(row) for row in table_rows]
     sizes = {name: CARDS[name].gib for name in CARD_NAMES}
     return _PAGE.replace("TITLE", title).replace("ROWS", json.dumps(shown)).replace(
         "CARDS", json.dumps(sizes)

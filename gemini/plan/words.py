@@ -1,4 +1,4 @@
-"""Answers in words: five lines and what was assumed, all there is, arguments of a run. Pure."""
+"""Answers in words: five lines and the assumptions, all details, arguments of a run. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WHERE = {Tier.DEVICE: "device", Tier.HOST: "RAM", Tier.NVME: "disk"}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a run would take. Bytes are of one rank; where it does not fit, after `change`.
+    """Answer: what a run would take. Bytes are of one rank; where it does not fit, after `change`.
 
     homes: bytes that live on each tier, by kind (parameters, frozen, gradients, state, originals).
     peaks: by tier, at the moment when it holds most: also staging and activations.
@@ -58,7 +58,8 @@ class Answer:
 
 
 def answer(question: Question, assumed: tuple[str, ...] = ()) -> Answer:
-    """Plan it, or the cheapest change of it. assumed: what is true of model and batch, in words."""
+    """Plan a question, or the cheapest change of it. assumed: facts of model and batch, in
+    words."""
     why, asked = None, question
     try:
         result = question.planned()
@@ -103,7 +104,7 @@ def _mattered(machine: Hardware, result: PlanResult) -> dict[str, str]:
 
 
 def five_lines(name: str, plan: Answer) -> Iterator[str]:
-    """Does it fit, where is what, how long, what else; then what was assumed."""
+    """Whether it fits, homes, seconds, remedies; then the assumptions."""
     machine, asked = plan.asked.machine, plan.asked
     ranks = f"{machine.world_size} ranks of " if machine.world_size > 1 else ""
     yield f"{name} {'fits' if plan.fits else f'does not fit: {plan.why}'}"
@@ -117,8 +118,8 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
         if plan.peaks[tier.value]:
             limit = plan.budgets[tier.value]
             of = "" if limit >= UNLIMITED else f" of {format_bytes(limit)}"
-            held = f" ({', '.join(kinds)})" if kinds else ""
-            places.append(f"{_WHERE[tier]} {format_bytes(plan.peaks[tier.value])}{of}{held}")
+            contents = f" ({', '.join(kinds)})" if kinds else ""
+            places.append(f"{_WHERE[tier]} {format_bytes(plan.peaks[tier.value])}{of}{contents}")
     own = f"; the process itself {format_bytes(plan.process_bytes)} of RAM"
     yield f"at the peak: {'; '.join(places)}{own}"
     tokens = machine.world_size * asked.accumulate * asked.batch * asked.seq
@@ -146,7 +147,7 @@ def verdict(plan: Answer) -> str:
 
 
 def train_arguments(plan: Answer, optimizer: str, state: str) -> str:
-    """What `python -m gemini train` takes, so that it plans the same; after the change, if any."""
+    """Arguments with which `python -m gemini train` plans the same; after the change, if any."""
     machine, asked = plan.asked.machine, plan.asked
     device = machine.device_mem
     if machine.device == "cpu":
@@ -170,7 +171,7 @@ def train_arguments(plan: Answer, optimizer: str, state: str) -> str:
 
 
 def update_in_words(planned: PlanResult) -> str:
-    """What a tail hides of it, or what is against one."""
+    """Words for what a tail hides of an update, or the rule against one."""
     tail = planned.overlapped.get("tail")
     if tail is None:
         return f"serial, as {planned.against_tail or 'nothing is computed'}"
@@ -182,7 +183,7 @@ def update_in_words(planned: PlanResult) -> str:
 
 
 def as_json(plan: Answer) -> dict[str, Any]:
-    """Plain values."""
+    """Answer in plain values."""
     planned = plan.result
     moved = planned.plan.bytes_moved()
     tail = planned.overlapped.get("tail")
@@ -219,7 +220,7 @@ def as_json(plan: Answer) -> dict[str, Any]:
 
 
 def all_lines(plan: Answer) -> Iterator[str]:
-    """Every kind on every tier and link."""
+    """Lines for every kind on every tier and link."""
     told, asked = as_json(plan), plan.asked
     yield f"of a rank with {asked.batch} x {asked.seq} a step"
     yield f"{'a rank':10s} {'peak':>12s} {'budget':>12s}   at the peak"

@@ -74,7 +74,7 @@ LABEL_CHARACTERS = 40  # of a model's name in names of files
 MAX_AGREEMENTS = 3  # steps at which ranks try to agree on a trace
 
 
-class Engine(Parts):
+class GeminiEngine(Parts):
     """One module on one rank; its parameters and its optimizer come to it."""
 
     target: ShardTarget | None

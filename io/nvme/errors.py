@@ -1,4 +1,4 @@
-"""What can go wrong on a disk, as types."""
+"""Errors of disks, as types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FULL_ERRNOS = frozenset({errno_module.ENOSPC, errno_module.EFBIG, errno_module.E
 
 
 def cause_of(errno: int | None) -> str:
-    """An errno for people: `ENOSPC, No space left on device`."""
+    """Words for an errno: `ENOSPC, No space left on device`."""
     if not errno:
         return "it came up short"
     return f"{errno_module.errorcode.get(errno, str(errno))}, {os.strerror(errno)}"
@@ -20,16 +20,15 @@ class NvmeError(RuntimeError):
 
 
 class FolderError(NvmeError, ValueError):
-    """A folder that cannot hold a store: missing, not writable, RAM, a file."""
+    """Folder that cannot hold a store: missing, not writable, RAM, a file."""
 
 
 class DiskFullError(NvmeError):
-    """The store does not fit: no space, or a limit on the size of files."""
+    """No space for the store, or a limit on the size of files forbids it."""
 
 
 class TransferError(NvmeError):
-    """A read or a write that failed or came up short, or a file that could not be synced or
-    closed."""
+    """Failed or short read or write, or a file that could not be synced or closed."""
 
     def __init__(
         self, kind: str, path: str, offset: int, nbytes: int, errno: int, done: int = 0
@@ -42,32 +41,32 @@ class TransferError(NvmeError):
 
 
 class FullTransferError(TransferError, DiskFullError):
-    """What is written has no space, or a limit on the size of files forbids it."""
+    """No space for a write, or a limit on the size of files forbids it."""
 
 
 def transfer_error(
     kind: str, path: str, offset: int, nbytes: int, errno: int, done: int = 0
 ) -> TransferError:
-    """The TransferError that fits `errno`."""
+    """TransferError that fits `errno`."""
     full = kind != "read" and errno in FULL_ERRNOS
     error = FullTransferError if full else TransferError
     return error(kind, path, offset, nbytes, errno, done)
 
 
 class ChecksumError(NvmeError):
-    """A block that does not read back as it was written."""
+    """Block that does not read back as it was written."""
 
 
 class WriteBudgetError(NvmeError):
-    """The next step would write more than `nvme_write_budget` allows."""
+    """Budget that the next step would pass: `nvme_write_budget`."""
 
 
 class RollbackError(NvmeError):
-    """A step failed, and the disk did not give back what was needed to undo it."""
+    """Failed step for whose undo the disk did not give back the state."""
 
 
 def check_process(pid: int) -> None:
-    """Raise NvmeError where this is a forked child of `pid`, whose threads it does not have."""
+    """Raise NvmeError in a forked child of `pid`: it has none of its threads."""
     if os.getpid() != pid:
         raise NvmeError(
             f"this store belongs to process {pid}; its threads are not in the forked "

@@ -36,7 +36,7 @@ NUM_VERSIONS = 2
 MOST_VERSIONS = 66  # of a block: what is written, what counts, and 64 that are kept
 PIECE_BYTES = 4 << 20  # large transfers are split into pieces of this size
 
-_HEADER = struct.Struct("<8sIII")  # magic, format version, length and crc32 of the JSON behind it
+_HEADER = struct.Struct("<8sIII")  # magic, format version, length and crc32 of the JSON after it
 _INDEX = struct.Struct("<QQII")  # sequence number, step, number of blocks, crc32 of what follows
 _ENTRY = struct.Struct("<II")  # version, checksum
 
@@ -45,12 +45,12 @@ HEADER_LIMIT = 1 << 20  # bytes: blocks in runs take a few each
 Runs = tuple[tuple[int, int], ...]  # (value, how many in a row)
 
 
-class FormatError(ValueError):
-    """A file that is not a store of this format."""
+class StoreFormatError(ValueError):
+    """File that is not a store of this format."""
 
 
 def checksum_of(data: bytes | memoryview) -> int:
-    """What the engines compute over pieces, of bytes in hand."""
+    """Checksum of bytes in memory, as the engines compute it over pieces."""
     pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
     return combine([crc32(piece) for piece in pieces])
 
@@ -64,7 +64,7 @@ def combine(checksums: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """The committed state of one block."""
+    """Committed version of one block."""
 
     version: int
     checksum: int  # of the block's pieces, see `combine`; 0 where checksums are off
@@ -72,21 +72,21 @@ class IndexEntry:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Which version of every block is committed."""
+    """Index of one commit: the version of every block."""
 
     sequence: int
     step: int  # the owner's step count, 0 before the first commit
     entries: tuple[IndexEntry, ...]
 
     def encode(self) -> bytes:
-        """As `decode` reads it."""
+        """Bytes that `decode` reads."""
         body = b"".join(_ENTRY.pack(e.version, e.checksum) for e in self.entries)
         head = _INDEX.pack(self.sequence, self.step, len(self.entries), zlib.crc32(body))
         return head + body
 
     @classmethod
     def decode(cls, data: bytes, num_blocks: int, num_versions: int = NUM_VERSIONS) -> Index | None:
-        """None where the slot was never written, was cut, or its write was torn."""
+        """Index of a slot; None where it was never written, was cut, or its write was torn."""
         step = cls.step_in(data, num_blocks)
         if step is None:
             return None
@@ -101,7 +101,7 @@ class Index:
 
     @staticmethod
     def step_in(data: bytes, num_blocks: int) -> int | None:
-        """The step of a slot, or None as for `decode`; its entries take no memory."""
+        """Step of a slot, or None as for `decode`; its entries take no memory."""
         if len(data) < _INDEX.size:
             return None
         sequence, step, count, crc = _INDEX.unpack_from(data)
@@ -112,7 +112,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where one version of one block lies."""
+    """Place of one version of one block."""
 
     file: int
     offset: int  # bytes
@@ -121,7 +121,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class StoreLayout:
-    """In which extents of which files blocks lie.
+    """Layout of a store: the extents of its blocks in its files.
 
     `digest` is whatever its owner uses to recognise its own layout.
     """
@@ -161,7 +161,7 @@ class StoreLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks over all files."""
+        """Number of blocks over all files."""
         return len(self.block_nbytes)
 
     @property
@@ -170,7 +170,7 @@ class StoreLayout:
         return align_up(_INDEX.size + self.num_blocks * _ENTRY.size, PAGE_BYTES)
 
     def header(self, file: int) -> bytes:
-        """The header of one file, whole pages."""
+        """Header of one file, whole pages."""
         fields: dict[str, object] = {
             "digest": self.digest,
             "file": file,
@@ -193,7 +193,7 @@ class StoreLayout:
         return self.header_nbytes(0) + slot * self.index_slot_nbytes
 
     def extents(self) -> tuple[tuple[Extent, ...], ...]:
-        """For every block the extents of its versions; twice the same where it has one."""
+        """Extents of the versions of every block; twice the same where it has one."""
         ends = [
             self.header_nbytes(f) + NUM_VERSIONS * self.index_slot_nbytes
             for f in range(self.num_files)
@@ -223,10 +223,11 @@ class StoreLayout:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header of one file says, as it stands there: no memory for its blocks is taken
-    before `check_size` has found them in the file.
+    """Header of one file, as it stands there: no memory for its blocks is taken before `check_size`
+    has found them in the file.
 
-    Files come from anywhere, so every field is checked; `decode` and `layout` raise FormatError.
+    Files come from anywhere, so every field is checked: `decode` and `layout` raise
+    StoreFormatError.
     """
 
     file: int
@@ -241,16 +242,18 @@ class Header:
     def decode(cls, data: bytes) -> Header:
         """data: the first HEADER_LIMIT bytes of a file, or all that it has."""
         if len(data) < _HEADER.size or data[:8] != MAGIC:
-            raise FormatError(f"no block store: it begins with {data[:8]!r}, expected {MAGIC!r}")
+            raise StoreFormatError(
+                f"no block store: it begins with {data[:8]!r}, expected {MAGIC!r}"
+            )
         _, version, length, crc = _HEADER.unpack_from(data)
         if version != FORMAT_VERSION:
-            raise FormatError(f"format version {version}; this code reads {FORMAT_VERSION}")
+            raise StoreFormatError(f"format version {version}; this code reads {FORMAT_VERSION}")
         text = data[_HEADER.size : _HEADER.size + length]
         if len(text) != length or zlib.crc32(text) != crc:
-            raise FormatError("the header is damaged: its checksum does not match")
+            raise StoreFormatError("the header is damaged: its checksum does not match")
         try:
             fields = json.loads(text)
-            found = cls(
+            header = cls(
                 _whole(fields["file"], 0, 1 << 16),
                 _whole(fields["num_files"], 1, 1 << 16),
                 _text(fields["digest"]),
@@ -260,19 +263,19 @@ class Header:
                 align_up(_HEADER.size + length, PAGE_BYTES),
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise FormatError(f"the header says what no store has: {error!r}") from error
-        if found.num_blocks != sum(count for _, count in found.file_of_block):
-            raise FormatError("the header says what no store has: blocks without a file")
-        return found
+            raise StoreFormatError(f"the header says what no store has: {error!r}") from error
+        if header.num_blocks != sum(count for _, count in header.file_of_block):
+            raise StoreFormatError("the header says what no store has: blocks without a file")
+        return header
 
     @property
     def num_blocks(self) -> int:
-        """Over all files."""
+        """Number of blocks over all files."""
         return sum(count for _, count in self.block_nbytes)
 
     @property
     def index_slot_nbytes(self) -> int:
-        """As `StoreLayout.index_slot_nbytes`."""
+        """Bytes of a slot, as `StoreLayout.index_slot_nbytes`."""
         return align_up(_INDEX.size + self.num_blocks * _ENTRY.size, PAGE_BYTES)
 
     def index_offset(self, slot: int) -> int:
@@ -280,16 +283,18 @@ class Header:
         return self.nbytes + slot * self.index_slot_nbytes
 
     def check_size(self, nbytes: int) -> None:
-        """Raise FormatError where a file of `nbytes` does not hold what its header says."""
+        """Raise StoreFormatError where a file of `nbytes` does not hold what its header says."""
+        # A header of a few bytes may say 2^62 blocks. Runs are added up without a list of them, and
+        # only a file that is as long as its header says has its blocks expanded.
         needed = self.index_offset(NUM_VERSIONS)
         for payload, file, count in _together(self.block_nbytes, self.file_of_block):
             if file == self.file:
                 needed += count * self.num_versions * align_up(payload, PAGE_BYTES)
         if nbytes < needed:
-            raise FormatError(f"it was cut: {nbytes} bytes of {needed}")
+            raise StoreFormatError(f"it was cut: {nbytes} bytes of {needed}")
 
     def layout(self) -> StoreLayout:
-        """With one entry for every block: after `check_size` of all files."""
+        """Layout with one entry for every block: only after `check_size` of all files."""
         layout = StoreLayout(
             self.digest,
             _expand(self.block_nbytes),
@@ -298,7 +303,9 @@ class Header:
             self.num_versions,
         )
         if layout.header_nbytes(self.file) != self.nbytes:
-            raise FormatError("the header says what no store has: it was written by another hand")
+            raise StoreFormatError(
+                "the header says what no store has: it was written by another hand"
+            )
         return layout
 
 

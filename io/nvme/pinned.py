@@ -1,8 +1,8 @@
-"""Committed versions of blocks that are kept until somebody else has read them.
+"""Pinned versions of blocks: committed ones that are kept until a reader has read them.
 
 Every block has two versions. The step after a pin writes the other one; the step after that would
-write over what is pinned, and its write waits until the reader has let that block go. So whoever
-reads in the order in which blocks are overwritten has more than a step's time for each.
+write over what is pinned, and its write waits until the reader has let that block go. So a reader
+that goes in the order in which blocks are overwritten has more than a step's time for each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .layout import Extent
 
 @dataclass(frozen=True, slots=True)
 class PinnedBlock:
-    """Where one version of one block lies."""
+    """Place of one version of one block."""
 
     file: OpenFile
     extent: Extent
@@ -33,7 +33,7 @@ class PinnedBlock:
 
 
 class PinnedVersions:
-    """Blocks of a store as its last commit left them. The reader has a thread of its own."""
+    """Versions of blocks as the last commit left them. The reader has a thread of its own."""
 
     def __init__(self, blocks: Mapping[BlockId, PinnedBlock]) -> None:
         self._blocks = dict(blocks)
@@ -42,7 +42,7 @@ class PinnedVersions:
         self._engine: Engine = ThreadEngine()
 
     def read(self, block: BlockId, buffer: memoryview) -> Ticket[int]:
-        """Begin to read a block that is held."""
+        """Begin to read a block that was not let go."""
         assert block in self._held
         pinned = self._blocks[block]
         view = buffer[: pinned.extent.nbytes]
@@ -60,13 +60,13 @@ class PinnedVersions:
             )
 
     def let_go(self, block: BlockId) -> None:
-        """Its bytes are not needed any more."""
+        """Let the store write over the block."""
         with self._changed:
             self._held.discard(block)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let go of everything. Waits for reads."""
+        """Let go of all blocks. Waits for reads."""
         self._engine.close()
         with self._changed:
             self._held.clear()
@@ -76,11 +76,12 @@ class PinnedVersions:
 
     @property
     def is_held(self) -> bool:
-        """A block is still to be read."""
+        """Whether a block is still to be read."""
         return bool(self._held)
 
     def wait_to_overwrite(self, block: BlockId, version: int) -> float:
-        """Return when this version of `block` may be written over; seconds waited."""
+        """Wait until this version of `block` may be written over. Returns seconds waited."""
+        # The look without the lock is safe: blocks are only ever taken out of the set.
         if block not in self._held or self._blocks[block].version != version:
             return 0.0
         started = time.perf_counter()
@@ -89,6 +90,6 @@ class PinnedVersions:
         return time.perf_counter() - started
 
     def wait_until_let_go(self) -> None:
-        """Return when no block is held."""
+        """Wait until all blocks are let go."""
         with self._changed:
             self._changed.wait_for(lambda: not self._held)

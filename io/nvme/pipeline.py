@@ -1,4 +1,4 @@
-"""Blocks on their way through a few staging buffers: reads ahead of their use, writes behind it.
+"""Pipelines of blocks through a few staging buffers: reads ahead of their use, and writes.
 
 A buffer belongs to its transfer until that has ended, and then to the pool again.
 """
@@ -20,8 +20,7 @@ R = TypeVar("R")
 
 
 def settle(ticket: Ticket[object] | None) -> None:
-    """Wait for a transfer, if there is one. What becomes of it no longer matters, or is raised
-    elsewhere."""
+    """Wait for a transfer, if there is one. Its error no longer matters, or is raised elsewhere."""
     if ticket is not None:
         with suppress(NvmeError):
             ticket.wait()
@@ -30,40 +29,41 @@ def settle(ticket: Ticket[object] | None) -> None:
 def read_ahead(
     pool: BufferPool, items: Iterable[T], begin: Callable[[T, Buffer], Ticket[R]]
 ) -> Generator[tuple[T, Buffer, R], None, None]:
-    """(item, its buffer, what its ticket answered) of every item, in order.
+    """(item, its buffer, the result of its ticket) of every item, in order.
 
     As many are under way as the pool has buffers. A buffer is good until the next item is asked
-    for. Raises what a ticket does. Closed early, it waits for what is under way.
+    for. Raises what a ticket does. Closed early, it waits for transfers under way.
     """
-    coming, ahead = iter(items), deque[tuple[T, Buffer, Ticket[R]]]()
+    coming, reads = iter(items), deque[tuple[T, Buffer, Ticket[R]]]()
     try:
         while True:
             while pool.num_free:
                 for item in coming:
                     buffer = pool.take()
                     try:
-                        ahead.append((item, buffer, begin(item, buffer)))
+                        reads.append((item, buffer, begin(item, buffer)))
                     except BaseException:
                         pool.give(buffer)
                         raise
                     break
                 else:
                     break
-            if not ahead:
+            if not reads:
                 return
-            item, buffer, ticket = ahead.popleft()
+            item, buffer, ticket = reads.popleft()
             try:
                 yield item, buffer, ticket.wait()
             finally:
                 pool.give(buffer)
     finally:
-        for _, buffer, ticket in ahead:
+        # also where the consumer stops early: buffers of reads under way are the disk's until then
+        for _, buffer, ticket in reads:
             settle(ticket)
             pool.give(buffer)
 
 
 class WriteBehind:
-    """Buffers of one pool that are being written, oldest first. One thread at a time."""
+    """Queue of buffers of one pool that are being written, oldest first. One thread at a time."""
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
@@ -73,17 +73,17 @@ class WriteBehind:
         return len(self._leaving)
 
     def add(self, ticket: Ticket[object], buffer: Buffer) -> None:
-        """The pool has it back when the ticket is done."""
+        """Queue a buffer: the pool has it back when the ticket is done."""
         self._leaving.append((ticket, buffer))
 
     def take(self) -> Buffer:
-        """A free buffer; waits for writes where there is none, and raises what went wrong."""
+        """Take a free buffer. Waits for writes where there is none, and raises what went wrong."""
         while not self._pool.num_free:
             self.end_oldest()
         return self._pool.take()
 
     def reap(self) -> None:
-        """Take back what has ended, and raise what went wrong. Never waits."""
+        """Take back buffers of writes that have ended, and raise what went wrong. Never waits."""
         while self._leaving and self._leaving[0][0].ready():
             self.end_oldest()
 
@@ -96,12 +96,12 @@ class WriteBehind:
             self._pool.give(buffer)
 
     def drain(self) -> None:
-        """Wait for all. Raises the first error; what comes behind it is still there."""
+        """Wait for all writes. Raises the first error; writes after it are still queued."""
         while self._leaving:
             self.end_oldest()
 
     def abandon(self) -> None:
-        """Wait for all, whatever becomes of them."""
+        """Wait for all writes, and ignore their errors."""
         while self._leaving:
             ticket, buffer = self._leaving.popleft()
             settle(ticket)

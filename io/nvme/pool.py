@@ -18,21 +18,21 @@ Pin = Callable[[int, int], Callable[[], object]]  # (address, nbytes) -> undo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """One staging buffer; `view` is its writable memory, page-aligned."""
+    """Staging buffer; `view` is its writable memory, page-aligned."""
 
     index: int
     view: memoryview
 
 
 class BufferPool:
-    """`count` buffers of `nbytes` each. `reserve` may allocate, nothing later does.
+    """Pool of `count` buffers of `nbytes` each. `reserve` may allocate, nothing later does.
 
-    The memory is private: it counts where the process's does, and is given back when it is
-    emptied. A forked child finds zeros in it. So a fork leaves the parent's pages as they are:
-    copies of pages under direct I/O would take what the disk sends to the wrong process (open(2)).
+    The memory is private: it counts where the process's does, and is given back when it is emptied.
+    A forked child finds zeros in it. So a fork leaves the parent's pages as they are: copies of
+    pages under direct I/O would take what the disk sends to the wrong process (open(2)).
 
-    `pin` is called once with (address, nbytes) of the slab, to register it with a device; what it
-    answers is called before the slab is given back.
+    `pin` is called once with (address, nbytes) of the slab, to register it with a device; its
+    result is called before the slab is given back.
     """
 
     def __init__(self, count: int, nbytes: int, pin: Pin | None = None) -> None:
@@ -56,12 +56,12 @@ class BufferPool:
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """Bytes of all buffers."""
         return self.count * self.buffer_nbytes
 
     @property
     def num_free(self) -> int:
-        """Buffers that `take` would give."""
+        """Number of buffers that `take` would give."""
         return len(self._free)
 
     def empty(self) -> None:
@@ -70,7 +70,8 @@ class BufferPool:
             self._slab.madvise(mmap.MADV_DONTNEED)
 
     def take(self) -> Buffer:
-        """A free buffer. Raises RuntimeError where there is none; no pipeline asks for more."""
+        """Take a free buffer. Raises RuntimeError where there is none; no pipeline asks for
+        more."""
         with self._lock:
             if not self._free:
                 raise RuntimeError(f"all {self.count} staging buffers are in use")

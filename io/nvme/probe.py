@@ -1,4 +1,4 @@
-"""What a folder's disk does with an engine: two seconds, once."""
+"""Probe of a folder's disk with an engine: two seconds, once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Speed:
 
     @property
     def mixed(self) -> float:
-        """Both ways, one after the other: what a step does to a disk that is not duplex."""
+        """Speed of both ways in turn: what a step does to a disk that is not duplex."""
         return 2 / (1 / self.read + 1 / self.write)
 
 
@@ -49,7 +49,7 @@ def probe(
     seconds: float = 2.0,
     allow_ram: bool = False,
 ) -> Speed:
-    """Measure an engine on `folder` in about `seconds`; leaves nothing behind.
+    """Measure an engine on `folder` in about `seconds`; leaves no file.
 
     Raises FolderError for a folder that cannot be used, DiskFullError where 64 MiB do not fit,
     and what `make_engine` does.
@@ -67,9 +67,9 @@ def probe(
 
 
 def make_engine(name: str, folder: Path) -> Engine:
-    """An engine by its name; `folder` is for one that keeps a file of its own.
+    """Engine of a name; `folder` is for one that keeps a file of its own.
 
-    Raises ValueError for a name that is none, NvmeError where the engine is refused.
+    Raises ValueError for an unknown name, NvmeError where the engine is refused.
     """
     if name not in ENGINES:
         raise ValueError(f"nvme engine {name!r} is unknown; expected one of {sorted(ENGINES)}")
@@ -117,9 +117,11 @@ def _measure(engine: Engine, file: OpenFile, seconds: float) -> Speed:
             ticket.wait()
         return time.perf_counter() - started
 
-    sweep("write")  # the file is allocated, and not yet written
+    # once uncounted: the first write to allocated space also turns its extents into written ones
+    sweep("write")
     best = {"read": float("inf"), "write": float("inf")}
     deadline = time.perf_counter() + seconds
+    # The least of several: a neighbour's traffic only ever makes a sweep slower.
     while True:
         for kind in best:
             best[kind] = min(best[kind], sweep(kind))

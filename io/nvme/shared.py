@@ -1,5 +1,5 @@
-"""Blocks that are written once and never change: one file for all processes of a host that have
-the same, named by a digest of what it holds.
+"""Shared blocks: written once and never changed, one file for all processes of a host that have the
+same ones, named by a digest of its content.
 
 Through the page cache, so buffers need be no whole pages.
 
@@ -46,23 +46,23 @@ class _SharedRead:
 
     def wait(self) -> None:
         try:
-            found = self.inner.wait()
+            checksum = self.inner.wait()
         except TransferError as error:
             if error.errno:
                 raise
             self.blocks.refuse(self.block)
-        self.blocks.verify(self.block, found)
+        self.blocks.verify(self.block, checksum)
 
 
 class SharedBlocks:
-    """The blocks of one file; see [Note: shared files]. One thread owns it, another may read.
+    """Blocks of one file; see [Note: shared files]. One thread owns it, another may read.
 
-    digest: of the blocks, which names the file. what: they are, for people.
+    digest: of the blocks, which names the file. what: the blocks in words.
     blocks: makes them one after the other, where no file has them yet.
-    written_bytes: that were; 0 where a file was there.
+    written_bytes: bytes that this process wrote; 0 where a file was there.
 
-    Raises DiskFullError or FolderError where no file can be made, TransferError where one cannot
-    be read or written.
+    Raises DiskFullError or FolderError where no file can be made, TransferError where one cannot be
+    read or written.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SharedBlocks:
 
     @property
     def path(self) -> Path:
-        """Of the file."""
+        """Path of the file."""
         return self._path
 
     def read(self, block: BlockId, buffer: memoryview) -> Ticket[None]:
@@ -101,8 +101,8 @@ class SharedBlocks:
         return _SharedRead(inner, block, self)
 
     def close(self) -> None:
-        """Nothing is under way. The file goes with the last process that has it; nothing in a
-        forked child, or a second time."""
+        """Let the file go: it is removed with the last process that has it. No transfer is under
+        way. Nothing happens in a forked child, or a second time."""
         if self._finalizer.still_active():
             self._finalizer()
 
@@ -112,7 +112,7 @@ class SharedBlocks:
             self.refuse(block)
 
     def refuse(self, block: BlockId) -> None:
-        """Nobody takes this file any more. Raises ChecksumError."""
+        """Remove the file, so that no process takes it any more. Raises ChecksumError."""
         self._file.unlink()
         extent = self._extents[block]
         raise ChecksumError(
@@ -125,6 +125,9 @@ class SharedBlocks:
     # -- inside --
 
     def _reach(self, blocks: MakeBlocks) -> tuple[OpenFile, Index]:
+        # A name may come and go until this process has its lock, so every look at the file is
+        # repeated under it: one without a name (st_nlink 0) was removed in between, and the next
+        # turn opens or makes another.
         while True:
             try:
                 file = _open(self._path)
@@ -156,7 +159,7 @@ class SharedBlocks:
             file.close()
 
     def _index_in(self, file: OpenFile) -> Index | None:
-        """None where it is not what this layout says, or not whole."""
+        """Index of the file; None where it is not of this layout, or not whole."""
         header = self._layout.header(0)
         if os.pread(file.fd, len(header), 0) != header:
             return None
@@ -166,7 +169,7 @@ class SharedBlocks:
         return Index.decode(slot, self._layout.num_blocks)
 
     def _write(self, file: OpenFile, blocks: MakeBlocks) -> None:
-        """Blocks first, and the index when they are on the disk."""
+        """Write the blocks, and the index when they are on the disk."""
         reserve(file, self.file_bytes)
         _write(file, 0, self._layout.header(0))
         entries = []
@@ -179,7 +182,7 @@ class SharedBlocks:
 
 
 def _open(path: Path) -> OpenFile | None:
-    """To read it; None where there is none. Raises FolderError for what is not ours."""
+    """Open it to read; None without a file. Raises FolderError for one of another user."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         file = OpenFile(path, calls.open_file(path, flags), direct=False, keeps_cache=True)
@@ -193,7 +196,7 @@ def _open(path: Path) -> OpenFile | None:
 
 
 def _create(path: Path) -> OpenFile:
-    """Nobody writes to it through another descriptor than this one."""
+    """Create it. No other descriptor than this one can write to it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return OpenFile(path, calls.open_file(path, flags, 0o400), direct=False, keeps_cache=True)
 
@@ -205,7 +208,7 @@ def _write(file: OpenFile, offset: int, data: bytes) -> None:
 
 
 def _let_go(pid: int, file: OpenFile) -> None:
-    """Close it, and remove it where nobody else has it; unless this is a forked child."""
+    """Close it, and remove it where no other process has it; not in a forked child."""
     if os.getpid() != pid:
         return
     with contextlib.suppress(OSError):  # another has it

@@ -1,9 +1,9 @@
-"""A store of blocks on disk, each in two versions; a commit makes one step's writes count at once.
+"""Store of blocks on disk, each in two versions; a commit makes one step's writes count at once.
 Where versions are kept (`versions.py`), a block has so many more.
 
-[Note: two versions] A write goes beside the committed version of its block. `flush` waits for the
-writes and syncs the data, `commit` writes and syncs the index. Until then a read sees the old
-version, and `rollback`, or the death of the process, leaves the last commit whole.
+[Note: two versions] A write goes to the other version of its block, not the committed one. `flush`
+waits for the writes and syncs the data, `commit` writes and syncs the index. Until then a read sees
+the old version, and `rollback`, or the death of the process, leaves the last commit whole.
 
 [Note: commit cannot fail] Ranks agree after `flush`; who commits after that must not fail alone. So
 an index that cannot be written still counts in this process, which reads the new versions, and the
@@ -50,7 +50,7 @@ _counting = threading.Lock()  # bytes, of all stores: two threads may use one, o
 
 
 @dataclass(slots=True)
-class Traffic:
+class DiskTraffic:
     """Bytes moved since the store was made."""
 
     read_bytes: int = 0
@@ -59,7 +59,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A read under way; `wait` verifies the block."""
+    """Read under way; `wait` verifies the block."""
 
     inner: Ticket[int]
     path: str
@@ -71,18 +71,18 @@ class _Read:
         return self.inner.ready()
 
     def wait(self) -> None:
-        found = self.inner.wait()
-        if self.expected is not None and found != self.expected:
+        checksum = self.inner.wait()
+        if self.expected is not None and checksum != self.expected:
             raise ChecksumError(
                 f"block {self.block} at offset {self.extent.offset} (+{self.extent.nbytes}) of "
-                f"{self.path} has checksum {found:#010x}, expected {self.expected:#010x}: "
+                f"{self.path} has checksum {checksum:#010x}, expected {self.expected:#010x}: "
                 "the file was changed or the disk is failing"
             )
 
 
 @dataclass(slots=True)
 class WriteMeter:
-    """What all files of one owner have written over a run, and may write."""
+    """Meter of all bytes that the files of one owner have written over a run, and may write."""
 
     budget: int | None = None  # bytes; None is no limit
     written_bytes: int = 0
@@ -99,14 +99,15 @@ class WriteMeter:
 
 
 class BlockStore:
-    """Blocks of a `StoreLayout` in one preallocated file per folder.
+    """Store of the blocks of a `StoreLayout` in one preallocated file per folder.
 
-    One thread owns a store. Another may read or write blocks meanwhile: such as nobody writes, or
-    as are read of the last commit alone. Buffers are page-aligned and hold whole pages.
+    One thread owns a store. Another may read or write blocks meanwhile: those that no thread
+    writes, or those that are read of the last commit alone. Buffers are page-aligned and hold whole
+    pages.
 
     folders: one for each file of the layout.
     engine: closed with the store; None is `threads`.
-    write_budget: bytes that may be written in all.
+    meter: of bytes written in all, and their budget.
 
     Raises ValueError for another number of folders, FolderError or DiskFullError where the files
     cannot be made, TransferError where a header cannot be written. Files of dead processes that
@@ -135,7 +136,7 @@ class BlockStore:
             self._engine.close()
             raise
         self.layout = layout
-        self.traffic = Traffic()
+        self.traffic = DiskTraffic()
         self.checksums = checksums
         self.meter = meter or WriteMeter()
         self._extents = layout.extents()
@@ -163,7 +164,7 @@ class BlockStore:
             raise
 
     def _write_headers(self, folders: Sequence[Path]) -> None:
-        """Name and header of every file are on the disk before anything can be committed."""
+        """Bring name and header of every file to the disk before anything can be committed."""
         for number, file in enumerate(self._files):
             _write_pages(file, 0, self.layout.header(number))
             if self.layout.num_versions > 1:
@@ -178,22 +179,22 @@ class BlockStore:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Of the files, one for each folder."""
+        """Paths of the files, one for each folder."""
         return tuple(file.path for file in self._files)
 
     @property
     def files(self) -> tuple[OpenFile, ...]:
-        """In the order of `paths`; `close` ends them."""
+        """Files in the order of `paths`; `close` ends them."""
         return self._files
 
     @property
     def name(self) -> str:
-        """What the names of its files begin with, and those of no other store."""
+        """Name with which its files begin, and those of no other store."""
         return store_name(self.paths[0])
 
     @property
     def committed_step(self) -> int:
-        """The step given to the last `commit`; 0 before the first."""
+        """Step given to the last `commit`; 0 before the first."""
         return self._index.step
 
     @property
@@ -202,7 +203,7 @@ class BlockStore:
         return self._planned_bytes - self._freed_bytes
 
     def committed_extent(self, block: BlockId) -> Extent:
-        """Where the committed version is."""
+        """Extent of the committed version."""
         return self._extents[block][self._index.entries[block].version]
 
     def buffer_nbytes(self, block: BlockId) -> int:
@@ -230,21 +231,21 @@ class BlockStore:
 
     def read(self, block: BlockId, buffer: memoryview, at: Index | None = None) -> Ticket[None]:
         """Begin to read the committed version, or that of a commit that is kept. The ticket raises
-        if it does not verify."""
+        ChecksumError where it does not verify."""
         if block not in self._written:
             raise ValueError(f"block {block} was never committed; there is nothing to read")
         entry = (at or self._index).entries[block]
         return self._read(block, self._extents[block][entry.version], entry.checksum, buffer)
 
     def read_uncommitted(self, block: BlockId, buffer: memoryview) -> Ticket[None]:
-        """Begin to read what was written since the last commit, to undo it by hand."""
+        """Begin to read the version written since the last commit, to undo it by hand."""
         checksum = self._pending[block].wait()
         other = self._extents[block][self._next_version(block)]
         return self._read(block, other, checksum, buffer)
 
     def read_latest(self, block: BlockId, buffer: memoryview) -> Ticket[None]:
-        """Begin to read what was written since the last commit, which another thread may be about
-        to let count; of a block that was not, or could not be, the committed version.
+        """Begin to read the version written since the last commit, which another thread may be
+        about to commit; without one, or where its write failed, the committed version.
 
         Waits until it is written.
         """
@@ -255,15 +256,15 @@ class BlockStore:
                 ticket.wait()
         except NvmeError:  # whoever wrote it is told
             is_written = False
-        # Between the look and the read a commit may turn the versions round; the lock makes them
-        # one.
+        # Between the look and the read another thread's commit may turn the versions round: the
+        # lock makes them one.
         with self._counts:
             if is_written and self._pending.get(block) is ticket:
                 return self.read_uncommitted(block, buffer)
             return self.read(block, buffer)
 
     def read_written(self, block: BlockId, buffer: memoryview, checksum: int) -> Ticket[None]:
-        """Begin to fill whole pages with the first of what was written since the last commit.
+        """Begin to fill whole pages with the first of the version written since the last commit.
 
         Waits until it is, and raises what went wrong. checksum: of these pages.
         """
@@ -278,7 +279,7 @@ class BlockStore:
         self._flushed = None
 
     def has_room_for(self, nbytes: int) -> bool:
-        """Whether so much may be written before anything is refused; see `check_step`."""
+        """Whether `nbytes` may be written before anything is refused; see `check_step`."""
         try:
             self.check_step(nbytes)
         except NvmeError:
@@ -287,8 +288,8 @@ class BlockStore:
 
     def write(self, block: BlockId, buffer: memoryview) -> Ticket[int]:
         """Begin to write a block's other version. It counts after `commit`."""
-        # Of the two versions the one that does not count; a save may still read it, as it did count
-        # when the save began.
+        # The version that does not count. A save may still read it, as it did count when the save
+        # began: then the write waits for that reader.
         version = 1 - self._index.entries[block].version
         if self.versions.most:
             version = self._next_version(block)
@@ -309,7 +310,8 @@ class BlockStore:
         """Wait for every write since the last commit and sync the data; raises the first error."""
         if self._flushed is not None:
             return
-        # All writes before one sync of each file: a sync is the dear part.
+        # All writes come before one sync of each file, as a sync is the dear part. Ranks agree
+        # after it: whatever can fail must have failed here.
         checksums = {block: ticket.wait() for block, ticket in self._pending.items()}
         for number in sorted({self.layout.file_of_block[block] for block in checksums}):
             _sync(self._files[number])
@@ -333,7 +335,8 @@ class BlockStore:
                 entries[block] = IndexEntry(self._next_version(block), checksum)
         before = self._index
         with self._counts:
-            # In memory first: readers of another thread see all blocks turn at once.
+            # In memory before on disk: readers of another thread see all blocks turn at once, and
+            # an index that cannot be written counts all the same ([Note: commit cannot fail]).
             self._index = Index(self._index.sequence + 1, step, tuple(entries))
             self._written.update(self._flushed)
             self._pending.clear()
@@ -343,21 +346,22 @@ class BlockStore:
         self._write_index()
 
     def _next_version(self, block: BlockId) -> int:
-        """Of a block: what is written since the last commit. The same until a commit or a pin."""
+        """Version of a block that a write goes to. The same until a commit or a pin."""
         if self.versions.most:
             return self.versions.free_version(block, self._index)
         return 1 - self._index.entries[block].version
 
     @property
     def last(self) -> Index:
-        """The last commit."""
+        """Index of the last commit."""
         return self._index
 
     def rewind(self, steps: int) -> None:
-        """The commit of `steps` steps before counts again, durably and without a block written.
+        """Make the commit of `steps` steps before the last one again, durably and without a block
+        written.
 
-        Those behind it are forgotten, and step numbers go on. What was not committed is, too.
-        Raises ValueError where so many are not kept; see `commit` for an index that fails.
+        Commits after it are forgotten, and so are writes that were not committed; step numbers go
+        on. Raises ValueError where so many are not kept; see `commit` for an index that fails.
         """
         history = self.versions.history
         if not 1 <= steps <= len(history):
@@ -371,6 +375,7 @@ class BlockStore:
 
     def pin_last(self, witness: Path) -> PinnedVersion:
         """Keep the last commit while `witness` is there; see `KeptVersions.pin`."""
+        # a pin may change which version is free, so no write may be under way to one
         self.rollback()
         return self.versions.pin(self._index, witness, self.paths)
 
@@ -392,18 +397,19 @@ class BlockStore:
         self._flushed = None
 
     def forget(self, blocks: Sequence[BlockId]) -> None:
-        """These blocks are not needed any more: their space goes back to the file system, where
-        that can take it. Nothing is under way; waits for who has pinned them.
+        """Forget these blocks: their space goes back to the file system, where that can take it. No
+        transfer is under way; waits for readers of pinned versions.
 
         From the next commit on `recover` refuses them, as blocks that do not verify.
         """
-        # A save that was told of these blocks has not read them all.
+        # a save that was told of these blocks may not have read all of them
         for pin in self._pins:
             pin.wait_until_let_go()
         entries = list(self._index.entries)
         for block in blocks:
             self._written.discard(block)
             entry = entries[block]
+            # the wrong checksum on purpose: the next index must not vouch for pages that are gone
             entries[block] = IndexEntry(entry.version, entry.checksum ^ 0xFFFFFFFF)
             for extent in dict.fromkeys(self._extents[block]):  # one, where it has one version
                 if calls.punch(self._files[extent.file].fd, extent.offset, extent.nbytes):
@@ -425,7 +431,8 @@ class BlockStore:
         return self._pins[-1]
 
     def close(self) -> None:
-        """Wait for transfers, remove the files. Nothing in a forked child, or a second time.
+        """Wait for transfers, remove the files. Nothing happens in a forked child, or a second
+        time.
 
         Raises TransferError where a file cannot be closed; then all is done but for that.
         """
@@ -460,7 +467,7 @@ class BlockStore:
 
 
 def _sync(file: OpenFile) -> None:
-    """Data to the disk; where it went through the page cache, the cache is dropped."""
+    """Sync data to the disk; where they went through the page cache, the cache is dropped."""
     try:
         calls.fdatasync(file.fd)
         if not file.direct:
@@ -470,7 +477,7 @@ def _sync(file: OpenFile) -> None:
 
 
 def _write_pages(file: OpenFile, offset: int, data: bytes) -> None:
-    """A small synchronous write through page-aligned memory, as O_DIRECT wants."""
+    """Write a few bytes synchronously through page-aligned memory, as O_DIRECT wants."""
     nbytes, path = align_up(len(data), PAGE_BYTES), str(file.path)
     with mmap.mmap(-1, nbytes) as pages, memoryview(pages) as view:
         view[: len(data)] = data
@@ -483,8 +490,8 @@ def _write_pages(file: OpenFile, offset: int, data: bytes) -> None:
 
 
 def _discard(pid: int, files: tuple[OpenFile, ...], versions: KeptVersions) -> None:
-    """Remove the files, unless this is a forked child of the process that made them, or something
-    is pinned in them."""
+    """Remove the files, unless this is a forked child of the process that made them, or a version
+    in them is pinned."""
     if os.getpid() != pid:
         return
     stays = bool(versions.pinned)

@@ -1,6 +1,6 @@
-"""Commits before the last one that a store does not write over (ADR 0020).
+"""Kept versions: commits before the last one that a store does not write over (ADR 0020).
 
-The newest are a history, by which a run goes back some steps. Any commit may be pinned beside: it
+The newest are a history, by which a run goes back some steps. Any other commit may be pinned: it
 stays while its witness, a file of whoever pinned it, is there, and the store's files with it when
 the process has ended.
 """
@@ -19,14 +19,14 @@ from .layout import Index
 
 @dataclass(frozen=True, slots=True)
 class PinnedVersion:
-    """A commit that is found by its index, also by another process, while `witness` exists."""
+    """Commit that is found by its index, also by another process, while `witness` exists."""
 
     index: Index
     witness: Path
 
 
 class KeptVersions:
-    """At most `most` commits before the last one, in `most` + 2 extents of every block.
+    """Commits before the last one, at most `most`, in `most` + 2 extents of every block.
 
     Invariant, whenever a block is written: the last commit and those that are kept are at most
     `most` + 1, so one extent of every block is free.
@@ -36,24 +36,25 @@ class KeptVersions:
         self.most = most
         self.history: list[Index] = []  # of one step each, without a gap; the oldest first
         self.pinned: list[PinnedVersion] = []
-        self._seen: set[Path] = set()  # witnesses that were there
+        self._seen: set[Path] = set()  # witnesses that were seen
 
     def committed(self, before: Index, now: Index) -> None:
-        """`now` counts in place of `before`: as the next step, or as that step, rewritten."""
+        """Note that `now` counts in place of `before`: as the next step, or as that step,
+        rewritten."""
         if before.sequence and now.step > before.step:
             self.history.append(before)
         self._fit()
 
     def clear(self) -> None:
-        """No step before the last commit is to be gone back to."""
+        """Forget the history: no step before the last commit can be gone back to."""
         self.history.clear()
 
     def rewound(self, steps: int) -> None:
-        """The newest `steps` of the history are no more before the last commit."""
+        """Drop the newest `steps` of the history, which are the last commit or after it now."""
         del self.history[-steps:]
 
     def free_version(self, block: BlockId, last: Index) -> int:
-        """Where the next version of a block goes."""
+        """Version to which the next write of a block goes."""
         indexes = (last, *self.history, *(pin.index for pin in self.pinned))
         taken = {index.entries[block].version for index in indexes}
         return min(set(range(self.most + 2)) - taken)
@@ -61,7 +62,8 @@ class KeptVersions:
     def pin(self, index: Index, witness: Path, paths: Sequence[Path]) -> PinnedVersion:
         """Keep `index`, the last commit; `settle` follows, before the next write.
 
-        paths: of the store, beside which the pins are said. Raises OSError, and pins nothing then.
+        paths: of the store's files, with each of which a file of pins is written. Raises OSError,
+        and pins nothing then.
         """
         pin = PinnedVersion(index, witness)
         self.pinned.append(pin)
@@ -73,14 +75,14 @@ class KeptVersions:
         return pin
 
     def settle(self, pin: PinnedVersion) -> None:
-        """Its witness has been made, or will never be. Pins that it has taken the place of are
-        gone."""
+        """End a pin: its witness was made, or never will be. Forgets pins whose witnesses it
+        replaced."""
         if is_gone(pin.witness):
             self.pinned.remove(pin)
         self._fit()
 
     def say(self, paths: Sequence[Path], *, is_closed: bool = False) -> bool:
-        """Write beside the store's files what is pinned in them; whether anything is."""
+        """Write the files of pins of the store's files. Returns whether anything is pinned."""
         witnesses = [pin.witness for pin in self.pinned]
         if is_closed:
             witnesses = [witness for witness in witnesses if not is_gone(witness)]
@@ -89,9 +91,9 @@ class KeptVersions:
         return bool(witnesses)
 
     def _fit(self) -> None:
-        """Forget what was unpinned, and the oldest of the history where there are too many."""
+        """Forget commits that are pinned no more, and the oldest of the history beyond `most`."""
         for pin in list(self.pinned):
-            # A network may show a name late: what was never there is not gone.
+            # a network may show a name late: a witness that was never seen is not gone
             if not is_gone(pin.witness):
                 self._seen.add(pin.witness)
             elif pin.witness in self._seen:

@@ -26,7 +26,7 @@ from torch import Tensor
 from gemini.optim.rules.matrix_rule import (
     MOMENTUM,
     Intake,
-    Matrices,
+    MatrixOptions,
     MatrixRule,
     Outlet,
     directed,
@@ -126,7 +126,7 @@ class MatrixUpdater:
         return self._site.traffic()
 
     def _is_matrix(self, whole: Whole) -> bool:
-        return isinstance(self._hyper[whole.param], Matrices)
+        return isinstance(self._hyper[whole.param], MatrixOptions)
 
     # -- blocks on disk, before the step counts --
 
@@ -224,7 +224,7 @@ class MatrixUpdater:
         taken_in = []
         for piece in pieces:
             hyper = piece.hyper
-            if isinstance(hyper, Matrices):
+            if isinstance(hyper, MatrixOptions):
                 momentum = piece.planes[0].clone() if looks_only else piece.planes[0]
                 intake = Intake(hyper.momentum, hyper.nesterov)
                 taken_in.append(replace(piece, planes=(momentum,), hyper=intake))
@@ -336,7 +336,7 @@ class MatrixUpdater:
         here = site.bring(taken.planes, on_host=taken.on_host)
         for piece in views.pieces(block, here, grad=moves):
             hyper = piece.hyper
-            if isinstance(hyper, Matrices):
+            if isinstance(hyper, MatrixOptions):
                 rate = hyper.rate_of(self._shape[piece.counter])
                 outlet = Outlet(1 - hyper.lr * hyper.weight_decay, rate)
                 moved.append(replace(piece, planes=(), hyper=outlet))

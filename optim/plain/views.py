@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.optim.state.pieces import Piece, Planes, part_of
+from gemini.optim.state.pieces import Piece, Planes, plane_part
 from gemini.optim.state.space import Block, BlockSegment
 
 
@@ -130,7 +130,7 @@ class PlainViews:
                 master=None,
                 planes=tuple(
                     [
-                        part_of(p, part.offset, part.offset + part.numel, block.numel)
+                        plane_part(p, part.offset, part.offset + part.numel, block.numel)
                         for p in planes.values()
                     ]
                 ),

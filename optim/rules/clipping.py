@@ -1,4 +1,4 @@
-"""What a step clips gradients to, as a value. Pure."""
+"""Limits on gradients of a step, as a value. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """A limit on gradients, after they are unscaled.
+    """Limit on gradients, after they are unscaled.
 
     max_norm: over all parameters and ranks; 0 does not clip.
     max_value: of every element's magnitude; inf does not clip.
     fixed_factor: gradients are multiplied with it, whatever their norm; in (0, 1].
 
-    Raises ValueError for a limit that is none, and for a norm of no positive order.
+    Raises ValueError for an impossible limit, and for a norm of no positive order.
     """
 
     max_norm: float = 0.0
@@ -35,7 +35,7 @@ class Clip:
             raise ValueError(f"norm_type={self.norm_type}; expected a positive number or inf")
 
     def factor(self, norm: float) -> float:
-        """What gradients of this norm are multiplied with.
+        """Factor of gradients of this norm.
 
         As torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
         """
@@ -50,14 +50,14 @@ class Clip:
         return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def with_max_norm(self, norm: float) -> Clip:
-        """The same for gradients of this norm, said as a `max_norm`."""
+        """Limit with the same effect on gradients of this norm, as a `max_norm`."""
         if self.fixed_factor is None:
             return self
         max_norm = self.fixed_factor * (norm + 1e-6)
         return replace(self, max_norm=max_norm, fixed_factor=None)
 
     def norm(self, power_sum: float) -> float:
-        """From the sum of |g|^p, or from the largest |g|."""
+        """Norm from the sum of |g|^p, or from the largest |g|."""
         if self.norm_type == 2:
             return math.sqrt(power_sum)
         return power_sum if math.isinf(self.norm_type) else power_sum ** (1 / self.norm_type)
@@ -70,14 +70,14 @@ class Clip:
 
 
 def combined(power_sums: list[float], norm_type: float) -> float:
-    """Of all parts together: their sum, correctly rounded in any order, or their maximum."""
+    """Total of all parts: their sum, correctly rounded in any order, or their maximum."""
     if norm_type == math.inf:
         return max(power_sums, default=0.0)
     return math.fsum(power_sums)
 
 
 def asked_norm(max_norm: float, norm_type: float) -> Clip:
-    """What a call of `clip_grad_norm_` asks for. Raises ValueError."""
+    """Limit that a call of `clip_grad_norm_` asks for. Raises ValueError."""
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm}; expected a positive number (inf only measures)")
     return Clip(max_norm=float(max_norm), norm_type=float(norm_type))

@@ -1,4 +1,4 @@
-"""What a user may say about where an optimizer's state lives and how it is updated. Pure."""
+"""Choices of a user: where an optimizer's state lives and how it is updated. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPILED_FROM_NUMEL = 1 << 26  # a step gains 50 ms there on 2 cores: 100 of the
 
 @dataclass(frozen=True, slots=True)
 class NvmeConfig:
-    """Where and how state goes to disk. The defaults need no thought.
+    """Configuration of state on disk. The defaults need no thought.
 
     Raises ValueError for a block size, depth or number of versions that cannot be.
     """
@@ -37,7 +37,8 @@ class NvmeConfig:
 
     @property
     def num_versions(self) -> int:
-        """Of every block on disk: one that counts, one that is written, and those that are kept."""
+        """Versions of every block on disk: one that counts, one that is written, and those that are
+        kept."""
         return NUM_VERSIONS + self.keep_versions
 
     def __post_init__(self) -> None:
@@ -51,13 +52,13 @@ class NvmeConfig:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NvmeConfig:
-        """Itself: it is frozen, and an engine cannot be copied."""
+        """The object itself: it is frozen, and an engine cannot be copied."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class StateConfig:
-    """One optimizer's choices, as its targets get them."""
+    """Choices of one optimizer, as its targets get them."""
 
     nvme_fraction: float = 0.0
     nvme: NvmeConfig = NvmeConfig()
@@ -82,10 +83,10 @@ class StateConfig:
 
 @dataclass(frozen=True, slots=True)
 class UpdateFacts:
-    """What the CPU path follows from: of the whole model, so the same on every rank and tier."""
+    """Facts that choose the CPU path: of the whole model, so the same on every rank and tier."""
 
     numel: int  # of all parameters that are updated, over all ranks
-    has_master: bool  # fp32 masters beside 16-bit weights
+    has_master: bool  # fp32 masters of 16-bit weights
     rounds_at_random: bool = False
     is_float64: bool = False  # parameters and state
 
@@ -93,8 +94,8 @@ class UpdateFacts:
 def wants_compiled(cpu_path: str, facts: UpdateFacts) -> bool:
     """Whether the update is to be compiled.
 
-    `"auto"` does where fp32 masters make eager operators convert, and the model is large.
-    Raises ValueError where what was asked for cannot be.
+    `"auto"` does where fp32 masters make eager operators convert, and the model is large. Raises
+    ValueError for a path that this model cannot take.
     """
     if cpu_path == "compile" and facts.rounds_at_random:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The control vector of one target: loss scale, its counters, and what kernels leave there.
+"""Control vector of one target: loss scale, its counters, and what kernels leave there.
 
 fp64, where gradients are: on the device the kernels change it and the host never has to look. It is
 written by `fill_`: `tensor[field] = number` copies a tensor of the host, and waits for the device.
@@ -55,7 +55,7 @@ class ControlVector:
 
     @property
     def used(self) -> Tensor:
-        """fp64 0-d, a view: what the gradients of the last step carried."""
+        """fp64 0-d, a view: scale of the gradients of the last step."""
         return self.tensor[fields.USED_SCALE]
 
     def values(self) -> list[float]:
@@ -72,11 +72,11 @@ class ControlVector:
         return found
 
     def changed(self) -> None:
-        """What was read is not so any more; by a kernel, which no version of the tensor shows."""
+        """Forget what was read: a kernel changed it, which no version of the tensor shows."""
         self._known = None
 
     def read(self) -> ScaleState:
-        """Waits for the device, unless `values` were read since the scale has last changed."""
+        """Read the scale. Waits for the device, unless `values` were read since it last changed."""
         if self._known is None or self._known[0] != self.tensor._version:
             self.values()
             assert self._known is not None
@@ -89,11 +89,11 @@ class ControlVector:
 
     @property
     def skipped_steps(self) -> int:
-        """Waits for the device."""
+        """Number of skipped steps. Waits for the device."""
         return int(self.tensor[fields.SKIPPED_STEPS])
 
     def stepped(self, overflow: bool) -> None:
-        """The host decided whether a step counts: move the schedule on."""
+        """Move the schedule on where the host decided whether a step counts."""
         self.used.copy_(self.scale)
         if overflow:
             self.tensor[fields.SKIPPED_STEPS].add_(1)
@@ -112,7 +112,8 @@ class ControlVector:
         return counters
 
     def load_state_dict(self, counters: Mapping[str, Any]) -> None:
-        """A scale that was saved without one, or the other way round, leaves the scale as it is."""
+        """Load a scale. One that was saved without a scale, or the other way round, changes
+        nothing."""
         self.tensor[fields.SKIPPED_STEPS].fill_(float(counters.get("skipped_steps", 0)))
         if self.active and "scale" in counters:
             self._write(

@@ -37,7 +37,8 @@ def _sign(h: Any) -> Any:
 
 
 def adam_coefficients(h: Any, t: Any) -> dict[str, Any]:
-    """In the decoupled mode the parameter decays, else the gradient has an L2 term."""
+    """Coefficients of Adam. In the decoupled mode the parameter decays, else the gradient has an L2
+    term."""
     corrected = choose(h.bias_correction, 1.0 - h.beta2**t, 1.0)
     return {
         "w1": 1.0 - h.beta1,
@@ -87,7 +88,8 @@ def adam(
 
 
 def sgd_coefficients(h: Any, t: Any) -> dict[str, Any]:
-    """The first gradient goes into the buffer whole, whatever the dampening: it starts at zero."""
+    """Coefficients of SGD. The first gradient goes into the buffer whole, whatever the dampening:
+    the buffer starts at zero."""
     return {
         "lr": h.lr,
         "momentum": h.momentum,
@@ -116,7 +118,7 @@ def sgd(param: Tensor, grad: Tensor, c: Any, *, momentum_buffer: Tensor) -> Upda
 
 
 def lion_coefficients(h: Any, t: Any) -> dict[str, Any]:
-    """Weight decay is decoupled, times the rate."""
+    """Coefficients of Lion. Weight decay is decoupled, times the rate."""
     decay = 1.0 - h.lr * h.weight_decay
     return {"w1": 1.0 - h.beta1, "w2": 1.0 - h.beta2, "lr": h.lr, "decay": decay}
 
@@ -132,7 +134,8 @@ def lion(param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor) -> Updated:
 
 
 def adagrad_coefficients(h: Any, t: Any) -> dict[str, Any]:
-    """The plane begins at zeros, and so with its initial value in the first step."""
+    """Coefficients of Adagrad. The plane begins at zeros, and so with its initial value in the
+    first step."""
     return {
         "rate": h.lr / (1.0 + (t - 1) * h.lr_decay),
         "weight_decay": h.weight_decay,
@@ -157,7 +160,8 @@ def adagrad(param: Tensor, grad: Tensor, c: Any, *, sum: Tensor) -> Updated:
 
 
 def rmsprop_coefficients(h: Any, t: Any) -> dict[str, Any]:
-    """A group without momentum, or that is not centered, leaves the planes of others alone."""
+    """Coefficients of RMSprop. A group without momentum, or not centered, leaves the planes of
+    others alone."""
     return {
         "lr": h.lr,
         "alpha": h.alpha,
@@ -202,7 +206,7 @@ def rmsprop(
 
 
 def adamax_coefficients(h: Any, t: Any) -> dict[str, Any]:
-    """Only the first moment is biased."""
+    """Coefficients of Adamax. Only the first moment is biased."""
     return {
         "w1": 1.0 - h.beta1,
         "beta2": h.beta2,
@@ -227,13 +231,13 @@ def adamax(param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor, exp_inf: Ten
 
 
 def nadam_product(h: Any, t: Any) -> Any:
-    """mu_1 ... mu_t: a function of the count, and so exact where training resumes. A schedule of
-    beta1 counts as if it always had been this one."""
+    """Product mu_1 ... mu_t: a function of the count, and so exact where training resumes. A
+    schedule of beta1 counts as if it always had been this one."""
     return h.beta1**t * falling_product(h.momentum_decay * log(0.96), t)
 
 
 def nadam_coefficients(h: Any, t: Any) -> dict[str, Any]:
-    """Momentum grows with the count."""
+    """Coefficients of NAdam. Momentum grows with the count."""
     product = nadam_product(h, t)
     mu = h.beta1 * (1.0 - 0.5 * power(0.96, t * h.momentum_decay))
     mu_next = h.beta1 * (1.0 - 0.5 * power(0.96, (t + 1) * h.momentum_decay))
@@ -270,7 +274,8 @@ def nadam(param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor, exp_avg_sq: T
 
 
 def radam_coefficients(h: Any, t: Any) -> dict[str, Any]:
-    """Rectified where the length of the average is above 5, else as SGD with momentum."""
+    """Coefficients of RAdam: rectified where the length of the average is above 5, else SGD with
+    momentum."""
     beta2_t = h.beta2**t
     longest = 2.0 / (1.0 - h.beta2) - 1.0
     length = longest - 2.0 * t * beta2_t / (1.0 - beta2_t)
@@ -305,7 +310,7 @@ def radam(param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor, exp_avg_sq: T
 
 
 def adadelta_coefficients(h: Any, t: Any) -> dict[str, Any]:
-    """Nothing depends on the count."""
+    """Coefficients of Adadelta. None depends on the count."""
     return {
         "lr": h.lr,
         "rho": h.rho,
@@ -333,9 +338,9 @@ def adadelta(
 
 
 def schedule_free_coefficients(h: Any, t: Any) -> dict[str, Any]:
-    """The weight of step i is i**r * (its rate / lr)**weight_lr_power, and the rate grows over
-    `warmup_steps`: what all so far sum up to is a function of the count. Another schedule changes
-    the rate of a step, and not its weight."""
+    """Coefficients of schedule-free AdamW. The weight of step i is i**r * (its rate /
+    lr)**weight_lr_power, and the rate grows over `warmup_steps`: the sum of all weights so far is a
+    function of the count. Another schedule changes the rate of a step, and not its weight."""
     warm = at_least(h.warmup_steps, 1.0)
     share = at_most(t / warm, 1.0)
     rising = at_most(t * 1.0, h.warmup_steps)
@@ -373,7 +378,8 @@ def schedule_free(param: Tensor, grad: Tensor, c: Any, *, exp_avg_sq: Tensor, z:
 
 
 def lamb_coefficients(h: Any, t: Any) -> dict[str, Any]:
-    """`trust` is of a parameter: |p| / |u|, or 1 where one of them is 0, or `adam` is set."""
+    """Coefficients of LAMB. `trust` of a parameter: |p| / |u|, or 1 where one of them is 0, or
+    `adam` is set."""
     return {
         "w1": 1.0 - h.beta1,
         "beta2": h.beta2,
@@ -407,8 +413,8 @@ def lamb(param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor, exp_avg_sq: Te
 
 
 def adafactor_coefficients(h: Any, t: Any) -> dict[str, Any]:
-    """`trust` is of a parameter: max(eps[1], RMS(p)) / max(1, RMS(u) / d), or 1 over the latter.
-    Where it is `factored`, v is known, and stays."""
+    """Coefficients of Adafactor. `trust` of a parameter: max(eps[1], RMS(p)) / max(1, RMS(u) / d),
+    or 1 over the latter. Where it is `factored`, v is known, and stays."""
     rate = choose(h.relative_step, at_most(power(t, -0.5), h.lr), h.lr)
     return {
         "share": choose(h.factored, 0.0, power(t, h.beta2_decay)),

@@ -1,4 +1,4 @@
-"""What an update rule is whose state of a matrix is a number for every row and every column."""
+"""Rules whose state of a matrix is a number for every row and every column."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from .state_layout import Columns
 
 
 class LineRule(NormRule):
-    """A rule with one plane, a variance: of a matrix it is computed where it is needed, from the
+    """Rule with one plane, a variance: of a matrix it is computed where it is needed, from the
     `Factors` of a step, and is no state. Hyperparameters have fields `factored` and `factors`, and
-    a `floor` of the mean of rows.
-    """
+    a `floor` of the mean of rows."""
 
     def columns(self, shapes: Sequence[Sequence[int]]) -> Columns:
-        """Parameters without lines have the plane."""
+        """Planes of every parameter: those without lines have the plane."""
         own = frozenset(self.layout.names)
         return Columns(tuple(frozenset() if has_lines(shape) else own for shape in shapes))
 
     def given(
         self, planes: Sequence[Tensor], hyper: Any, first: int, param: Tensor
     ) -> Sequence[Tensor]:
-        """What takes the place of `planes` in an update of elements from `first` of a parameter,
-        [n] `param`."""
+        """Inputs in place of `planes`, in an update of elements from `first` of a parameter, [n]
+        `param`."""
         if hyper.factors is None:
             return planes
         return (hyper.factors.variance(first, param.numel(), param.device),)
 
     def share(self, hyper: Any, step: int) -> float:
-        """Of a step's squares in their averages."""
+        """Share of a step's squares in their averages."""
         raise NotImplementedError
 
     def begun(self, hyper: Any, dtype: torch.dtype) -> Any:
@@ -42,8 +41,8 @@ class LineRule(NormRule):
         return hyper
 
     def factored(self, hyper: Any, stack: Stack, rows: Tensor, columns: Tensor) -> Any:
-        """Of one whose lines these are: averages of squares [matrices, rows] and [matrices,
-        columns]."""
+        """Hyperparameters of a parameter with these lines: averages of squares [matrices, rows] and
+        [matrices, columns]."""
         wide = rows.double()
         means = wide.mean(1, keepdim=True).clamp_(min=hyper.floor)
         factors = Factors(stack, (wide / means).to(rows.dtype), columns)

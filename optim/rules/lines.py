@@ -32,8 +32,8 @@ def stack_of(shape: Sequence[int]) -> Stack:
 
 
 def boxes(stack: Stack, first: int, numel: int) -> Iterator[tuple[slice, Box]]:
-    """Elements [first, first + numel) of a contiguous stack as at most five boxes of it, each with
-    its place in the run."""
+    """Boxes, at most five, of elements [first, first + numel) of a contiguous stack, each with its
+    place in the run."""
     _, rows, columns = stack
     at, end = first, first + numel
     while at < end:
@@ -58,7 +58,7 @@ class LineSums:
     """
 
     def __init__(self, stack: Stack, largest: float) -> None:
-        """largest: no element's magnitude is above twice it; it decides on bits."""
+        """largest: at least half of the largest magnitude; it decides on bits."""
         self.stack = stack
         matrices, rows, columns = stack
         self.values = torch.zeros(2 * matrices * (rows + columns), dtype=torch.float64)
@@ -70,13 +70,13 @@ class LineSums:
 
     @property
     def _lines(self) -> tuple[Tensor, Tensor]:
-        """[2, matrices, rows] and [2, matrices, columns]."""
+        """Sums of lines, [2, matrices, rows] and [2, matrices, columns]."""
         matrices, rows, columns = self.stack
         of_rows, of_columns = self.values.split([2 * matrices * rows, 2 * matrices * columns])
         return of_rows.view(2, matrices, rows), of_columns.view(2, matrices, columns)
 
     def add(self, values: Tensor, first: int) -> None:
-        """Elements [first, first + n), [n] of any float type and place."""
+        """Add elements [first, first + n), [n] of any float type and place."""
         of_rows, of_columns = self._lines
         squares = values.double().square()
         for here, (matrices, rows, columns) in boxes(self.stack, first, values.numel()):
@@ -88,7 +88,8 @@ class LineSums:
                 of_columns[level, matrices, columns] += part.sum(1).cpu()
 
     def means(self) -> tuple[Tensor, Tensor]:
-        """Of squares: of every row [matrices, rows] and of every column [matrices, columns]."""
+        """Means of squares: of every row [matrices, rows] and of every column [matrices,
+        columns]."""
         _, rows, columns = self.stack
         of_rows, of_columns = self._lines
         return of_rows.sum(0) / columns, of_columns.sum(0) / rows
@@ -105,7 +106,7 @@ class Factors:
     _there: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def variance(self, first: int, numel: int, device: torch.device) -> Tensor:
-        """[numel], of elements from `first`; ones behind the last."""
+        """Variances [numel] of elements from `first`; ones after the last."""
         if device not in self._there:
             self._there[device] = self.rows.to(device), self.columns.to(device)
         of_rows, of_columns = self._there[device]

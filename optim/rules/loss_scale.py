@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class ScaleState:
-    """Where a schedule is; part of every checkpoint."""
+    """State of a schedule; part of every checkpoint."""
 
     scale: float
     good_steps: int  # since the scale last changed, or a step was skipped
@@ -22,7 +22,7 @@ class ScaleState:
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """Every option of the loss scale; these defaults are the only ones.
+    """Options of the loss scale; these defaults are the only ones.
 
     initial_scale, min_scale, max_scale: factors on the loss; the scale stays within the two.
     growth_factor, backoff_factor: the scale is multiplied by them.
@@ -63,11 +63,11 @@ class LossScale:
         )  # fmt: skip
 
     def start(self) -> ScaleState:
-        """The state before the first step."""
+        """State before the first step."""
         return ScaleState(float(self.initial_scale), 0, int(self.hysteresis))
 
     def after(self, state: ScaleState, overflow: bool) -> ScaleState:
-        """The state after one step."""
+        """State after one step."""
         if self.growth_interval == 0:
             return state
         if overflow:

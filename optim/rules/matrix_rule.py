@@ -5,9 +5,8 @@
     O = `orthogonal(G)`, of a whole matrix
     p <- p * (1 - lr * weight_decay) - `adjusted_rate(lr, ...)` * O
 
-The first two lines and the last one are elementwise, and are updates of shards; what is between
-needs all of a matrix at one place (`optim.matrices`). Parameters of other groups are updated by
-another rule.
+The first two lines and the last one are elementwise, and are updates of shards; the third needs all
+of a matrix at one place (`optim.matrices`). Parameters of other groups are updated by another rule.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ MOMENTUM = Plane("momentum_buffer", "float32")
 _MOST_STEPS = 100  # as torch has it
 
 
-class Matrices(NamedTuple):
-    """The options of a group whose matrices are made orthogonal."""
+class MatrixOptions(NamedTuple):
+    """Options of a group whose matrices are made orthogonal."""
 
     lr: float
     weight_decay: float
@@ -50,11 +49,11 @@ class Matrices(NamedTuple):
         return [part for matrix in stack for part in matrix.split(list(sizes), dim)]
 
     def rate(self, rows: int, columns: int) -> float:
-        """Of a matrix."""
+        """Rate of a matrix of this shape."""
         return adjusted_rate(self.lr, self.adjust_lr_fn, rows, columns)
 
     def rate_of(self, shape: Sequence[int]) -> float:
-        """Of a parameter: that of its first matrix."""
+        """Rate of a parameter: that of its first matrix."""
         rows, columns = shape[-2:]
         if self.split is None:
             return self.rate(rows, columns)
@@ -63,21 +62,23 @@ class Matrices(NamedTuple):
 
 
 class Intake(NamedTuple):
-    """What takes gradients into the momentum; directions come out in place of parameters."""
+    """Part of an update that takes gradients into the momentum; directions come out in place of
+    parameters."""
 
     momentum: float
     nesterov: bool
 
 
 class Outlet(NamedTuple):
-    """What moves weights along directions, which come in place of gradients."""
+    """Part of an update that moves weights along directions, which come in place of gradients."""
 
     decay: float
     rate: float
 
 
 class MatrixRule(UpdateRule):
-    """Of groups with `use_muon` a momentum in fp32; of the others what `others` keeps.
+    """Rule that keeps an fp32 momentum for groups with `use_muon`; for the others what `others`
+    keeps.
 
     A parameter has the planes of its group (`columns`).
     """
@@ -98,14 +99,14 @@ class MatrixRule(UpdateRule):
     def columns(
         self, group_of: Sequence[int | None], groups: Sequence[Mapping[str, Any]]
     ) -> Columns:
-        """By parameter, of which one in no group may come into any."""
+        """Planes of every parameter; one in no group may come into any."""
         own, others = frozenset({MOMENTUM.name}), frozenset(self.others.layout.names)
         planes = [own if group["use_muon"] else others for group in groups]
         return Columns(tuple(None if group is None else planes[group] for group in group_of))
 
     def hyper(self, group: Mapping[str, Any]) -> Any:
-        """`Matrices`, or what `others` has of its options, which are named `adamw_...` where both
-        have them. Raises ValueError naming the first that is out of range."""
+        """`MatrixOptions`, or the hyperparameters of `others`, whose options are named `adamw_...`
+        where both rules have them. Raises ValueError naming the first that is out of range."""
         if not group["use_muon"]:
             own = {name: group[name] for name in self.others.options if name in group}
             theirs = {name: group[f"adamw_{name}"] for name in ("lr", "eps")}
@@ -120,7 +121,7 @@ class MatrixRule(UpdateRule):
         if steps not in range(_MOST_STEPS):
             raise ValueError(f"ns_steps={steps!r}; expected a whole number below {_MOST_STEPS}")
         split = group["split"]
-        return Matrices(
+        return MatrixOptions(
             number(group, "lr", 0.0, open_high=True),
             number(group, "weight_decay", 0.0, open_high=True),
             number(group, "momentum", 0.0, 1.0, open_high=False),
@@ -135,14 +136,14 @@ class MatrixRule(UpdateRule):
         )
 
     def is_kept(self, hyper: Any, columns: Columns, param: int) -> bool:
-        """Whether a parameter has what its group's update needs."""
-        own = [MOMENTUM] if isinstance(hyper, Matrices) else self.layout.planes[1:]
+        """Whether a parameter has the state that its group's update needs."""
+        own = [MOMENTUM] if isinstance(hyper, MatrixOptions) else self.layout.planes[1:]
         return all(columns.has(param, plane.name) for plane in own)
 
     def update(
         self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: Any, step: int
     ) -> None:
-        """The part of an update that `hyper` is of, by the operators of torch.optim.Muon."""
+        """Do the part of an update that `hyper` is of, by the operators of torch.optim.Muon."""
         if isinstance(hyper, Intake):
             buffer = planes[0].lerp_(grad, 1 - hyper.momentum)
             if hyper.nesterov:
@@ -158,9 +159,9 @@ class MatrixRule(UpdateRule):
             update(self.others, param, grad, own, hyper, step)
 
 
-def directed(hyper: Matrices, whole: Tensor) -> None:
-    """Make the matrices of a parameter orthogonal, in place; one that another rate belongs to than
-    to the first has the ratio of both."""
+def directed(hyper: MatrixOptions, whole: Tensor) -> None:
+    """Make the matrices of a parameter orthogonal, in place; where a matrix has another rate than
+    the first, it is multiplied with the ratio of both."""
     first = hyper.rate_of(whole.shape)
     for part in hyper.parts(whole):
         found = orthogonal(

@@ -49,8 +49,8 @@ def _iterated(x: Tensor, coefficients: tuple[float, ...], steps: int) -> Tensor:
 
 
 def _iterated_gram(x: Tensor, coefficients: tuple[float, ...], steps: int) -> Tensor:
-    """All factors are polynomials of one symmetric matrix, and commute. In fp32: squares of bf16
-    values cancel in A, which nothing corrects afterwards."""
+    """Product of all factors, which are polynomials of one symmetric matrix, and commute. In fp32:
+    squares of bf16 values cancel in A, which nothing corrects afterwards."""
     a, b, c = coefficients
     wide = x.float()
     gram, product = wide @ wide.T, None
@@ -64,7 +64,7 @@ def _iterated_gram(x: Tensor, coefficients: tuple[float, ...], steps: int) -> Te
 
 
 def adjusted_rate(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) -> float:
-    """As torch.optim.Muon has it: `"original"` (also None) times sqrt(max(1, rows / columns)),
+    """Rate as torch.optim.Muon has it: `"original"` (also None) times sqrt(max(1, rows / columns)),
     `"match_rms_adamw"` times 0.2 * sqrt(max(rows, columns)) (Liu et al. 2025)."""
     if adjust_lr_fn == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, columns)))

@@ -32,12 +32,12 @@ _TILE_NUMEL = 1 << 16  # what is coded at once stays in cache; whole groups
 
 
 def state_noise(seed: int, counter: int, step: int, first: int, numel: int) -> Tensor:
-    """int32 [numel] in [0, 2**16): by what positive planes are rounded."""
+    """int32 [numel] in [0, 2**16): noise with which planes that are never negative are rounded."""
     return noise(seed, counter + NOISE_KEY, step, first, numel)
 
 
 def decoded(stored: Sequence[Tensor], layout: StateLayout) -> list[Tensor]:
-    """fp32 [n] of all planes of a layout but masters; `stored`: what there is of them."""
+    """fp32 [n] of all planes of a layout but masters. stored: the planes that are kept."""
     if layout.kind == "bf16":
         return [plane.float() for plane in stored]
     planes = _quantised(layout)
@@ -57,7 +57,7 @@ def decoded(stored: Sequence[Tensor], layout: StateLayout) -> list[Tensor]:
 def encode(
     values: Sequence[Tensor], stored: Sequence[Tensor], layout: StateLayout, random: Tensor | None
 ) -> None:
-    """The way back: fp32 [n] into `stored`. random: of `state_noise`; None: all to nearest."""
+    """Write fp32 [n] into `stored`, as codes. random: of `state_noise`; None: all to nearest."""
     planes = _quantised(layout)
     count = len(planes)
     for i, plane in enumerate(planes):
@@ -75,7 +75,7 @@ def encode(
 
 
 def _tiles(numel: int) -> Iterator[tuple[int, slice]]:
-    """Where each tile begins, and its groups."""
+    """(begin, groups) of every tile."""
     step = _TILE_NUMEL // GROUP_NUMEL
     for i, start in enumerate(range(0, numel, _TILE_NUMEL)):
         yield start, slice(i * step, (i + 1) * step)
@@ -94,7 +94,7 @@ def _to_bf16(values: Tensor, out: Tensor, random: Tensor | None) -> None:
 
 
 def _groups(values: Tensor) -> Tensor:
-    """[groups, 64] of [n], with zeros behind its end; a view where it has whole groups."""
+    """[groups, 64] of [n], with zeros after its end; a view where it has whole groups."""
     missing = -values.numel() % GROUP_NUMEL
     padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
     return padded.view(-1, GROUP_NUMEL)

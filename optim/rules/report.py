@@ -1,4 +1,4 @@
-"""What one optimizer step did. Making a report never waits; reading its outcome may."""
+"""Report of one optimizer step. Making it never waits; reading its outcome may."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gemini.tickets import Done, Ticket
 
 log = logging.getLogger("gemini")
 
-QUIET_STEPS = 8  # in a row, behind which updates begin in backward again
+QUIET_STEPS = 8  # in a row, after which updates begin in backward again
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the device knows when the step is done."""
+    """Outcome of a step that the device knows when the step is done."""
 
     skipped: bool = False
     grad_norm: float | None = None  # over all ranks, before clipping; None where not asked for
@@ -56,7 +56,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class TailResult:
-    """What a step did when `step()` had returned: its tail, and nothing where it has none."""
+    """Result of a tail: what a step did after `step()` returned; nothing where it has none."""
 
     committed: bool = True  # it counts; else a disk failed, and the step is undone
     traffic: Traffic = field(default_factory=Traffic)
@@ -69,9 +69,9 @@ class TailResult:
 class Speculated:
     """Blocks on disk that were updated in backward, on this rank, since the last step.
 
-    held: what was assumed is what the step agreed on. redone: it was not, or they were dropped
-    before the step. quiet_steps: in a row that were neither clipped nor skipped nor mostly done
-    again, this one too; from `needed_quiet_steps` on the next backward updates.
+    held: the step agreed on what was assumed. redone: it did not, or they were dropped before the
+    step. quiet_steps: in a row that were neither clipped nor skipped nor mostly done again, this
+    one too; from `needed_quiet_steps` on the next backward updates.
     """
 
     speculated: int = 0
@@ -83,8 +83,8 @@ class Speculated:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Left at `optimizer.last_report` by every `step()`. What it moved is what it had when it
-    returned; `behind` says the rest, and waits for it."""
+    """Report that every `step()` leaves at `optimizer.last_report`. Its traffic is that of the
+    call; `behind` has that of the tail, and waits for it."""
 
     outcome: Ticket[Outcome] = field(default_factory=lambda: Done(Outcome()))
     traffic: Traffic = field(default_factory=Traffic)
@@ -117,17 +117,18 @@ class StepReport:
 
     @property
     def committed(self) -> bool:
-        """The step counts, on every rank. False until its tail has ended; never waits."""
+        """Whether the step counts, on every rank. False until its tail has ended; never waits."""
         return self.behind.ready() and self.behind.wait().committed
 
     @property
     def skipped(self) -> bool:
-        """A gradient was not finite: nothing was changed."""
+        """Whether a gradient was not finite, and nothing was changed."""
         return self.outcome.wait().skipped
 
     @property
     def grad_norm(self) -> float | None:
-        """Over all parameters and ranks, unscaled, before clipping: L2, or what was clipped."""
+        """Norm over all parameters and ranks, unscaled, before clipping: L2, or what was
+        clipped."""
         return self.outcome.wait().grad_norm
 
     @property
@@ -137,7 +138,7 @@ class StepReport:
 
     @property
     def loss_scale(self) -> float:
-        """What the gradients of this step were multiplied with; 1 without a loss scale."""
+        """Factor that the gradients of this step carried; 1 without a loss scale."""
         return self.outcome.wait().loss_scale
 
 
@@ -150,7 +151,8 @@ class NonFiniteGradientError(ArithmeticError):
 
 
 class SkipLog:
-    """Warns once for a burst of skipped steps, as soon as an outcome is known; waits for none."""
+    """Log of skipped steps: warns once for a burst, as soon as an outcome is known; waits for
+    none."""
 
     def __init__(self) -> None:
         self._unread: deque[Ticket[Outcome]] = deque()

@@ -1,4 +1,4 @@
-"""What an update rule is to the rest: its planes, its options, and two pure functions.
+"""Update rule: its planes, its options, and two pure functions.
 
 A rule is written once (docs/extending.md). Of its two functions follow the eager update, the
 compiled loop (`optim.update.kernel_specs`) and the kernels (`optim.update.triton_source`).
@@ -23,7 +23,7 @@ STRIP_NUMEL = 1 << 16  # of an eager update: what operators make on their way st
 
 
 class UpdateRule:
-    """How one optimizer updates a run of elements, every element alike.
+    """Rule by which one optimizer updates a run of elements, every element alike.
 
     A subclass says what it is called, its `layout` (planes without master and undo), its `options`
     and two static functions:
@@ -35,7 +35,7 @@ class UpdateRule:
             in fp32, of [n] each; `c.NAME` is a coefficient, []. Operators that are exact or
             correctly rounded (`optim.update.tracing.KNOWN`), no branch on values.
 
-    wanted: options whose planes of `optional` the state has, beside those of `layout`; the formula
+    wanted: options whose planes of `optional` the state has, with those of `layout`; the formula
         gets None for the others.
     state: in what planes are kept between updates; see `optim.rules.quantised`.
     Raises ValueError for an option that has no such plane, or that cannot be kept so.
@@ -70,12 +70,12 @@ class UpdateRule:
         self.coefficient_names = tuple(self.coefficients(self.hyper(self.options), 1))
 
     def for_groups(self, groups: Sequence[Mapping[str, Any]]) -> UpdateRule:
-        """The rule whose state these groups need."""
+        """Rule whose state these groups need."""
         wanted = (name for name in self.optional if any(group[name] for group in groups))
         return type(self)(*wanted, state=self.layout.kind)
 
     def hyper(self, group: Mapping[str, Any]) -> Any:
-        """The group's options as a frozen, hashable value of numbers.
+        """Options of a group as a frozen, hashable value of numbers.
 
         Raises ValueError naming the first one that is out of range, has no plane, or asks for
         another kind of state.
@@ -103,17 +103,17 @@ class UpdateRule:
         return _hyper_type(tuple(values))(**values)
 
     def hyper_row(self, hyper: Any) -> tuple[float, ...]:
-        """The same as a row of the kernels' hyperparameter table."""
+        """Row of the kernels' hyperparameter table."""
         return tuple(map(float, hyper))
 
     def values(self, hyper: Any, step: int) -> tuple[float, ...]:
-        """Its coefficients in their order, in fp64; `step` counts from 1."""
+        """Coefficients in their order, in fp64; `step` counts from 1."""
         return tuple(map(float, self.coefficients(hyper, step).values()))
 
     def updated(
         self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], values: Tensor
     ) -> list[Tensor]:
-        """The formula: new [param, *planes] [n], in the dtype of `param`, from all its coefficients
+        """New [param, *planes] [n] by the formula, in the dtype of `param`, from all coefficients
         [k]."""
         c = SimpleNamespace(**dict(zip(self.coefficient_names, values.unbind(), strict=True)))
         names = [plane.name for plane in self.optional.values()]
@@ -137,7 +137,7 @@ class UpdateRule:
 
 
 class NormRule(UpdateRule):
-    """One whose step of a parameter is as long as its norm says.
+    """Rule whose step of a parameter is as long as its norm says.
 
     `direction` is a second function as `formula`: what a parameter moves along, [n]. `trust`, a
     field of the hyperparameters that is no option, is the ratio of both norms.
@@ -147,14 +147,14 @@ class NormRule(UpdateRule):
     direction: Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
     def hyper(self, group: Mapping[str, Any]) -> Any:
-        """As `UpdateRule`, with a `trust` of 1."""
+        """Hyperparameters as of `UpdateRule`, with a `trust` of 1."""
         hyper = super().hyper(group)
         return _hyper_type((*hyper._fields, "trust"))(*hyper, 1.0)
 
     def moved_along(
         self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: Any, step: int
     ) -> Tensor:
-        """[n], of an update that is not made: nothing is changed."""
+        """Direction [n] of an update that is not made: nothing is changed."""
         values = _values(self, hyper, step, param.dtype).to(param.device)
         c = SimpleNamespace(**dict(zip(self.coefficient_names, values.unbind(), strict=True)))
         given = dict(zip(self.layout.names, planes, strict=True))
@@ -164,11 +164,11 @@ class NormRule(UpdateRule):
     def given(
         self, planes: Sequence[Tensor], hyper: Any, first: int, param: Tensor
     ) -> Sequence[Tensor]:
-        """What an update of elements from `first` of a parameter takes as its planes."""
+        """Inputs of an update of elements from `first` of a parameter, in place of its planes."""
         return planes
 
     def trusting(self, hyper: Any, weight_norm: float, direction_norm: float, numel: int) -> Any:
-        """The hyperparameters of one parameter, whose norms these are; of zeros the trust is 1."""
+        """Hyperparameters of one parameter, whose norms these are; of zeros the trust is 1."""
         if weight_norm == 0 or direction_norm == 0:
             return hyper
         return hyper._replace(trust=weight_norm / direction_norm)

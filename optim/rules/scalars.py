@@ -1,4 +1,4 @@
-"""What coefficients are made with: functions of numbers, or of fp64 tensors [] in a trace.
+"""Scalars of coefficients: functions of numbers, or of fp64 tensors [] in a trace.
 
 A rule's coefficients are a function of named hyperparameters and the step count. It is called with
 Python's floats where the host needs them, and traced once with tensors where a kernel does
@@ -31,17 +31,17 @@ def _as_tensor(value: Any) -> Tensor:
 
 
 def sqrt(x: Any) -> Any:
-    """Of a number that is not negative."""
+    """Square root of a number that is not negative."""
     return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
 
 
 def exp(x: Any) -> Any:
-    """e to the x."""
+    """e**x."""
     return x.exp() if isinstance(x, Tensor) else math.exp(x)
 
 
 def log(x: Any) -> Any:
-    """Natural, of a positive number."""
+    """Natural logarithm of a positive number."""
     return x.log() if isinstance(x, Tensor) else math.log(x)
 
 
@@ -51,12 +51,12 @@ def power(base: Any, exponent: Any) -> Any:
 
 
 def at_least(x: Any, low: float) -> Any:
-    """The larger one."""
+    """The larger of two numbers."""
     return where(x > low, x, low)
 
 
 def at_most(x: Any, high: Any) -> Any:
-    """The smaller one."""
+    """The smaller of two numbers."""
     return where(x < high, x, high)
 
 

@@ -1,7 +1,8 @@
-"""What an update in backward assumes, and what it has learned: values. Pure.
+"""Speculation as values: the assumptions of an update in backward, and what steps have taught.
+Pure.
 
 A block is updated as soon as its gradient is final, with what the step is expected to agree on.
-Where it agrees on the same, what was computed is held; else the block is done again.
+Where it agrees on the same, the early update is held; else the block is done again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .report import QUIET_STEPS, Speculated
 
 @dataclass(frozen=True, slots=True)
 class BlockInputs:
-    """All that the bits of one block's update follow from, beside its last version.
+    """Inputs that decide the bits of one block's update, with its last version.
 
     step: the factor and the limit of gradients. params: of every segment, the hyperparameters and
     the number of the step; None where it is left alone. gradient: a mark that changes with it; None
@@ -32,16 +33,16 @@ class BlockInputs:
 def held(
     assumed: Mapping[BlockId, Hashable], agreed: Mapping[BlockId, Hashable]
 ) -> frozenset[BlockId]:
-    """The blocks of `assumed` whose update has the bits of the step that was agreed on."""
+    """Blocks of `assumed` whose update has the bits of the step that was agreed on."""
     return frozenset(block for block, inputs in assumed.items() if inputs == agreed[block])
 
 
 @dataclass(frozen=True, slots=True)
 class TailTimes:
-    """Of the last step and the forward behind it, in seconds.
+    """Times of the last step and the forward after it, in seconds.
 
     forward: from the end of `step()` to the next wait for all of it, less what modules waited.
-    disk: what a tail takes that updates every block.
+    disk: time of a tail that updates every block.
     """
 
     forward: float = 0.0
@@ -58,8 +59,9 @@ class TailTimes:
         held_share: float,
         num_done: int = 0,
     ) -> TailTimes:
-        """`tail`: of one that had `num_held` of its blocks updated before, of each of which it
-        moved `held_share` of a block's traffic; but nothing of the `num_done` among them."""
+        """Times of a tail of `tail` seconds: `num_held` of its blocks were updated early, and each
+        of these moved `held_share` of a block's traffic, but the `num_done` among them moved
+        none."""
         moved = blocks - num_held + held_share * (num_held - num_done)
         share = moved / blocks if blocks else 0.0
         return cls(forward, tail / share if share else float("inf"))
@@ -71,9 +73,9 @@ class TailTimes:
 
 @dataclass(frozen=True, slots=True)
 class Habit:
-    """When updates begin in backward.
+    """Habit that decides when updates begin in backward.
 
-    quiet_steps: so many steps in a row were neither clipped nor skipped nor mostly done again.
+    quiet_steps: steps in a row that must be neither clipped nor skipped nor mostly done again.
     asks_clock: not where the tail alone hides the disk.
     """
 
@@ -83,7 +85,7 @@ class Habit:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What the steps so far have taught one rank.
+    """Knowledge of one rank from the steps so far.
 
     backwards: between the last two steps; None before the first. quiet_steps: since the last one
     that was clipped, skipped or mostly done again; at the beginning as many as are asked for.
@@ -96,9 +98,9 @@ class Learned:
     max_norm: float = 0.0
 
     def begins(self, backward: int, *, is_known_last: bool, times: TailTimes | None) -> bool:
-        """Whether updates begin in this backward, which is so many since the last step.
+        """Whether updates begin in this backward, which is number `backward` since the last step.
 
-        is_known_last: said so, and not learned. times: of the tail behind which the rest goes.
+        is_known_last: said so, and not learned. times: of the tail that does the rest.
         """
         if self.backwards is None or self.quiet_steps < self.habit.quiet_steps:
             return False
@@ -109,7 +111,7 @@ class Learned:
     def after(
         self, backwards: int, found: Speculated, *, was_disturbed: bool, max_norm: float
     ) -> Learned:
-        """Behind a step. was_disturbed: it was clipped or skipped."""
+        """Knowledge after a step. was_disturbed: it was clipped or skipped."""
         is_quiet = not was_disturbed and found.redone <= found.held
         quiet = min(self.quiet_steps + 1, QUIET_STEPS) if is_quiet else 0
         return replace(self, backwards=backwards, quiet_steps=quiet, max_norm=max_norm)

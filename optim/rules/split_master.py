@@ -1,4 +1,4 @@
-"""fp32 masters beside bf16 weights, without what the two share.
+"""Split masters: fp32 masters of bf16 weights, without the bits that the two share.
 
 A weight is its master, rounded to nearest even. So of a master only the low 16 bits are kept, in
 the plane `remainder`. They say which way the weight was rounded, but for a tie:
@@ -32,28 +32,31 @@ def tie_sign(master: Tensor) -> Tensor:
 
 
 def remainder_of(master: Tensor) -> Tensor:
-    """int16 [n] of fp32 [n]: the low halves."""
+    """int16 [n]: the low halves of fp32 [n]."""
     return master.view(torch.int32).to(torch.int16)
 
 
 def untied(master: Tensor) -> Tensor:
-    """fp32 [n]: one that is half-way and would be rounded down loses its last bit."""
+    """fp32 [n]: a value that is half-way and would be rounded down loses its last bit."""
     return (master.view(torch.int32) + (tie_sign(master) >> 31)).view(torch.float32)
 
 
 def join(weight: Tensor, remainder: Tensor, keeper: Tensor | None) -> Tensor:
-    """fp32 [n] of bf16 [n], int16 [n] and fp32 [n]: whole masters. keeper: None where none ties."""
+    """Whole masters, fp32 [n], of bf16 [n], int16 [n] and fp32 [n]. keeper: None where none
+    ties."""
     upper = weight.view(torch.int16).to(torch.int32)
     if keeper is not None:
         upper = upper - (keeper.view(torch.int32) >> 31)
     return ((upper << 16) + remainder).view(torch.float32)
 
 
-def shown(planes: Planes, weight: Tensor, layout: StateLayout, *, in_place: bool = False) -> Planes:
-    """A block's planes with whole masters, as copies where they differ.
+def join_masters(
+    planes: Planes, weight: Tensor, layout: StateLayout, *, in_place: bool = False
+) -> Planes:
+    """Planes of a block with whole masters, as copies where they differ.
 
-    weight: bf16 [n], its parameters. layout: of `planes`, without a weight.
-    in_place: only the masters are a copy, and `planes` are no more what they were, until `take`.
+    weight: bf16 [n], its parameters. layout: of `planes`, without a weight. in_place: only the
+    masters are a copy, and `planes` are not valid until `split_masters`.
     """
     keeper = planes[layout.tie_keeper]
     master, plain = torch.empty_like(keeper), keeper if in_place else torch.empty_like(keeper)
@@ -66,8 +69,8 @@ def shown(planes: Planes, weight: Tensor, layout: StateLayout, *, in_place: bool
     return {MASTER: master, **others, layout.tie_keeper: plain}
 
 
-def take(planes: Planes, values: Planes, layout: StateLayout) -> None:
-    """The way back: planes from what `shown` made of them and a caller has changed.
+def split_masters(planes: Planes, values: Planes, layout: StateLayout) -> None:
+    """Write planes back from `values`, which `join_masters` made of them and a caller has changed.
 
     Where there is a plane for the weight, it follows; elsewhere it is, or will be, the new master,
     rounded.

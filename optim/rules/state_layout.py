@@ -1,4 +1,4 @@
-"""Which columns of state an optimizer keeps for every element, as data. Pure.
+"""Layout of state as data: the columns that an optimizer keeps for every element. Pure.
 
 Kernels, planner, store and checkpoint read this value; none of them knows an optimizer by name.
 """
@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 
 MASTER = "master"  # fp32 weights; the visible parameter is their rounded copy
 REMAINDER = "remainder"  # what bf16 weights lack of their masters; see `split_master.py`
-WEIGHT = "weight"  # bf16 parameters of one version on disk, beside their remainders
+WEIGHT = "weight"  # bf16 parameters of one version on disk, written with their remainders
 WEIGHT_DTYPE = "bfloat16"  # of the parameters whose masters may be split
 ITEMSIZE = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1,
 }  # fmt: skip
 KINDS = ("fp32", "bf16", "8bit")  # in what planes are kept; see `quantised.py`
 GROUP_NUMEL = 64  # elements of an 8-bit plane that have one scale; no parameter begins within them
-SCALE = ".scale"  # behind the name of their plane
+SCALE = ".scale"  # suffix to the name of their plane
 FILLER = "filler"
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One column of state: one value an element of the parameter, or a group of them."""
+    """Column of state: one value an element of the parameter, or a group of them."""
 
     name: str
     dtype: str
@@ -35,13 +35,13 @@ class Plane:
         return ITEMSIZE[self.dtype]
 
     def numel(self, elements: int) -> int:
-        """Values of so many elements."""
+        """Number of values of `numel` elements."""
         return -(-elements // self.group)
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The planes of one optimizer, in the order in which a block stores them.
+    """Planes of one optimizer, in the order in which a block stores them.
 
     kind: of `KINDS`; but for "fp32", memory and disk have what `stored` says, and a rule, a
         checkpoint and a state dict these planes.
@@ -62,32 +62,33 @@ class StateLayout:
 
     @property
     def bytes_per_element(self) -> float:
-        """Of what is kept of whole masters and planes; of 8 bits with a share of a scale."""
+        """Bytes an element of whole masters and planes as kept; of 8 bits with a share of a
+        scale."""
         return sum(plane.itemsize / plane.group for plane in self.stored().planes)
 
     @property
     def is_quantised(self) -> bool:
-        """Its planes are kept in fewer bits than updates are computed in, and no master is half-way
-        between two weights."""
+        """Whether planes are kept in fewer bits than updates are computed in. Then no master is
+        half-way between two weights."""
         return self.kind != "fp32"
 
     @property
     def has_master(self) -> bool:
-        """fp32 weights are known, as a plane or as what the parameters lack of them."""
+        """Whether fp32 weights are known, as a plane or as the remainders of the parameters."""
         return self.planes[0].name in (MASTER, REMAINDER)
 
     @property
     def is_split(self) -> bool:
-        """Masters share their upper half with the parameters."""
+        """Whether masters share their upper half with the parameters."""
         return self.planes[0].name == REMAINDER
 
     @property
     def tie_keeper(self) -> str:
-        """The plane whose sign belongs to the masters, where planes are not quantised."""
+        """Plane whose sign belongs to the masters, where planes are not quantised."""
         return next(plane.name for plane in self.planes if plane.keeps_ties)
 
     def splits(self, dtype: str) -> bool:
-        """Whether masters of parameters of this dtype may be kept as what those lack of them."""
+        """Whether masters of parameters of this dtype may be split."""
         return self.has_master and self._can_split and dtype == WEIGHT_DTYPE
 
     @property
@@ -95,13 +96,13 @@ class StateLayout:
         return self.is_quantised or any(plane.keeps_ties for plane in self.planes)
 
     def with_master(self) -> StateLayout:
-        """The same state under 16-bit parameters: fp32 master weights in front."""
+        """Layout of the same state under 16-bit parameters: fp32 master weights in front."""
         return replace(self, planes=(Plane(MASTER, "float32"), *self.planes))
 
     def with_remainder(self) -> StateLayout:
-        """With what masters have beyond bf16 parameters, in place of the masters.
+        """Layout with remainders in place of the masters.
 
-        They stay where no plane can keep their ties.
+        Masters stay where no plane can keep their ties.
         """
         if not self._can_split:
             return self
@@ -109,7 +110,7 @@ class StateLayout:
         return replace(self, planes=(Plane(REMAINDER, "int16"), *others))
 
     def stored(self) -> StateLayout:
-        """What memory and disk have: 8-bit planes, and behind all of them their scales."""
+        """Layout of memory and disk: 8-bit planes, and after all of them their scales."""
         if not self.is_quantised:
             return self
         planes, scales = [], []
@@ -124,7 +125,8 @@ class StateLayout:
         return StateLayout((*planes, *scales))
 
     def in_float64(self) -> StateLayout:
-        """The same state of float64 parameters. Raises ValueError where it is quantised."""
+        """Layout of the same state of float64 parameters. Raises ValueError where it is
+        quantised."""
         if self.is_quantised:
             raise ValueError(
                 f"state={self.kind!r} quantises what fp32 updates compute, and a parameter is "
@@ -134,7 +136,7 @@ class StateLayout:
 
     @property
     def dtype(self) -> str:
-        """What updates are computed in."""
+        """Dtype in which updates are computed."""
         return "float64" if self.planes[0].dtype == "float64" else "float32"
 
     @property
@@ -151,8 +153,8 @@ class StateLayout:
         return tuple(offsets)
 
     def only(self, names: Set[str]) -> StateLayout:
-        """With these of the rule's planes, and masters as they are; where that is nothing, with a
-        byte for a group of elements."""
+        """Layout with these of the rule's planes, and masters as they are; where nothing is left,
+        with a byte for a group of elements."""
         others = (MASTER, REMAINDER)
         kept = [plane for plane in self.planes if plane.name in names or plane.name in others]
         if not kept:  # every block has a plane, and the dtype of updates is its first one's
@@ -167,7 +169,8 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which of a rule's planes each parameter has, by its index; the others have all of them.
+    """Columns of state: which of a rule's planes each parameter has, by its index; the others have
+    all.
 
     A block has those of all parameters in it, so only the few that hold parameters of two kinds
     keep a plane for elements that have none.
@@ -186,7 +189,7 @@ class Columns:
         return {name: planes | {MASTER} for name, planes in pairs if planes is not None}
 
     def of(self, params: Collection[int], layout: StateLayout) -> StateLayout:
-        """Of these parameters together; the whole layout of none."""
+        """Layout of these parameters together; the whole layout of none."""
         if not self.of_param or not params:
             return layout
         return layout.only(

@@ -1,4 +1,5 @@
-"""A block's planes as memory and disk have them, and as all but updates see them.
+"""Stored planes of a block, as memory and disk have them, and shown ones, as all but updates see
+them.
 
 Shown are whole masters and planes in what updates are computed in; stored is what
 `StateLayout.stored` says: of split masters their remainders (`split_master.py`), of quantised
@@ -18,16 +19,16 @@ from .state_layout import MASTER, REMAINDER, WEIGHT, StateLayout
 def shown(
     planes: Planes, layout: StateLayout, weight: Tensor | None, *, in_place: bool = False
 ) -> Planes:
-    """What a block keeps as what it shows: copies where the two differ.
+    """Shown planes of a block: copies of the stored ones where the two differ.
 
-    layout: what is shown, with whole masters. weight: bf16 [n], its parameters, where masters are
-    split; else None. in_place: only what differs is a copy, and `planes` are no more what they were
+    layout: of the shown planes, with whole masters. weight: bf16 [n], its parameters, where masters
+    are split; else None. in_place: only planes that differ are copies, and `planes` are not valid
     until `take`.
     """
     if not layout.is_quantised:
         if weight is None:
             return planes
-        return split_master.shown(planes, weight, layout.with_remainder(), in_place=in_place)
+        return split_master.join_masters(planes, weight, layout.with_remainder(), in_place=in_place)
     found: Planes = {}
     if weight is not None:
         low = planes[REMAINDER]
@@ -40,14 +41,14 @@ def shown(
 
 
 def take(planes: Planes, values: Planes, layout: StateLayout, *, is_split: bool) -> None:
-    """The way back: what a block keeps, from what `shown` made of it and a caller has changed.
+    """Write stored planes from `values`, which `shown` made of them and a caller has changed.
 
     Where there is a plane for the weight, it follows; elsewhere it is, or will be, the new master,
     rounded.
     """
     if not layout.is_quantised:
         if is_split:
-            split_master.take(planes, values, layout.with_remainder())
+            split_master.split_masters(planes, values, layout.with_remainder())
             return
         for name in layout.names:
             if planes[name].data_ptr() != values[name].data_ptr():

@@ -62,11 +62,11 @@ class DeferredSignals:
 
 
 class TailSignals:
-    """Defers Ctrl-C and SIGTERM from `hold`, in the main thread, to `release`, in any thread.
+    """Deferral of Ctrl-C and SIGTERM from `hold`, in the main thread, to `release`, in any thread.
 
     They are delivered to the main thread, whatever it does then, as `DeferredSignals` does.
     `put_back`: the handlers are those of before, after `release`. Only the main thread may set
-    handlers; False in another, where the next signal still gets to who is to have it.
+    handlers; False in another, where the next signal still reaches its handler.
     """
 
     def __init__(self) -> None:
@@ -99,25 +99,26 @@ class TailSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number not in self._came:
             self._came.append(number)
-        # asked last: `release` may have looked before the line above; none comes in a forked child
+        # Asked after the signal was noted: a `release` in another thread that looked before the
+        # note has not delivered it, and no other comes. None comes in a forked child.
         if self._is_over or os.getpid() != self._pid:
             came = self._take()
             self.put_back()
             _deliver(came, self._handlers)
 
     def _take(self) -> list[int]:
-        """What came. Each goes to one of those who ask."""
-        found: list[int] = []
+        """Take the signals that came. Each goes to one of the threads that ask."""
+        taken: list[int] = []
         while self._came:
             try:
-                found.append(self._came.pop())
+                taken.append(self._came.pop())
             except IndexError:  # another thread was first
                 break
-        return found
+        return taken
 
 
 def _own(handler: Any, number: int) -> Any:
-    """The user's handler behind those of `TailSignals` that are over: two may overlap."""
+    """The user's handler, looked up through `TailSignals` that are over: two may overlap."""
     holder = getattr(handler, "__self__", None)
     while isinstance(holder, TailSignals) and holder._is_over:
         handler = holder._handlers[number]
@@ -144,6 +145,7 @@ def wait_all(futures: Sequence[Future[T]]) -> list[T]:
                 first_error = first_error or error
             except BaseException as interrupt:
                 first_error = interrupt
+                # it came while waiting: the worker still writes what the caller would undo
                 if not future.done():
                     continue
             break

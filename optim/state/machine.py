@@ -7,10 +7,10 @@ Nothing here reads a clock, a disk or a tensor. Who carries actions out is an ex
 a disk (`optim.step.driver`), a clock (`gemini.placement.timetable.clock`), or a test. One thread
 at a time.
 
-A row is one block. It is updated beside its last version, which counts until a commit: so a step is
-undone by forgetting what was written, and by restoring weights that were changed. A row may be
-updated before its step is asked for, with what the step is expected to agree on; where that is
-held, the step only fetches its new weight.
+A row is one block. Its new version is written next to the last one, which counts until a commit: so
+a step is undone by forgetting what was written, and by restoring weights that were changed. A row
+may be updated before its step is asked for, with what the step is expected to agree on; where that
+is held, the step only fetches its new weight.
 """
 
 from __future__ import annotations
@@ -30,56 +30,56 @@ from .space import Block
 
 
 class Stage(IntEnum):
-    """Where one row is between its last version and its next."""
+    """Stage of one row between its last version and its next."""
 
-    IDLE = auto()  # its last version counts; no buffer
-    READING = auto()  # which is coming into a buffer
-    READY = auto()  # it is there
+    IDLE = auto()  # the last version counts; no buffer
+    READING = auto()  # the last version is on its way into a buffer
+    READY = auto()  # the buffer has the last version
     UPDATING = auto()
-    WAITING = auto()  # begun, and to end with other rows; the buffer has some of it
+    WAITING = auto()  # updated in part, and goes on with other rows; the buffer has that part
     UPDATED = auto()  # the buffer has the new version
-    WRITING = auto()  # which is on its way, beside the last one
-    WRITTEN = auto()  # and there; no buffer but where it is kept
-    FETCHING = auto()  # of a new version, its weight is coming into a buffer
-    FETCHED = auto()  # it is there
-    SPOILED = auto()  # its update or its write failed; the buffer is kept to undo
+    WRITING = auto()  # the new version is on its way to the other version of the file
+    WRITTEN = auto()  # the file has both versions; no buffer but where it is kept
+    FETCHING = auto()  # the new weight is on its way back into a buffer
+    FETCHED = auto()  # the buffer has the new weight
+    SPOILED = auto()  # update or write failed; the buffer is kept to undo
 
 
 class Phase(IntEnum):
-    """Where the step is between two passes."""
+    """Phase of the step between two passes."""
 
-    PASS = auto()  # none is under way
+    PASS = auto()  # no step is under way
     PREPARING = auto()
     VOTING = auto()
     AGREED = auto()  # every disk did its part
     COMMITTING = auto()
-    COMMITTED = auto()  # what is in memory is to be updated
+    COMMITTED = auto()  # blocks in memory are to be updated
     RESIDENT = auto()
     UNDOING = auto()
 
 
 class Do(IntEnum):
-    """What an executor is told to do next.
+    """Action that an executor is told to do next.
 
     Those from READ to RESTORE are of a row, and end with the event of the same name.
     """
 
-    WAIT = auto()  # for this row's transfer, which must end before anything else is done
+    WAIT = auto()  # until this row's transfer has ended: nothing else can be done before
     READ = auto()
     UPDATE = auto()
     WRITE = auto()
     FETCH = auto()
-    PLACE = auto()  # the weight that was fetched into the shard
-    RESTORE = auto()  # the row's weights are those of the last version
-    DROP = auto()  # what was written of this row does not count
-    VOTE = auto()  # said: what went wrong here
+    PLACE = auto()  # copy the fetched weight into the shard
+    RESTORE = auto()  # make the row's weights those of the last version
+    DROP = auto()  # let the store forget the written version of this row
+    VOTE = auto()  # said: the error of this rank, or None
     COMMIT = auto()
-    RESIDENT = auto()  # update what is in memory
+    RESIDENT = auto()  # update blocks in memory
     ROLLBACK = auto()
 
 
 class Event(IntEnum):
-    """What `note` is told."""
+    """Event that `note` is told."""
 
     READ = auto()
     UPDATED = auto()
@@ -89,36 +89,36 @@ class Event(IntEnum):
     FETCHED = auto()
     PLACED = auto()
     RESTORED = auto()
-    FAILED = auto()  # what a row had under way, or what else is of the step; said: the error
-    BACKWARD = auto()  # begins: rows may be updated before their step
-    FINAL = auto()  # gradients are; said: their rows
+    FAILED = auto()  # an action of a row, or of the step; said: the error
+    BACKWARD = auto()  # a backward begins: rows may be updated before their step
+    FINAL = auto()  # gradients are final; said: their rows
     STOPPED = auto()  # no row is begun before the step any more
-    DROPPED = auto()  # nothing was done before the step
-    ASKED = auto()  # a step; said: rows whose early update is held, by id
+    DROPPED = auto()  # early updates do not count
+    ASKED = auto()  # the step begins; said: ids of rows whose early update is held
     VOTED = auto()  # every rank did its part; where one did not, UNDO comes
     COMMITTED = auto()  # said: the next step begins with the first row, and not with the last one
-    RESIDENT = auto()  # is updated, or torn
+    RESIDENT = auto()  # blocks in memory are updated, or torn
     UNDO = auto()
     ROLLED_BACK = auto()
-    LOOK = auto()  # at state: nothing is under way, and nothing was done early
-    AHEAD = auto()  # the rows of the coming step are read
+    LOOK = auto()  # state is to be at rest: early updates and reads do not count
+    AHEAD = auto()  # rows of the coming step may be read
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One block, where it is and what is known of it.
+    """Block with its stage.
 
-    The executor sets `is_touched`, and what the machine does not look at.
+    The executor sets `is_touched`, and the fields that the machine does not look at.
     """
 
     block: Block
     stage: Stage = Stage.IDLE
     assumed: Hashable = None  # what an early update was computed with
-    is_early: bool = False  # updated before its step: the shard has not its weights
-    is_complete: bool = False  # and its parameters are written with it: nothing is left to do
-    is_void: bool = False  # forgotten when what is under way has ended
+    is_early: bool = False  # updated before its step: the shard has the weights of before
+    is_complete: bool = False  # early, and its parameters were written too: no work for the step
+    is_void: bool = False  # to be forgotten when its transfer has ended
     is_touched: bool = False  # the shard's weights may not be those of the last step
-    was_read: bool = False  # before its step was asked for
+    was_read: bool = False  # its last version was read before the step began
     buffer: Any = None  # a `nvme.Buffer`
     ticket: Ticket[object] | None = None
     checksum: int = 0
@@ -130,23 +130,23 @@ class Row:
 
 @dataclass(slots=True)
 class State:
-    """All rows and queues of one target, between steps too.
+    """Rows and queues of one target, between steps too.
 
     Invariant: buffers that rows have and free ones are those there are.
     """
 
     rows: list[Row]
-    depth: int = 1  # reads of a step under way, or updated next
+    depth: int = 1  # rows of a step that are read and not updated, at most
     free: list[Any] = field(default_factory=list)
     phase: Phase = Phase.PASS
     order: list[Row] = field(default_factory=list)  # of the next step
     is_ahead: bool = False  # its first rows are read
     speculates: bool = False
-    finals: deque[Row] = field(default_factory=deque)  # to be updated early
-    early: deque[Row] = field(default_factory=deque)  # read for that
+    finals: deque[Row] = field(default_factory=deque)  # whose gradient is final, not read yet
+    early: deque[Row] = field(default_factory=deque)  # read for an early update
     todo: deque[Row] = field(default_factory=deque)  # of the step, not begun; or to be restored
-    reads: deque[Row] = field(default_factory=deque)  # of the step, in order
-    cached: deque[Row] = field(default_factory=deque)  # written, and still in a buffer
+    reads: deque[Row] = field(default_factory=deque)  # read for the step, in order
+    cached: deque[Row] = field(default_factory=deque)  # written, with a buffer that may be taken
     updating: Row | None = None
     updated: deque[Row] = field(default_factory=deque)  # to be written
     under_way: dict[Row, None] = field(default_factory=dict)  # transfers, in order of issue
@@ -158,7 +158,7 @@ class State:
 
     @property
     def assumed(self) -> dict[BlockId, Hashable]:
-        """With what each row was computed that was updated before its step."""
+        """Assumptions of every row that was updated before its step."""
         return {row.id: row.assumed for row in self.rows if row.is_early and not row.is_void}
 
 
@@ -188,7 +188,8 @@ ENDS_WITH = {
 
 
 def num_buffers(depth: int, num_rows: int) -> int:
-    """That a step uses: of rows that are read, of one that is updated and one that is written."""
+    """Number of buffers of a step: of rows that are read, of one that is updated and one that is
+    written."""
     return min(depth + 2, num_rows + 1)
 
 
@@ -196,7 +197,7 @@ def num_buffers(depth: int, num_rows: int) -> int:
 
 
 def note(s: State, event: Event, row: Row | None = None, said: Any = None) -> None:
-    """Rows and the phase move. Raises KeyError for what cannot follow."""
+    """Note an event: rows and the phase move. Raises KeyError for an event that cannot follow."""
     if row is None:
         _OF_STEP[event](s, said)
         return
@@ -210,7 +211,7 @@ def note(s: State, event: Event, row: Row | None = None, said: Any = None) -> No
         s.updating = None
     # A row that was dropped while a transfer used its buffer was only marked then: the disk may
     # have written into that buffer until now.
-    if row.is_void:  # what was under way has ended
+    if row.is_void:
         if row.stage is not Stage.READING:
             s.dropped.append(row)
         _forget(s, row)
@@ -253,7 +254,7 @@ def _row_failed(s: State, row: Row, error: BaseException) -> None:
         return
     # A read for the coming step fails in nobody's call: the step reads the block again, and raises
     # where that fails too.
-    if row in s.reads and s.phase is not Phase.PREPARING:  # the step reads it again, and is told
+    if row in s.reads and s.phase is not Phase.PREPARING:
         s.reads.remove(row)
         s.is_ahead = False
         _forget(s, row)
@@ -270,7 +271,7 @@ def _row_failed(s: State, row: Row, error: BaseException) -> None:
 
 
 def _forget(s: State, row: Row) -> None:
-    """It is as the last commit left it, and no buffer has it."""
+    """Forget what was done for a row: it is as the last commit left it, without a buffer."""
     row.stage, row.assumed, row.ticket = Stage.IDLE, None, None
     row.is_early = row.is_complete = row.is_void = row.was_read = False
     _give_buffer(s, row)
@@ -289,10 +290,12 @@ def _leave_queues(s: State, row: Row) -> None:
 
 
 def _drop(s: State, row: Row) -> None:
-    """What was done for it does not count. A transfer under way ends first."""
+    """Drop what was done for a row. A transfer under way ends first."""
     if row.stage is Stage.IDLE:
         return
     _leave_queues(s, row)
+    # The buffer is the disk's until its transfer has ended, so the row is only marked here: `note`
+    # forgets it then.
     if row in s.under_way:
         row.is_void, row.is_complete = True, False
         return
@@ -338,6 +341,7 @@ def _asked(s: State, said: frozenset[BlockId]) -> None:
     for row in s.order:
         if row.is_early and row.id not in said:
             _drop(s, row)
+        # a row whose last version is in memory since before the step can undo it from there
         row.was_read = row.stage in (Stage.READING, Stage.READY) and not row.is_void
         if not (row.was_read or row.is_complete):
             s.todo.append(row)
@@ -354,7 +358,8 @@ def _committed(s: State, said: bool) -> None:
         if row.stage is Stage.WRITTEN:
             row.stage = Stage.IDLE
     s.order = list(s.rows) if said else s.order[::-1]
-    # From the last one written: the order is turned round, so the next step begins with it.
+    # Orders alternate, so the next step begins with the row that was written last, whose buffer has
+    # it already.
     while s.cached:
         row = s.cached.pop()
         if len(s.reads) < s.depth and row is s.order[len(s.reads)]:
@@ -412,7 +417,7 @@ Action = tuple[Do, Row | None, Any]  # a plain tuple, which costs no call
 
 
 def next_action(s: State) -> Action | None:
-    """What can be done now, in order of what it lets go on; else what must end before."""
+    """Next action that can be done now, in order of what it lets go on; else a wait."""
     action = _next(s)
     if action is None and s.under_way:
         row = _waits_for(s)
@@ -423,9 +428,11 @@ def next_action(s: State) -> Action | None:
 def _next(s: State) -> Action | None:
     # The store keeps one version that does not count of each block: another must not be begun
     # before it has forgotten this one.
-    if s.dropped and s.phase is not Phase.UNDOING:  # before anything is written in its place
+    if s.dropped and s.phase is not Phase.UNDOING:
         return Do.DROP, s.dropped.pop(), None
     phase = s.phase
+    # After an error nothing is begun; the vote still waits for transfers under way, as buffers that
+    # they use may hold what undoes the step.
     if phase is Phase.PREPARING:
         action = _move(s) if s.error is None else None
         if action is None and not s.under_way and (s.error is not None or _is_prepared(s)):
@@ -437,6 +444,7 @@ def _next(s: State) -> Action | None:
     if phase is Phase.AGREED:
         s.phase = Phase.COMMITTING
         return Do.COMMIT, None, None
+    # Reads of the next step come before updates in memory: the disk would have nothing to do.
     if phase is Phase.COMMITTED:
         action = _read_ahead(s)
         if action is None:
@@ -453,11 +461,12 @@ def _is_prepared(s: State) -> bool:
 
 
 def _move(s: State) -> Action | None:
-    """A row of the step goes on."""
+    """Move a row of the step on."""
     if s.updated:
         return _begin(s, Do.WRITE, s.updated[0])
     reads, in_hand = s.reads, s.updating is not None
-    # one more, beside the update of another, costs 8 % where threads that read use its cores
+    # The row that is updated counts as a read: one more read during an update costs 8 % where
+    # threads that read use its cores.
     if s.todo and len(reads) + in_hand < s.depth and (s.free or s.cached):
         row = s.todo[0]
         if row.stage is Stage.IDLE or (row.stage is Stage.WRITTEN and not row.is_void):
@@ -472,7 +481,7 @@ def _move(s: State) -> Action | None:
 
 
 def _move_early(s: State) -> Action | None:
-    """A row goes on before its step."""
+    """Move a row on before its step."""
     if s.updated:
         return _begin(s, Do.WRITE, s.updated[0])
     if not s.speculates:
@@ -490,7 +499,7 @@ def _move_early(s: State) -> Action | None:
 
 
 def _read_ahead(s: State) -> Action | None:
-    """The first rows of the coming step come into memory."""
+    """Read the first rows of the coming step."""
     if not (s.is_ahead and len(s.reads) < min(s.depth, len(s.order))):
         return None
     row = s.order[len(s.reads)]
@@ -514,7 +523,7 @@ def _begin(s: State, do: Do, row: Row) -> Action:
 
 
 def take_buffer(s: State, row: Row) -> None:
-    """There is one."""
+    """Take a buffer for a row: its own, a free one, or that of the row that was written first."""
     if row.buffer is not None:  # it was written, and is kept
         s.cached.remove(row)
     elif s.free:
@@ -525,7 +534,7 @@ def take_buffer(s: State, row: Row) -> None:
 
 
 def _waits_for(s: State) -> Row | None:
-    """The row whose transfer must end before there is another action; None: nobody need wait."""
+    """Row whose transfer must end before there is another action; None: no wait."""
     if s.phase is Phase.PREPARING and s.error is None:
         if s.reads and s.reads[0] in s.under_way:
             return s.reads[0]
@@ -534,6 +543,7 @@ def _waits_for(s: State) -> Row | None:
         return _oldest(s, Stage.WRITING) or next(iter(s.under_way), None)
     if s.phase is not Phase.PASS:
         return next(iter(s.under_way), None)
+    # a void row keeps its buffer, and its version is not forgotten, until its transfer has ended
     void = next((row for row in s.under_way if row.is_void), None)
     if void is not None:
         return void

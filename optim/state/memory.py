@@ -1,4 +1,4 @@
-"""Memory of a compute device and of the host beside it, and copies between the two."""
+"""Memory of a compute device and of its host, and copies between the two."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcpy.restype = ctypes.c_void_p
 
 
-def copy_alone(there: Tensor, values: Tensor) -> None:
-    """`there.copy_(values)` by this thread alone, where both are plain memory of the host.
+def copy_alone(dst: Tensor, values: Tensor) -> None:
+    """`dst.copy_(values)` by this thread alone, where both are plain memory of the host.
 
-    Beside threads that feed a disk: a team of torch's would go on spinning on their cores for
+    While threads feed a disk: a team of torch's would go on spinning on their cores for
     milliseconds (docs/log.md). It holds no lock of Python's.
     """
-    same = there.dtype == values.dtype and there.shape == values.shape
-    if not (same and _is_plain(there) and _is_plain(values)):
-        there.copy_(values)
+    same = dst.dtype == values.dtype and dst.shape == values.shape
+    if not (same and _is_plain(dst) and _is_plain(values)):
+        dst.copy_(values)
         return
     # not by numpy: a storage that it has seen can never be resized
-    _memcpy(there.data_ptr(), values.data_ptr(), values.nbytes)
-    torch.autograd.graph.increment_version(there)
+    _memcpy(dst.data_ptr(), values.data_ptr(), values.nbytes)
+    torch.autograd.graph.increment_version(dst)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Its values are its bytes, in order, in the host's memory."""
+    """Whether its values are its bytes, in order, in the host's memory."""
     special = tensor.is_conj() or tensor.is_neg() or tensor.requires_grad
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not special
 
@@ -47,13 +47,13 @@ Mover = Callable[[Tensor, Tensor], None]  # fills the first with the second
 
 
 class Memory(Protocol):
-    """One device's memory, and the host's beside it."""
+    """Memory of one device, and of its host."""
 
     device: torch.device
 
     @property
     def pin(self) -> Pin | None:
-        """What makes host memory fast to copy, where anything does."""
+        """Function that makes host memory fast to copy, where anything does."""
         ...
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -69,8 +69,8 @@ class Memory(Protocol):
         ...
 
     def copy(self, dst: Tensor, src: Tensor) -> CopyTicket:
-        """Begin to copy between tiers, behind what the device was given so far. `src` must not be
-        written and `dst` not be used until the ticket says so."""
+        """Begin to copy between tiers, after the work that the device was given so far. `src` must
+        not be written and `dst` not be used until the ticket says so."""
         ...
 
     def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
@@ -78,24 +78,25 @@ class Memory(Protocol):
         ...
 
     def mover(self) -> Mover:
-        """Copies between staging buffers of the host and memory of either, for any thread: done
-        when they return, and behind what the device was given until now. What it is given next
-        does not wait for them."""
+        """Copier between staging buffers of the host and memory of either, for any thread. A copy
+        is done when the call returns, and comes after the work that the device was given before
+        `mover`; later work does not wait for it."""
         ...
 
     def after_copies(self) -> AbstractContextManager[None]:
-        """What is begun in the body, as a collective, comes behind the copies to the device that
-        were begun before; what the device computes does not wait for them."""
+        """Context whose work, as a collective, comes after the copies to the device that were begun
+        before; what the device computes does not wait for them."""
         ...
 
     def run_on_side_stream(self, works: Sequence[Callable[[], None]]) -> Sequence[SideStreamTicket]:
-        """Give the device all of these in order, behind what it was given so far; what it computes
-        next does not wait for them. A work may run as late as its ticket is waited for, and what it
-        reads and writes is left alone until then."""
+        """Give the device all of these in order, after the work that it was given so far; what it
+        computes next does not wait for them. A work may run as late as its ticket is waited for,
+        and what it reads and writes is left alone until then."""
         ...
 
     def address(self, tensor: Tensor) -> int:
-        """Where a kernel of the device finds a tensor. AssertionError where it cannot reach it."""
+        """Address at which a kernel of the device finds a tensor. AssertionError where it cannot
+        reach it."""
         ...
 
 
@@ -154,7 +155,7 @@ class DeviceMemory:
 
 
 class CpuMemory(DeviceMemory):
-    """Device and host are the same memory."""
+    """Memory of a CPU: device and host are the same."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -176,11 +177,12 @@ class CpuMemory(DeviceMemory):
 
 
 class StreamMark:
-    """What a stream was given so far, by an event of CUDA that is recorded again and again.
+    """Mark of the work that a stream was given so far, by an event of CUDA that is recorded
+    repeatedly.
 
-    A stream that is ordered behind an event comes behind what was recorded by then, so the event
-    may be recorded anew at once; but not while somebody may yet ask for this mark. So the next mark
-    has it when this one is dropped.
+    A stream that is ordered after an event comes after what was recorded by then, so the event may
+    be recorded anew at once; but not while this mark may still be asked for. So the next mark gets
+    the event when this one is dropped.
     """
 
     __slots__ = ("_event", "_free")
@@ -197,22 +199,22 @@ class StreamMark:
         self._free.append(self._event)
 
     def move(self, stream: torch.cuda.Stream) -> None:
-        """It is behind what this stream was given so far."""
+        """Move the mark: it comes after the work that this stream was given so far."""
         stream.record_event(self._event)
 
     def order(self, stream: torch.cuda.Stream) -> None:
-        """What this stream is given next comes behind it."""
+        """Let the next work of this stream come after the mark."""
         stream.wait_event(self._event)
 
     def ready(self) -> bool:
         return bool(self._event.query())
 
     def settle(self) -> None:
-        """The host waits."""
+        """Wait, on the host."""
         self._event.synchronize()
 
     def seconds_to(self, later: StreamMark) -> float:
-        """Of two that are timed."""
+        """Seconds between two marks that are timed."""
         milliseconds: float = self._event.elapsed_time(later._event)
         return milliseconds / 1000
 
@@ -222,8 +224,8 @@ FREE_EVENTS: dict[tuple[torch.device, bool], list[torch.cuda.Event]] = defaultdi
 
 
 class CudaMemory(DeviceMemory):
-    """Copies run on two side streams, one for each direction, so that both are used at once; what
-    is beside the current stream on a third."""
+    """Memory of CUDA: copies run on two side streams, one for each direction, so that both are used
+    at once; updates during computation on a third."""
 
     pin = staticmethod(pin_slab)
 
@@ -243,6 +245,7 @@ class CudaMemory(DeviceMemory):
     def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
         to_host = not pairs[0][0].is_cuda
         stream = self._out if to_host else self._in
+        # After the current stream's work so far: it made `src`, or still uses what `dst` replaces.
         mark = StreamMark(torch.cuda.current_stream(self.device))
         mark.order(stream)
         with torch.cuda.stream(stream):
@@ -252,6 +255,8 @@ class CudaMemory(DeviceMemory):
         return EventTicket(mark, self.device, to_host, list(pairs))
 
     def mover(self) -> Mover:
+        # The mark is taken once: a thread's copies come after the work of before the thread began,
+        # and wait for nothing that the device is given meanwhile.
         asked = StreamMark(torch.cuda.current_stream(self.device))
 
         def move(dst: Tensor, src: Tensor) -> None:
@@ -281,16 +286,17 @@ class CudaMemory(DeviceMemory):
                     work()
                     tickets.append(_Aside(begun, StreamMark(self._aside, timed=True), self.device))
         except BaseException:
-            current.wait_stream(self._aside)  # nobody else will come behind what was given
+            # no ticket is given out, so nothing else would order the current stream after this work
+            current.wait_stream(self._aside)
             raise
         return tickets
 
 
 @dataclass(slots=True)
 class EventTicket:
-    """Copies on a side stream.
+    """Ticket of copies on a side stream.
 
-    Nothing is recorded on that stream, so memory that is freed behind `order` is reused at once;
+    Nothing is recorded on that stream, so memory that is freed after `order` is reused at once;
     until then the ticket keeps what is copied, as its `ends`.
     """
 
@@ -318,12 +324,13 @@ class EventTicket:
 
 @dataclass(slots=True)
 class _Aside:
-    """Work on the third stream; what it reads and writes is freed behind `order`, not before."""
+    """Ticket of work on the third stream; what it reads and writes is freed after `order`, not
+    before."""
 
     begun: StreamMark
     ended: StreamMark
     device: torch.device
-    asked: StreamMark | None = None  # on the stream that came behind it first
+    asked: StreamMark | None = None  # on the stream that was first ordered after it
 
     def ready(self) -> bool:
         return self.ended.ready()
@@ -351,7 +358,8 @@ class _Aside:
 
 
 def memory_of(device: torch.device) -> Memory:
-    """The memory beside which the state of a plain module's parameters lives."""
+    """Memory of a device, and of the host where the state of a plain module's parameters may
+    live."""
     if device.type == "cpu":
         return CpuMemory()
     return CudaMemory(device) if device.type == "cuda" else DeviceMemory(device)

@@ -1,4 +1,4 @@
-"""State blocks on disk, and what carries their moves out: `optim.state.machine` chooses these.
+"""State blocks on disk, and the executor of their moves: `optim.state.machine` chooses these.
 
 Updates see a block's planes; all others see it with whole masters (`optim.state.disk.forms`).
 
@@ -6,7 +6,7 @@ Updates see a block's planes; all others see it with whole masters (`optim.state
 does not match. State is safe, because every block keeps its last version. A 16-bit parameter is
 restored from the weight or the master in that version, or from memory where that version was read
 before the step began, since the file may have been lost meanwhile. Where there is no master, the
-parameter is updated in place, and what it was before goes to disk beside the new state: 4 bytes an
+parameter is updated in place, and its value of before goes to disk with the new state: 4 bytes an
 element that are written (8 in float64) and, but for a failure, never read.
 """
 
@@ -65,7 +65,7 @@ from .space import Block
 
 
 def open_store(digest: str, nbytes: Sequence[int], config: NvmeConfig, label: str) -> BlockStore:
-    """A new store of blocks of these bytes, where and as `config` says."""
+    """Open a new store of blocks of these bytes, where and as `config` says."""
     folders = [check_folder(f, allow_ram=config.allow_ram) for f in config.folders]
     folders = folders or [default_folder()]
     disks = measure_disks(folders, config.engine, allow_ram=config.allow_ram)
@@ -81,11 +81,12 @@ def open_store(digest: str, nbytes: Sequence[int], config: NvmeConfig, label: st
 
 
 class NvmeState:
-    """The blocks of a state space that live on disk, all planes of each together.
+    """State of the blocks of a space that live on disk, all planes of each together.
 
-    `undo`: parameters are updated in place, so what they were goes to disk too ([Note: undo]).
-    `split`: blocks whose masters are kept as what their parameters lack, which are in memory.
-    One thread at a time.
+    `undo`: parameters are updated in place, so their values of before go to disk too ([Note:
+    undo]).
+    `split`: blocks whose masters are remainders of their parameters, which are in memory. One
+    thread at a time.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class NvmeState:
         num_waiting: int = 0,
         columns: Columns = ALL_COLUMNS,
     ) -> None:
-        """num_ahead: buffers more, for blocks that are updated before their step. num_waiting: for
-        such as wait for others of the step. columns: which planes a block has."""
+        """num_ahead: more buffers, for blocks that are updated before their step. num_waiting: for
+        blocks that wait for others of the step. columns: which planes a block has."""
         self.blocks = tuple(blocks)
         self._layout = layout
         self._forms = BlockForms(blocks, layout, split, undo=undo, columns=columns)
@@ -121,7 +122,8 @@ class NvmeState:
             self._forms.buffer_nbytes,
             pin,
         )
-        # one more where blocks are updated before their step, for weights of which none counts
+        # The machine does not have the buffer for weights that do not count yet: it is asked for
+        # whatever rows are doing.
         spare = 1 if num_ahead else 0
         self._spare = [self._pool.take() for _ in range(spare)]
         self.state = State([Row(block) for block in blocks], config.depth)
@@ -134,7 +136,7 @@ class NvmeState:
 
     @property
     def num_in_use(self) -> int:
-        """Buffers that hold a block."""
+        """Number of buffers that hold a block."""
         return self._pool.count - len(self._spare) - len(self.state.free)
 
     @property
@@ -143,12 +145,12 @@ class NvmeState:
 
     @property
     def written_bytes(self) -> int:
-        """So far."""
+        """Bytes written so far."""
         return self.store.traffic.written_bytes
 
     @property
     def pinned_seconds(self) -> float:
-        """That steps waited for a save to read what they overwrite."""
+        """Seconds that steps waited for a save to read what they overwrite."""
         return self.store.pinned_seconds
 
     @property
@@ -157,7 +159,7 @@ class NvmeState:
 
     @property
     def held_share(self) -> float:
-        """Of a step's traffic, what is left where all blocks were written before it."""
+        """Share of a step's traffic that is left where all blocks were written before it."""
         return self._transfers.held_share(self.blocks)
 
     def _check_budget(self, budget: int | None) -> None:
@@ -179,7 +181,7 @@ class NvmeState:
     # -- moves; see `optim.state.machine` --
 
     def carry_out(self, do: Do, row: Row) -> None:
-        """Begin a transfer, wait for one, or forget a version. What goes wrong is noted."""
+        """Begin a transfer, wait for one, or forget a version. Errors are noted, not raised."""
         if do is Do.WAIT:
             self.end(row)
             return
@@ -204,7 +206,7 @@ class NvmeState:
             note(self.state, Event.FAILED, row, error)
 
     def end(self, row: Row) -> None:
-        """Wait for its transfer."""
+        """Wait for a row's transfer."""
         assert row.ticket is not None
         started = time.perf_counter()
         event, error = ENDS_WITH[row.stage], None
@@ -218,7 +220,7 @@ class NvmeState:
 
     def collect(self) -> None:
         """End writes that have ended, in their order. Never waits."""
-        # In order, to the first that goes on: an older failure is to be told first.
+        # in order, up to the first that is not ready: an older failure must be told first
         for row in list(self.state.under_way):
             if row.stage is Stage.WRITING:
                 if row.ticket is None or not row.ticket.ready():
@@ -231,7 +233,7 @@ class NvmeState:
         self._go_on()
 
     def drop_early(self) -> None:
-        """Nothing was done before the step. Waits for what is under way of it."""
+        """Drop what was done before the step. Waits for what is under way of it."""
         if self.state.error is None and not any(row.is_early for row in self.state.rows):
             return
         with DeferredSignals():
@@ -239,7 +241,7 @@ class NvmeState:
             self._go_on()
 
     def _look(self) -> None:
-        """Nothing is under way, and no buffer holds a block."""
+        """Bring the state to rest: nothing is under way, and no buffer holds a block."""
         self.store.check_process()
         with DeferredSignals():
             note(self.state, Event.LOOK)
@@ -247,7 +249,7 @@ class NvmeState:
             assert not self.num_in_use
 
     def _go_on(self) -> None:
-        """Between steps: reads and drops, and the end of what does not count."""
+        """Carry out actions between steps: reads and drops, and the end of what does not count."""
         assert self.state.phase is Phase.PASS
         while (action := next_action(self.state)) is not None:
             do, row, _ = action
@@ -255,12 +257,12 @@ class NvmeState:
             self.carry_out(do, row)
 
     def check_step(self) -> None:
-        """Raises WriteBudgetError where there is no room for a step."""
+        """Check the write budget. Raises WriteBudgetError where a step has no room."""
         self.store.check_step(self.written_bytes_per_step)
 
     def planes(self, row: Row) -> Planes:
-        """Of a row that was read, as an update takes them; where masters are split, with room for
-        its new `WEIGHT`."""
+        """Planes of a row that was read, as an update takes them; where masters are split, with
+        room for its new `WEIGHT`."""
         return self._transfers.planes(row.block, row.buffer)
 
     def fetched(self, row: Row) -> Tensor:
@@ -270,8 +272,8 @@ class NvmeState:
         return self._transfers.planes(row.block, row.buffer)[MASTER]
 
     def save(self, row: Row, save: Callable[[Block, Callable[[], Tensor]], bool]) -> None:
-        """Before its update: `save` copies its parameters into [n] that holds their values, and
-        answers whether they need to be restored when the step fails."""
+        """Save parameters before their update: `save` copies them into [n] that holds their values,
+        and answers whether they need to be restored when the step fails."""
         if self._forms.has_undo:
             save(row.block, partial(self._transfers.undo_plane, row.block, row.buffer))
             row.is_touched = True
@@ -280,16 +282,17 @@ class NvmeState:
             row.is_touched = not row.was_read or save(row.block, undo)
 
     def save_weight(self, row: Row, save: Callable[[Block, Callable[[], Tensor]], bool]) -> None:
-        """Behind its update: a weight of which the master is a remainder is written with it."""
+        """Save weights after their update: where masters are split they are written with the
+        state."""
         if self._forms.is_split(row.block):
             save(row.block, partial(self._transfers.undo_plane, row.block, row.buffer))
 
     def remember(self, row: Row) -> None:
-        """Before its early write: the step knows by this what it reads again."""
+        """Remember a checksum before an early write: the step knows by this what it reads again."""
         row.checksum = self._transfers.checksum(row.block, row.buffer)
 
     def flush(self) -> None:
-        """Wait until all that was written is on disk. Raises what went wrong."""
+        """Wait until all writes are on disk. Raises what went wrong."""
         started = time.perf_counter()
         with named("wait for", "writes"):
             self.store.flush()
@@ -302,8 +305,8 @@ class NvmeState:
             which this one has updated last.
         """
         started = time.perf_counter()
-        # It cannot fail: ranks have agreed, and none may be left a step behind ([Note: commit
-        # cannot fail] in `nvme.store`).
+        # It cannot fail: ranks have agreed, and one that failed here would be a step late
+        # ([Note: commit cannot fail] in `nvme.store`).
         self.store.commit(step)
         self.stalled_seconds += time.perf_counter() - started
         self._undo.clear()
@@ -311,8 +314,9 @@ class NvmeState:
         note(self.state, Event.COMMITTED, None, in_order)
 
     def restore(self, row: Row, restore: Callable[[Block, Planes], None]) -> None:
-        """Put the weights of a row back: `restore` gets its planes as the last commit left them, or
+        """Restore the weights of a row: `restore` gets its planes as the last commit left them, or
         only `param_undo`."""
+        # Memory before the disk: the failure that is undone may be the disk's.
         known = self._undo.get(row.id)
         if known is None and self._forms.has_undo and row.buffer is not None:
             known = self._transfers.undo_plane(row.block, row.buffer)
@@ -332,8 +336,8 @@ class NvmeState:
             row.buffer = None
 
     def rollback(self) -> None:
-        """Forget all that was written. Raises RollbackError if some block's parameters could not be
-        had back."""
+        """Forget all that was written. Raises RollbackError if the parameters of some block could
+        not be read back."""
         self.store.rollback()
         self._undo.clear()
         note(self.state, Event.ROLLED_BACK)
@@ -346,14 +350,15 @@ class NvmeState:
             ) from lost[0]
 
     def has_room_for_early(self, also_bytes: int) -> bool:
-        """Whether what is written twice, and so much elsewhere, leaves room for the step; such
-        blocks have a master."""
+        """Whether the write budget has room for blocks that are written twice, for `also_bytes`
+        elsewhere, and for the step; such blocks have a master."""
         nbytes = 2 * self.written_bytes_per_step + also_bytes
         return not self._forms.has_undo and self.store.has_room_for(nbytes)
 
     @property
     def spare(self) -> Buffer:
-        """For weights of which none counts: of blocks that are updated before their step."""
+        """Buffer for weights that do not count yet, of blocks that are updated before their
+        step."""
         return self._spare[0]
 
     def _early_undo(self, block: Block) -> Tensor:
@@ -373,6 +378,7 @@ class NvmeState:
         self._look()
         pool, free = self._pool, self.state.free
         writes = WriteBehind(pool)
+        # The machine's buffers go to the pool and back whole: signals in between would lose one
         try:
             with DeferredSignals():
                 while free:
@@ -398,13 +404,12 @@ class NvmeState:
             reads = read_ahead(self._pool, blocks, partial(self._transfers.read_all, at=at))
             try:
                 while True:
-                    with (
-                        DeferredSignals()
-                    ):  # Ctrl-C comes between two blocks: else a buffer is lost
-                        found = next(reads, None)
-                    if found is None:
+                    # Ctrl-C comes between two blocks, else a buffer is lost
+                    with DeferredSignals():
+                        read = next(reads, None)
+                    if read is None:
                         return
-                    block, buffer, _ = found
+                    block, buffer, _ = read
                     visit(block, self._forms.shown(buffer, block))
             finally:
                 with DeferredSignals():
@@ -414,7 +419,7 @@ class NvmeState:
 
     @property
     def commits(self) -> Sequence[Index]:
-        """Those that `rewind` may go to, the oldest first, and the last one."""
+        """Commits that `rewind` may go to, the oldest first, and the last one."""
         return (*self.store.versions.history, self.store.last)
 
     def check_commit(self, steps: int) -> None:
@@ -437,19 +442,19 @@ class NvmeState:
                 self._pool.give(buffer)
 
     def version(self, index: Index) -> StateVersion:
-        """All blocks as this commit has them."""
+        """Version of all blocks at this commit."""
         blocks = tuple((block.numel, self._forms.is_split(block)) for block in self.blocks)
         paths = tuple(str(path) for path in self.store.paths)
         columns = self._forms.columns_of(self.blocks)
         return StateVersion(paths, index, self._layout, blocks, self._forms.has_undo, columns)
 
     def rewind(self, steps: int) -> None:
-        """The commit of `steps` steps before counts again; no block is written."""
+        """Make the commit of `steps` steps before the last one again; no block is written."""
         self._look()
         self.store.rewind(steps)
 
     def forget_kept(self) -> None:
-        """What follows has nothing to do with what was before: no step goes back to that."""
+        """Forget kept commits: what follows has nothing to do with them."""
         self.store.versions.clear()
 
     def replace(
@@ -486,7 +491,8 @@ class NvmeState:
         *,
         is_new: bool,
     ) -> None:
-        """Next to its committed version. `is_new`: that is of no use, and `fill` gets zeros."""
+        """Write the next version of a block. is_new: no use is made of the last one, and `fill`
+        gets zeros."""
         buffer = writes.take()
         try:
             if is_new:
@@ -502,14 +508,14 @@ class NvmeState:
         writes.add(ticket, buffer)
 
     def _count(self, step: int, writes: WriteBehind) -> None:
-        """What was written counts. The next step begins with the first block."""
+        """Commit what was written. The next step begins with the first block."""
         writes.drain()
         self.flush()
         self.commit(step, in_order=True)
         note(self.state, Event.RESIDENT)
 
     def forget(self, blocks: Sequence[Block]) -> None:
-        """These blocks live elsewhere from now on: give their space on disk back."""
+        """Forget blocks that live elsewhere from now on: their space on disk is given back."""
         self._look()
         self.store.forget(self._transfers.in_file(blocks))
         self._step_bytes -= self._transfers.bytes_of(blocks)
@@ -519,7 +525,7 @@ class NvmeState:
         self.state.order = [row for row in self.state.order if row.id not in gone]
 
     def pin(self) -> PinnedState:
-        """Keep all blocks as they were committed last until they have been shown."""
+        """Pin all blocks as they were committed last, until they have been shown."""
         self.store.check_process()
         # the step after the next writes over them, in this order
         order = self.state.order if self._in_order else self.state.order[::-1]

@@ -1,9 +1,9 @@
-"""`optimizer.parked`: give the memory of parameters, gradients and state to somebody else a while.
+"""`optimizer.parked`: lend the memory of parameters, gradients and state for a while.
 
-[Note: parking] What is parked are storages, not tensors: their bytes are copied away, the storage
-is freed with `resize_(0)` and refilled on the way back. Every view into it (parameters, segments of
-a slab, what autograd saved) then is what it was. No storage is freed before all bytes are away, so
-an error on the way out, a full disk, loses nothing.
+[Note: parking] Storages are parked, not tensors: their bytes are copied away, the storage is freed
+with `resize_(0)` and refilled on the way back. Every view into it (parameters, segments of a slab,
+what autograd saved) is valid again then. No storage is freed before all bytes are away, so an error
+on the way out, a full disk, loses nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RUN_BYTES = 12 << 20  # of one transfer, as a block of fp32 Adam state
 
 
 class Parked(Protocol):
-    """Bytes of storages, elsewhere."""
+    """Bytes of storages that were copied away."""
 
     def bring_back(self) -> None:
         """Refill every storage. May be called again after an error."""
@@ -60,6 +60,7 @@ class OnHost:
     """Copies in host memory."""
 
     def __init__(self, storages: Sequence[UntypedStorage]) -> None:
+        # all are copied before one is freed: an error on the way loses nothing ([Note: parking])
         self._copies = [(storage, _bytes_of(storage).cpu()) for storage in storages]
         for storage in storages:
             _free(storage)
@@ -84,7 +85,8 @@ class _StorageRange:
 
 
 class OnDisk:
-    """One committed block for every run of at most RUN_BYTES, checksums as configured."""
+    """Copies on disk: one committed block for every run of at most RUN_BYTES, checksums as
+    configured."""
 
     def __init__(self, storages: Sequence[UntypedStorage], config: NvmeConfig) -> None:
         self._storages = storages
@@ -130,7 +132,7 @@ class OnDisk:
         return BufferPool(min(self._depth, len(self._runs)), self._buffer_nbytes)
 
     def _memory_of(self, run: _StorageRange) -> Tensor:
-        """uint8 [end - start]"""
+        """uint8 [end - start], the memory of a range."""
         return _bytes_of(self._storages[run.storage])[run.start : run.end]
 
     def close(self) -> None:
@@ -159,6 +161,7 @@ def _free(storage: UntypedStorage) -> None:
 
 
 def _refill(storage: UntypedStorage, nbytes: int) -> None:
+    # an earlier call may have refilled it before an error: it is left as it is then
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
     elif (pages := pages_of(storage.data_ptr())) is not None:

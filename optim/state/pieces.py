@@ -1,4 +1,5 @@
-"""Blocks of state and what they belong to, as an update sees them; and what updates them."""
+"""Pieces: blocks of state with their parameters and gradients, as an update sees them; and
+updaters."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from .space import Block
 Planes = dict[str, Tensor]  # plane name -> [n], or a scale for every group of elements
 
 
-def part_of(plane: Tensor, start: int, end: int, numel: int) -> Tensor:
+def plane_part(plane: Tensor, start: int, end: int, numel: int) -> Tensor:
     """Elements [start, end) of a plane of `numel`; of scales those of their groups, of which
     `start` begins one."""
     if plane.numel() == numel:
@@ -28,7 +29,7 @@ def part_of(plane: Tensor, start: int, end: int, numel: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of elements of one group and one step count, all planes of it. All tensors are [n]."""
+    """Run of elements of one group and one step count, all planes of it. All tensors are [n]."""
 
     param: Tensor  # what the model sees: fp32 or fp64, or the 16-bit copy that is written
     grad: Tensor  # of any float type; not changed
@@ -41,7 +42,7 @@ class Piece:
 
     @property
     def is_split(self) -> bool:
-        """The master's upper half is `param`; see `optim.rules.split_master`."""
+        """Whether the master's upper half is `param`; see `optim.rules.split_master`."""
         return self.master is not None and self.master.dtype == torch.int16
 
     def cut(self, start: int, end: int) -> Piece:
@@ -53,7 +54,7 @@ class Piece:
             None if self.master is None else self.master[tile],
             tuple(
                 [
-                    plane[tile] if plane.numel() == numel else part_of(plane, start, end, numel)
+                    plane[tile] if plane.numel() == numel else plane_part(plane, start, end, numel)
                     for plane in self.planes
                 ]
             ),
@@ -84,7 +85,7 @@ class Piece:
             first += numel
 
     def belonging_to(self, hyper: Any, step: int, counter: int, first: int) -> Piece:
-        """The same tensors, of another parameter."""
+        """Piece with the same tensors, of another parameter."""
         return replace(self, hyper=hyper, step=step, counter=counter, first=first)
 
 
@@ -97,7 +98,7 @@ class GradSegment(NamedTuple):
 
 
 class SteppedViews(Protocol):
-    """What an update needs of the parameters and gradients that belong to blocks of state."""
+    """Views that an update needs of the parameters and gradients of blocks."""
 
     def touches(self, block: Block) -> bool:
         """Whether a parameter of this block has a gradient."""
@@ -111,31 +112,32 @@ class SteppedViews(Protocol):
         param: Tensor | None = None,
         grad: Tensor | None = None,
     ) -> Sequence[Piece]:
-        """The runs of this block that have a gradient; empty where none has.
+        """Pieces of this block that have a gradient; empty where none has.
 
         param, grad: [n] in place of its own. With a `param` there is no master.
         """
         ...
 
     def took_gradient(self, block: Block) -> None:
-        """What `pieces` had of its gradient is not used any more."""
+        """Note that the gradients of `pieces` are not used any more."""
         ...
 
     def borrowed(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        """Those whose `pieces` are copies, on the device, of what lives elsewhere."""
+        """Blocks whose `pieces` are copies, on the device, of memory elsewhere."""
         ...
 
     def signature(self) -> object | None:
-        """Equal where `pieces` of blocks that borrow nothing are the same memory; None: unknown."""
+        """Signature: equal where `pieces` of blocks that borrow nothing are the same memory; None:
+        unknown."""
         ...
 
     def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
         """Copies of its updated parameters to files, to be made with those of its state and before
-        `updated`. weight: [n] beside its state, if masters are split."""
+        `updated`. weight: [n] with its state, if masters are split."""
         ...
 
     def updated(self, block: Block) -> None:
-        """`pieces` of this block are not used any more."""
+        """Note that `pieces` of this block are not used any more."""
         ...
 
 
@@ -151,7 +153,7 @@ class Resident(Protocol):
 
 
 class Updater(Protocol):
-    """Updates blocks of state, wherever they lie."""
+    """Updater of blocks of state, wherever they lie."""
 
     @property
     def name(self) -> str: ...

@@ -22,7 +22,8 @@ Pin = Callable[[int, int], Callable[[], object]]  # (address, nbytes) -> undo
 
 
 def pin_slab(address: int, nbytes: int) -> Callable[[], object]:
-    """Page-lock [address, address + nbytes) for CUDA; the answer undoes it, behind the device.
+    """Page-lock [address, address + nbytes) for CUDA. Returns what undoes it, after the device's
+    work.
 
     Where the system refuses, it says so and the memory stays pageable: copies are slower then, and
     as right.
@@ -43,12 +44,12 @@ def pin_slab(address: int, nbytes: int) -> Callable[[], object]:
 
 
 def pages_of(address: int) -> PinnedPages | None:
-    """Those that begin there, if `pinned` made them."""
+    """Pages that begin at an address, if `pinned` made them."""
     return _pages.get(address)
 
 
 def forget_last_error() -> None:
-    """A call that CUDA refused leaves its error behind, and torch's next check would raise it."""
+    """Clear the error that a refused call of CUDA left: torch's next check would raise it."""
     major = (torch.version.cuda or "").partition(".")[0]
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
@@ -81,12 +82,15 @@ class PinnedPages(mmap.mmap):
         self._unpin: Callable[[], object] | None = pin(self._address, nbytes)
         _pages[self._address] = self
 
-    def __del__(self) -> None:  # before the pages go: a finalizer of `weakref` would come behind
+    # A finalizer of `weakref` would run after the pages are unmapped: CUDA would then unpin memory
+    # that may be another's.
+    def __del__(self) -> None:
         if self._unpin is not None:
             self._unpin()
 
     def give_back(self) -> None:
         """Give the memory to the system for a while; what it held is lost."""
+        # unpinned first: the system does not take pinned pages back
         if self._unpin is not None:
             self._unpin()
             self._unpin = None

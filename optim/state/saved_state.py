@@ -1,4 +1,4 @@
-"""Saved state as torch's optimizers have it, made whole before it is loaded."""
+"""Saved state in the form of torch's optimizers, completed before it is loaded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ State = Mapping[Tensor, Mapping[str, Any]]
 def unflattened(
     flat: Mapping[str, Any], names: Iterable[str], planes: Iterable[str]
 ) -> dict[str, dict[str, Any]]:
-    """State by name out of `{"state.NAME.PLANE": value}`."""
-    found: dict[str, dict[str, Any]] = {}
+    """State by name from `{"state.NAME.PLANE": value}`."""
+    state: dict[str, dict[str, Any]] = {}
     for name in names:
         keys = {plane: f"state.{name}.{plane}" for plane in (*planes, "step")}
-        found[name] = {plane: flat[key] for plane, key in keys.items() if key in flat}
-    return found
+        state[name] = {plane: flat[key] for plane, key in keys.items() if key in flat}
+    return state
 
 
 def with_steps(state: State, planes: Sequence[str]) -> State:
@@ -28,12 +28,12 @@ def with_steps(state: State, planes: Sequence[str]) -> State:
     torch's SGD saves none: a parameter with a buffer has been updated, so its next step is not the
     first.
     """
-    found: dict[Tensor, Mapping[str, Any]] = {}
+    whole: dict[Tensor, Mapping[str, Any]] = {}
     for param, values in state.items():
         has_begun = any(values.get(plane) is not None for plane in planes)
         counted = "step" in values or not has_begun
-        found[param] = values if counted else {**values, "step": 1.0}
-    return found
+        whole[param] = values if counted else {**values, "step": 1.0}
+    return whole
 
 
 def filled_up(state: State, params: Sequence[Tensor], planes: Sequence[str]) -> State:
@@ -41,9 +41,9 @@ def filled_up(state: State, params: Sequence[Tensor], planes: Sequence[str]) -> 
 
     The zeros take no memory.
     """
-    found = dict(state)
+    whole = dict(state)
     for param in params:
         given = {name: value for name, value in state.get(param, {}).items() if value is not None}
         zeros = torch.zeros(()).expand(param.shape)
-        found[param] = {**dict.fromkeys(planes, zeros), "step": 0.0, **given}
-    return found
+        whole[param] = {**dict.fromkeys(planes, zeros), "step": 0.0, **given}
+    return whole

@@ -11,12 +11,12 @@ from gemini.optim.rules.state_layout import Plane, StateLayout
 from gemini.units import BlockId
 
 from .memory import Memory
-from .pieces import Planes, part_of
+from .pieces import Planes, plane_part
 from .space import Block
 
 
 class Slab:
-    """`blocks` in memory of the device, or of the host; zeros at first.
+    """Slab of `blocks` in memory of the device, or of the host; zeros at first.
 
     layout: as it is kept. Planes but the first take no memory before `complete`.
     """
@@ -39,7 +39,7 @@ class Slab:
         self.tensors: Planes = {first.name: self._allocate(first)}
 
     def complete(self) -> Slab:
-        """With all planes."""
+        """Make all planes. Returns the slab."""
         for plane in self._missing:
             self.tensors[plane.name] = self._allocate(plane)
         self._missing.clear()
@@ -70,24 +70,25 @@ class Slab:
         }
 
     def run(self, blocks: Sequence[Block], offset: int, numel: int) -> Planes | None:
-        """Views of elements [offset, offset + numel) of the space, which `blocks` hold; None
-        where they are not all here, one after the other."""
+        """Views of elements [offset, offset + numel) of the space, which `blocks` hold; None where
+        they are not all in this slab, one after the other."""
         for block in blocks:
-            ahead = block.offset - blocks[0].offset
-            if self._start.get(block.id) != self._start.get(blocks[0].id, -1) + ahead:
+            distance = block.offset - blocks[0].offset
+            if self._start.get(block.id) != self._start.get(blocks[0].id, -1) + distance:
                 return None
         start = self._start[blocks[0].id] + offset - blocks[0].offset
         return {name: t[start : start + numel] for name, t in self.tensors.items()}
 
     def keep(self, blocks: Set[BlockId]) -> None:
-        """Give the memory of all other blocks back. One plane is there twice, at most."""
+        """Give the memory of all other blocks back. At most one plane has two copies at a time."""
         before, numel_before = self._start, self._numel
         self._place([block for block in self.blocks if block.id in blocks])
+        # plane by plane, so that both copies of all planes never live at once
         for name, old in self.tensors.items():
             new = self._allocate(self._planes[name])
             for block in self.blocks:
                 start, then, numel = self._start[block.id], before[block.id], block.numel
-                part_of(new, start, start + numel, self._numel).copy_(
-                    part_of(old, then, then + numel, numel_before)
+                plane_part(new, start, start + numel, self._numel).copy_(
+                    plane_part(old, then, then + numel, numel_before)
                 )
             self.tensors[name] = new

@@ -1,8 +1,8 @@
-"""The state space: where the state of every parameter lies, and its blocks. Pure.
+"""State space: where the state of every parameter lies, and its blocks. Pure.
 
-A space is the concatenation of one or more shards (runs of elements that persist on this rank).
-A segment is the part of one parameter that lies in one shard; it starts at a multiple of 64. A
-block is up to 2**20 elements of one shard: the unit of transfer, staging, update and version.
+A space is the concatenation of one or more shards (runs of elements that persist on this rank). A
+segment is the part of one parameter that lies in one shard; it starts at a multiple of 64. A block
+is up to 2**20 elements of one shard: the unit of transfer, staging, update and version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gemini.units import BLOCK_NUMEL, PARAM_ALIGN_NUMEL, BlockId, align_up
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The part of one parameter that lies in one shard."""
+    """Segment: the part of one parameter that lies in one shard."""
 
     param: int  # index into the optimizer's list of parameters
     param_offset: int  # first element of the parameter that lies here
@@ -26,7 +26,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class BlockSegment:
-    """The part of a segment that lies in one block, by its offset in the block."""
+    """Part of a segment that lies in one block, by its offset in the block."""
 
     param: int
     param_offset: int
@@ -36,7 +36,7 @@ class BlockSegment:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive elements of one shard."""
+    """Block: consecutive elements of one shard."""
 
     id: BlockId
     shard: int
@@ -92,8 +92,9 @@ class StateSpace:
                                 a - lo,
                             )
                         )
+                    # the rest lies in the next block, which looks at this segment again
                     if segment.offset + segment.numel > lo + numel:
-                        break  # the rest lies in the next block
+                        break
                     first += 1
                 blocks.append(Block(BlockId(len(blocks)), shard, start, lo, numel, tuple(parts)))
             base += shard_numel
@@ -101,7 +102,7 @@ class StateSpace:
 
     @classmethod
     def pack(cls, param_numels: Sequence[int], block_numel: int = BLOCK_NUMEL) -> StateSpace:
-        """The space of a plain module: its parameters one after the other, in one shard."""
+        """Space of a plain module: its parameters one after the other, in one shard."""
         segments, end = [], 0
         for param, numel in enumerate(param_numels):
             if numel:
@@ -114,12 +115,12 @@ class StateSpace:
         return sum(self.shard_numels)
 
     def digest(self) -> str:
-        """A name for this exact layout."""
+        """Digest of exactly this space."""
         return hashlib.sha256(repr((self.segments, self.shard_numels)).encode()).hexdigest()[:16]
 
 
 def blocks_on_nvme(blocks: Sequence[Block], fraction: float) -> frozenset[BlockId]:
-    """The leading blocks whose share of all elements is nearest to `fraction`.
+    """Leading blocks whose share of all elements is nearest to `fraction`.
 
     Every element has the same bytes, so this is a fraction of the bytes, met within one block.
     """

@@ -1,7 +1,7 @@
-"""State as a stream of runs, block by block, and the way back: what checkpoints are made from.
+"""Stream of state: runs, block by block, and the way back; checkpoints are made from it.
 
-A run is what one block holds of one plane of one parameter. Blocks come in storage order, those on
-disk one staging buffer at a time, so neither way needs more memory than there was.
+A run is the part of one plane of one parameter that one block holds. Blocks come in storage order,
+those on disk one staging buffer at a time, so neither way needs more memory than there was.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ StateSource = Callable[[StateRun], Tensor | None]
 
 
 def list_runs(tiered_state: TieredState, names: Sequence[str]) -> list[RunSpec]:
-    """What `visit_runs` shows, in its order."""
+    """Runs that `visit_runs` shows, in its order."""
     return [
         RunSpec(names[part.param], plane.name, plane.dtype, part.param_offset, part.numel, block.id)
         for block in tiered_state.visit_order
@@ -68,8 +68,8 @@ def list_runs(tiered_state: TieredState, names: Sequence[str]) -> list[RunSpec]:
 def pinned_runs(
     tiered_state: TieredState, names: Sequence[str], version: StateVersion
 ) -> Iterator[tuple[RunSpec, int]]:
-    """What `visit_runs` shows of state that is all on disk, and at which byte of the version's
-    stream it begins."""
+    """Runs that `visit_runs` shows of state that is all on disk, each with its first byte in the
+    stream of the version."""
     assert tiered_state.nvme is not None
     for i, block in enumerate(tiered_state.nvme.blocks):
         for part in block.segments:
@@ -90,7 +90,7 @@ def visit_runs(tiered_state: TieredState, names: Sequence[str], look: StateVisit
 
 
 class StateSnapshot:
-    """This rank's state as it is now, to be shown while training goes on.
+    """Snapshot of this rank's state, to be shown while training goes on.
 
     Blocks in memory are shown by `visit_resident`, before the next step changes them. Blocks on
     disk keep the version they have until `visit_disk`, in any thread, has shown them. Close it.
@@ -153,5 +153,5 @@ def _each(
 
 
 def inside(part: BlockSegment) -> slice:
-    """Where a part lies in its block."""
+    """Slice of a part in its block."""
     return slice(part.offset, part.offset + part.numel)

@@ -1,8 +1,8 @@
-"""The state of one state space: blocks in slabs (one tensor a plane) on the device or in host
-memory, the rest on NVMe. Blocks may rise from the disk and from the host; nothing goes down.
+"""State of one state space: blocks in slabs (one tensor a plane) on the device or in host memory,
+the rest on NVMe. Blocks may rise from the disk and from the host; nothing goes down.
 
-A step updates blocks on disk beside their last version; then they count and what is in memory is
-updated, which cannot be undone. See `optim.step.driver`.
+A step writes new versions of blocks on disk; then they count and what is in memory is updated,
+which cannot be undone. See `optim.step.driver`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .space import Block, StateSpace
 
 
 class BlockViews(SteppedViews, Protocol):
-    """What a step needs to know of the parameters and gradients that a block's state belongs to."""
+    """Views that a step needs of the parameters and gradients of a block."""
 
     def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
         """Copy the block's parameters, at least those with a gradient, into `undo()`: [n] of a
@@ -49,27 +49,27 @@ class BlockViews(SteppedViews, Protocol):
         ...
 
     def expect(self, blocks: Sequence[Block]) -> None:
-        """Blocks will be updated in this order; what they need may be read ahead."""
+        """Note that blocks will be updated in this order; their inputs may be read ahead."""
         ...
 
     def end(self) -> None:
-        """No block is updated any more: what was borrowed is on its way back."""
+        """End the updates: borrowed memory is on its way back."""
         ...
 
     def abandon(self) -> None:
-        """The step failed: what was borrowed is taken back, and nothing of it kept."""
+        """Abandon a failed step: borrowed memory is taken back, and nothing of it kept."""
         ...
 
 
 class SplitMasters:
-    """Blocks whose masters are kept as what their bf16 parameters lack of them, and these."""
+    """Blocks whose masters are remainders of their bf16 parameters, and these parameters."""
 
     def on_disk(self, block: Block) -> bool:
-        """Where its state is there."""
+        """Whether masters of a block are split where its state is on disk."""
         return False
 
     def in_memory(self, block: Block) -> bool:
-        """Where its state is in memory, of the device or of the host."""
+        """Whether masters of a block are split where its state is in memory, of device or host."""
         return False
 
     def weights(self, block: Block) -> Tensor:
@@ -80,7 +80,7 @@ class SplitMasters:
 class TieredState:
     """State of `space`: blocks `on_nvme` and `on_host`, the rest on the device of `memory`.
 
-    layout: what is shown, with whole masters.
+    layout: as shown, with whole masters.
     """
 
     def __init__(
@@ -135,30 +135,31 @@ class TieredState:
         )
 
     def layout_of(self, block: Block) -> StateLayout:
-        """What is shown of a block."""
-        found = self._layouts.get(block.id)
-        if found is None:
+        """Layout of the shown planes of a block."""
+        layout = self._layouts.get(block.id)
+        if layout is None:
             params = {part.param for part in block.segments}
-            found = self._layouts[block.id] = self.columns.of(params, self.layout)
-        return found
+            layout = self._layouts[block.id] = self.columns.of(params, self.layout)
+        return layout
 
     def _slabs(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
         return [slab.complete() for slab in self._first_planes(blocks, host=host)]
 
     def _first_planes(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
-        """For `initialise`: what fills the masters goes as they come, and the rest comes then."""
+        """Slabs with their first planes, for `initialise`: sources of masters are freed one by
+        one."""
         alike: dict[tuple[StateLayout, bool], list[Block]] = {}
         for block in blocks:
             is_split = self._split_masters.in_memory(block)
             alike.setdefault((self.layout_of(block), is_split), []).append(block)
         return [
             Slab(
-                found,
+                together,
                 (layout.with_remainder() if is_split else layout).stored(),
                 self._memory,
                 on_host=host,
             )
-            for (layout, is_split), found in sorted(alike.items(), key=lambda item: item[0][1])
+            for (layout, is_split), together in sorted(alike.items(), key=lambda item: item[0][1])
         ]
 
     def _index(self) -> dict[BlockId, Slab]:
@@ -167,17 +168,17 @@ class TieredState:
 
     @property
     def resident(self) -> tuple[Block, ...]:
-        """On the device."""
+        """Blocks on the device."""
         return tuple(block for slab in self.device_slabs for block in slab.blocks)
 
     @property
     def host(self) -> tuple[Block, ...]:
-        """In host memory, where that is not the device's."""
+        """Blocks in host memory, where that is not the device's."""
         return tuple(block for slab in self.host_slabs for block in slab.blocks)
 
     @property
     def in_memory(self) -> tuple[Block, ...]:
-        """All that is not on disk."""
+        """Blocks that are not on disk."""
         return (*self.resident, *self.host)
 
     def resting(self) -> list[tuple[Block, Planes, bool]]:
@@ -191,24 +192,24 @@ class TieredState:
         return self._slab_of[block.id].planes(block)
 
     def shown(self, block: Block) -> Planes:
-        """The state of a block that is in memory, as `layout` says; to read."""
+        """State of a block that is in memory, as `layout` says; to read."""
         masters = self._split_masters
         weight = masters.weights(block) if masters.in_memory(block) else None
         return shown(self.planes(block), self.layout_of(block), weight)
 
     def _change(self, block: Block, fill: Callable[[Block, Planes], None]) -> None:
-        """`fill` writes to what `shown` shows."""
+        """Let `fill` write to the shown planes of a block in memory."""
         values = self.shown(block)
         fill(block, values)
         self._take(block, self.planes(block), values)
 
     def _take(self, block: Block, planes: Planes, values: Planes) -> None:
-        """Make the planes of a block in memory what `values` show."""
+        """Write `values`, shown planes, to the planes of a block in memory."""
         is_split = self._split_masters.in_memory(block)
         take(planes, values, self.layout_of(block), is_split=is_split)
 
     def _settle(self) -> None:
-        """The host reads or writes what the last step may still be copying."""
+        """Wait for copies of the last step before the host reads or writes host slabs."""
         leaving, self._leaving = self._leaving, []
         for ticket in leaving:
             ticket.settle()
@@ -266,10 +267,10 @@ class TieredState:
         on_nvme: Set[BlockId],
         on_host: Set[BlockId],
     ) -> None:
-        """Take the blocks that `space` has behind those of today; `fill` as in `initialise`.
+        """Take the blocks that `space` has after those of today; `fill` as in `initialise`.
 
-        Between steps. On disk the blocks of today go into a file with the new ones, beside which
-        theirs stays until it is complete; on an error nothing has changed.
+        Between steps. On disk the blocks of today go into a new file with the new ones, and their
+        own file stays until that is complete; on an error nothing has changed.
         """
         new = space.blocks[len(self.space.blocks) :]
         memory = [block for block in new if block.id not in on_nvme]
@@ -303,8 +304,8 @@ class TieredState:
 
             before.load([block], copy)
 
-        # Two pools of staging would pass the host's budget; the old one is not used but for one
-        # block at a time.
+        # Two pools of staging would pass the host's budget: the old one is emptied, and takes one
+        # block at a time from here on.
         try:
             if before is not None:
                 before.empty_staging()
@@ -319,7 +320,10 @@ class TieredState:
         after.prefetch()
 
     def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
-        """`fill` sets what does not start at zero (the masters, the first plane) by block."""
+        """Initialise: `fill` sets what does not start at zero (the masters, the first plane) by
+        block."""
+        # Sources of masters are freed while they are read, so the first planes are filled before
+        # the others take memory. Ties wait in `ties`, as their plane is one of the others.
         ties = {block: self._begin(block, fill) for block in (*self.resident, *self.host)}
         for slab in (*self.device_slabs, *self.host_slabs):
             slab.complete()
@@ -331,7 +335,8 @@ class TieredState:
             self.nvme.prefetch()
 
     def _begin(self, block: Block, fill: Callable[[Block, Planes], None]) -> Tensor | None:
-        """Fill the first plane, before there are others; of one that is split, where ties are."""
+        """Fill the first plane, before there are others. Returns the places of ties, where it is
+        split."""
         (first,) = self.planes(block).values()
         is_split, has_ties = self._split_masters.in_memory(block), not self.layout.is_quantised
         if not is_split and (has_ties or not self.layout.has_master):
@@ -361,12 +366,13 @@ class TieredState:
 
     @property
     def visit_order(self) -> tuple[Block, ...]:
-        """All blocks, as `visit` shows them."""
+        """All blocks in the order of `visit`."""
         resident, on_disk = self._split(None)
         return (*resident, *on_disk)
 
     def pin(self) -> PinnedState | None:
-        """Keep the blocks on disk as they are now until they were shown; None where none is."""
+        """Pin the blocks on disk as they are now until they were shown; None where none is on
+        disk."""
         return self.nvme.pin() if self.nvme is not None else None
 
     def overwrite(
@@ -389,19 +395,20 @@ class TieredState:
                 self.nvme.prefetch()
 
     def _split(self, blocks: Sequence[Block] | None) -> tuple[list[Block], list[Block]]:
-        """Those in memory, and those on disk."""
+        """Blocks in memory, and blocks on disk."""
         if blocks is None:
             blocks = self.space.blocks
         resident = [block for block in blocks if block.id in self._slab_of]
         return resident, [block for block in blocks if block.id not in self._slab_of]
 
     def update_in_memory(self, updater: Updater, views: BlockViews) -> Iterator[Block]:
-        """Update what is not on disk, in the order of `in_memory`: each block when it is asked for,
-        to the end. An error that ends it is `torn`."""
+        """Update blocks that are not on disk, in the order of `in_memory`: each when it is asked
+        for, to the end. An error that ends it is `torn`."""
         return self.torn_by(self._update_in_memory(updater, views))
 
     def torn_by(self, updates: Iterator[Block]) -> Iterator[Block]:
-        """The same of any updates of what is in memory."""
+        """Carry out any updates in memory. An error that ends them is `torn`."""
+        # Ctrl-C too: blocks of two steps are in memory from here on, and only a load mends that
         try:
             yield from updates
         except BaseException as error:

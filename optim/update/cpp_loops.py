@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from .tracing import EXAMPLE, Trace
+from .tracing import EXAMPLE, OperatorTrace
 
 _TYPES = {
     torch.float32: "float",
@@ -130,7 +130,7 @@ def traced_tile(
     [n]; it treats every element alike. Raises NotImplementedError naming an operator that is not
     known, or what else a loop cannot do.
     """
-    trace = Trace(Cpp())
+    trace = OperatorTrace(Cpp())
     scalars = [torch.zeros(count) for count in num_scalars]
     examples = [torch.zeros(EXAMPLE, dtype=dtype) for dtype in columns]
     trace.name_inputs(scalars, examples)
@@ -139,7 +139,7 @@ def traced_tile(
     return _tile(trace)
 
 
-def _tile(trace: Trace) -> str:
+def _tile(trace: OperatorTrace) -> str:
     lines = ["static void tile(const int64_t* columns, const float* scalars,"]
     lines.append("                 int64_t first, int64_t n) {")
     lines += [f"  const float s{i} = scalars[{i}];" for i in trace.inputs("s")]

@@ -18,7 +18,7 @@ from gemini.optim.state.memory import Memory
 from gemini.optim.state.pieces import GradSegment
 
 
-class _Place(NamedTuple):
+class _RunTiles(NamedTuple):
     """Of a run: its rows of the table of segments, and its tiles."""
 
     rows: slice
@@ -33,12 +33,12 @@ class GradTiles:
         self._memory = memory
         device = memory.device
         self.runs = dict(runs)
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _RunTiles] = {}
         rows: list[SegmentRow] = []
         num_tiles = 0
         for run, parts in runs.items():
             tiles = sum(-(-part.numel // ops.NORM_TILE) for part in parts)
-            self._places[run] = _Place(
+            self._places[run] = _RunTiles(
                 slice(len(rows), len(rows) + len(parts)),
                 slice(num_tiles, num_tiles + tiles),
                 torch.tensor([part.offset for part in parts], dtype=torch.int64),

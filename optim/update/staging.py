@@ -32,9 +32,9 @@ class DeviceStaging:
 
     def __init__(self, memory: Memory, reserved: Reserved) -> None:
         self.count = reserved.count  # blocks that may be under way at once
-        self._states = _Ring(memory, self.count)
-        self._params = _Ring(memory, self.count)
-        self._grads = _Ring(memory, self.count)
+        self._states = _BufferRing(memory, self.count)
+        self._params = _BufferRing(memory, self.count)
+        self._grads = _BufferRing(memory, self.count)
         self._memory = memory
         self._host = torch.empty(0)  # pinned, on the way to host memory that is not
         self._states.grow(reserved.state_bytes)
@@ -74,7 +74,7 @@ class DeviceStaging:
         return self._host.view(dtype)[:numel]
 
 
-class _Ring:
+class _BufferRing:
     """`count` buffers of one size, given out in turn."""
 
     def __init__(self, memory: Memory, count: int) -> None:

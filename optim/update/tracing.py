@@ -60,7 +60,7 @@ class Dialect(Protocol):
         ...
 
 
-class Trace(TorchDispatchMode):
+class OperatorTrace(TorchDispatchMode):
     """Every operator that is called while this is entered, as a line."""
 
     @classmethod

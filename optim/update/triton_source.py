@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gemini.optim.rules.rule import UpdateRule
 
-from .tracing import EXAMPLE, Trace
+from .tracing import EXAMPLE, OperatorTrace
 
 MOST_PLANES, MOST_NUMBERS = 3, 10  # of a kernel: planes, and of both kinds of numbers
 _STEP = "x0"  # the step count as fp64, of coefficients
@@ -67,7 +67,7 @@ def kernel_source(rule: UpdateRule) -> str:
 
 
 def _coefficients(rule: UpdateRule) -> str:
-    trace, hyper = Trace(Triton()), rule.hyper(rule.options)
+    trace, hyper = OperatorTrace(Triton()), rule.hyper(rule.options)
     # fp64 as all else: torch makes fp32 of an integer and a number
     row, step = torch.ones(len(hyper), dtype=torch.float64), torch.ones((), dtype=torch.float64)
     trace.name_inputs([row], [step])
@@ -82,7 +82,7 @@ def _coefficients(rule: UpdateRule) -> str:
     return "\n".join([*lines, f"    return {', '.join(results)}", ""])
 
 
-def _result(trace: Trace, value: Any) -> str:
+def _result(trace: OperatorTrace, value: Any) -> str:
     """A coefficient's name; flags and counts as fp64."""
     if not isinstance(value, Tensor):
         return Triton().constant(float(value), torch.float64)
@@ -90,7 +90,7 @@ def _result(trace: Trace, value: Any) -> str:
 
 
 def _formula(rule: UpdateRule, num_planes: int) -> str:
-    trace = Trace(Triton())
+    trace = OperatorTrace(Triton())
     values = torch.ones(len(rule.coefficient_names))
     columns = [torch.ones(EXAMPLE) for _ in range(2 + num_planes)]
     trace.name_inputs([values], columns)

@@ -1,6 +1,11 @@
 """What ranks compare of what they did."""
 
-from gemini.runtime.comm.collective_log import Entry, SequenceLog, explain, first_difference
+from gemini.runtime.comm.collective_log import (
+    Entry,
+    SequenceLog,
+    explain_difference,
+    first_difference,
+)
 from gemini.runtime.comm.meeting import Wish
 
 
@@ -27,7 +32,7 @@ def test_the_first_difference_is_found_and_a_rank_that_is_behind_does_not_differ
     assert first_difference(entries[:2]) is None
     found = first_difference(entries)
     assert found == (0, Entry(1, "gathers", 2), 2, Entry(1, "gathers", 5))
-    said = str(explain(found, lambda chunk: f"layer {chunk}"))
+    said = str(explain_difference(found, lambda chunk: f"layer {chunk}"))
     assert "rank 0 gathers layer 2" in said and "rank 2 gathers layer 5" in said
 
 
@@ -39,7 +44,7 @@ def test_what_two_ranks_wait_for_may_be_their_own_but_for_calls():
 
     assert first_difference([waiting("reads", "a"), waiting("reads", "b")]) is None
     found = first_difference([waiting("calls", "a"), waiting("calls", "b")])
-    assert "All ranks must call a; take it out" in str(explain(found, str))
+    assert "All ranks must call a; take it out" in str(explain_difference(found, str))
 
 
 def test_a_rank_that_waited_for_what_the_others_met_for_does_not_differ():

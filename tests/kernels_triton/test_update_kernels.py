@@ -18,7 +18,7 @@ from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from optim.adam import AdamRule
 from optim.rules.quantised import decoded, encode, state_noise
 from optim.rules.split_master import untied
-from optim.state.pieces import part_of
+from optim.state.pieces import plane_part
 from optim.update.triton_update import kernel_of
 from tests.support.pairs import pairs
 from tests.support.rules import CASES
@@ -87,7 +87,7 @@ class Slabs:
     def stored(self, offset, numel):
         """Of a segment: what there is of its planes."""
         last = self.param.numel()
-        return [part_of(plane, offset, offset + numel, last) for plane in self.planes]
+        return [plane_part(plane, offset, offset + numel, last) for plane in self.planes]
 
     def all_planes(self):
         return ([self.master] if self.master is not None else []) + self.planes

@@ -57,7 +57,7 @@ def read(path):
                         assert len(found.block(block)) == found.layout.block_nbytes[block]
                     except nvme.ChecksumError:
                         continue
-        except nvme.FormatError:
+        except nvme.StoreFormatError:
             return
         finally:
             nvme.orphans(path.parent)
@@ -91,7 +91,7 @@ def test_a_header_may_lie_about_everything(kind, whole, tmp_path):
     path.write_bytes(header(text) + whole[4096:])
 
     def attempt():
-        with pytest.raises(nvme.FormatError, match="gemini-x"), nvme.recover([path]):
+        with pytest.raises(nvme.StoreFormatError, match="gemini-x"), nvme.recover([path]):
             pass
 
     assert_takes_little(attempt, path)
@@ -104,7 +104,7 @@ def test_a_header_may_be_any_text(text, whole, tmp_path):
     path.write_bytes(header(text) + whole[4096:])
 
     def attempt():
-        with pytest.raises(nvme.FormatError), nvme.recover([path]):
+        with pytest.raises(nvme.StoreFormatError), nvme.recover([path]):
             pass
 
     assert_takes_little(attempt, path)

@@ -186,7 +186,7 @@ def test_recover_follows_no_link_and_says_what_a_file_is_not(tmp_path):
     link.symlink_to(path)
     os.mkfifo(pipe)
     for other, said in ((link, "ELOOP"), (pipe, "is no file"), (tmp_path / "none", "ENOENT")):
-        with pytest.raises(nvme.FormatError, match=said), nvme.recover([other]):
+        with pytest.raises(nvme.StoreFormatError, match=said), nvme.recover([other]):
             pass
     with nvme.recover([path]) as found:
         assert found.index.step == 4
@@ -198,7 +198,7 @@ def test_a_store_that_was_cut_is_refused_wherever_it_was_cut(tmp_path):
     whole = path.stat().st_size
     for size in (whole - 1, 8192, 4096 + 25, 4096 + 5, 4096, 40, 9, 3, 0):
         os.truncate(path, size)
-        with pytest.raises(nvme.FormatError), nvme.recover([path]):
+        with pytest.raises(nvme.StoreFormatError), nvme.recover([path]):
             pass
 
 
@@ -211,7 +211,7 @@ def test_files_of_a_store_must_all_be_there_in_order(tmp_path):
     (stranger,) = die(tmp_path)
     wrong = [[], [one], [other], [other, one], [one, one], [one, stranger], [one, other, other]]
     for paths in wrong:
-        with pytest.raises(nvme.FormatError), nvme.recover(paths):
+        with pytest.raises(nvme.StoreFormatError), nvme.recover(paths):
             pass
     with nvme.recover([one, other]) as found:
         assert found.block(3) == b"\4" * 5000

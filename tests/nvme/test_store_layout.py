@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini.units import PAGE_BYTES
-from nvme.layout import FormatError, Header, Index, IndexEntry, StoreLayout
+from nvme.layout import Header, Index, IndexEntry, StoreFormatError, StoreLayout
 
 sizes = st.lists(st.integers(1, 50_000), min_size=1, max_size=30)
 
@@ -29,19 +29,19 @@ def test_header_round_trips(nbytes, num_files):
         assert (header.layout(), header.file) == (layout, file)
         assert header.index_offset(1) - layout.index_slot_nbytes == layout.header_nbytes(file)
         header.check_size(needed)
-        with pytest.raises(FormatError, match="was cut"):
+        with pytest.raises(StoreFormatError, match="was cut"):
             header.check_size(needed - 1)
 
 
 def test_a_damaged_or_foreign_header_is_refused():
     header = bytearray(StoreLayout.plan("d", [5]).header(0))
     header[40] ^= 1
-    with pytest.raises(FormatError, match="damaged"):
+    with pytest.raises(StoreFormatError, match="damaged"):
         Header.decode(bytes(header))
-    with pytest.raises(FormatError, match="no block store"):
+    with pytest.raises(StoreFormatError, match="no block store"):
         Header.decode(b"\x7fELF" + bytes(5000))
     header[8] = 99
-    with pytest.raises(FormatError, match="version 99"):
+    with pytest.raises(StoreFormatError, match="version 99"):
         Header.decode(bytes(header))
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from gemini.checkpoint.format.boxes import Box
 from gemini.checkpoint.format.data_file import UnitReader
 from gemini.checkpoint.format.errors import CorruptError, FormatError
-from gemini.checkpoint.format.index import IndexEntry, Overlap, PartsOf, SavedPart
+from gemini.checkpoint.format.index import Overlap, PartsOf, SavedPart, SavedValue
 from gemini.checkpoint.format.manifest import METADATA, Manifest
 from gemini.checkpoint.format.pinned_file import PinnedStream
 from gemini.checkpoint.format.small_files import read_manifest
@@ -113,7 +113,7 @@ class Reader:
 
         walk(put)
 
-    def _copy(self, key: str, entry: IndexEntry, overlap: Overlap, there: Tensor) -> None:
+    def _copy(self, key: str, entry: SavedValue, overlap: Overlap, there: Tensor) -> None:
         item = self._items.tensor(key, entry, overlap.part)
         there = narrow_tensor_by_index(there, overlap.in_box, overlap.sizes)
         there.copy_(narrow_tensor_by_index(item, overlap.in_part, overlap.sizes))
@@ -128,7 +128,7 @@ class _Items(Protocol):
 
     def data(self, part: SavedPart) -> bytes: ...
 
-    def tensor(self, key: str, entry: IndexEntry, part: SavedPart) -> Tensor:
+    def tensor(self, key: str, entry: SavedValue, part: SavedPart) -> Tensor:
         """The whole item; good until the next call."""
         ...
 
@@ -151,7 +151,7 @@ class _OurItems:
     def data(self, part: SavedPart) -> bytes:
         return bytes(self._units.read(part.file, part.at, part.nbytes))
 
-    def tensor(self, key: str, entry: IndexEntry, part: SavedPart) -> Tensor:
+    def tensor(self, key: str, entry: SavedValue, part: SavedPart) -> Tensor:
         assert entry.dtype is not None
         if not can_be_raw(entry.dtype):
             return _tensor_of(io.BytesIO(self.data(part)), key, part.sizes)
@@ -196,7 +196,7 @@ class _DcpItems:
             raise CorruptError(f"{path} ends before byte {part.at + part.nbytes}")
         return data
 
-    def tensor(self, key: str, entry: IndexEntry, part: SavedPart) -> Tensor:
+    def tensor(self, key: str, entry: SavedValue, part: SavedPart) -> Tensor:
         place = (part.file, part.at)
         if place not in self._recent:
             path = self._folder / part.file

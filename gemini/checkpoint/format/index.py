@@ -34,7 +34,7 @@ class SavedPart(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class IndexEntry(NamedTuple):
+class SavedValue(NamedTuple):
     """A tensor, or a value that torch.save wrote."""
 
     dtype: torch.dtype | None  # None: a value, which is one part
@@ -51,7 +51,7 @@ class Overlap(NamedTuple):
     sizes: tuple[int, ...]
 
 
-Index = Mapping[str, IndexEntry]
+Index = Mapping[str, SavedValue]
 
 
 def encode_index(index: Index, files: Sequence[str]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def encode_index(index: Index, files: Sequence[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def decode_index(body: Any, files: Mapping[str, int]) -> dict[str, IndexEntry]:
+def decode_index(body: Any, files: Mapping[str, int]) -> dict[str, SavedValue]:
     """The way back. `files`: bytes by name, in order. Raises CorruptError."""
     names, index = list(files), {}
     try:
@@ -88,7 +88,7 @@ def decode_index(body: Any, files: Mapping[str, int]) -> dict[str, IndexEntry]:
                 if len(box) != 2 * n:
                     raise ValueError(f"{key:.80} has half a place")
                 parts.append(SavedPart(names[file], at, nbytes, tuple(box[:n]), tuple(box[n:])))
-            index[key] = IndexEntry(dtype, torch.Size(size), tuple(parts))
+            index[key] = SavedValue(dtype, torch.Size(size), tuple(parts))
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
         raise CorruptError(f"its index says what no checkpoint has: {error!r:.200}") from error
     check(index, files)

@@ -67,7 +67,7 @@ class PinnedStream:
             )
             self._reader = VersionReader(self._version, files)
             stack.callback(self._reader.close)
-        except (nvme.FormatError, OSError) as error:
+        except (nvme.StoreFormatError, OSError) as error:
             raise CorruptError(f"{self._path}: {error}") from error
 
     def read(self, at: int, numel: int) -> Tensor:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from gemini.checkpoint.format.errors import CorruptError, FormatError
-from gemini.checkpoint.format.index import Index, IndexEntry, SavedPart, check, decode_index
+from gemini.checkpoint.format.index import Index, SavedPart, SavedValue, check, decode_index
 from gemini.checkpoint.format.manifest import METADATA, NAME, Manifest, is_plain_name
 from gemini.checkpoint.format.small_files import folder_bytes, memory_limit, read_file
 
@@ -198,7 +198,7 @@ def _own_index(folder: Path, manifest: Manifest | None) -> Index | None:
         raise CorruptError(f"{folder / NAME}: {error}") from error
 
 
-def index_of(found: Metadata) -> dict[str, IndexEntry]:
+def index_of(found: Metadata) -> dict[str, SavedValue]:
     """DCP's description of a checkpoint as ours. Raises CorruptError."""
     tensors = _is(vars(found).get("state_dict_metadata"), dict, "its list of tensors")
     places = _is(vars(found).get("storage_data"), dict, "its list of places")
@@ -231,7 +231,7 @@ def _load(data: bytes, folder: Path) -> Metadata:
     return found
 
 
-def _index_of(found: Metadata, folder: Path, manifest: Manifest | None) -> dict[str, IndexEntry]:
+def _index_of(found: Metadata, folder: Path, manifest: Manifest | None) -> dict[str, SavedValue]:
     """Checked against the files of the folder."""
     try:
         index = index_of(found)
@@ -258,9 +258,9 @@ def _check_place(key: str, fields: Mapping[str, Any]) -> None:
         raise CorruptError(f"{key} has no place in {name}")
 
 
-def _entry(key: str, entry: Any, places: Any) -> IndexEntry:
+def _entry(key: str, entry: Any, places: Any) -> SavedValue:
     if type(entry) is BytesStorageMetadata:
-        return IndexEntry(None, torch.Size(()), (_part(places, MetadataIndex(key), ()),))
+        return SavedValue(None, torch.Size(()), (_part(places, MetadataIndex(key), ()),))
     fields = vars(_is(entry, TensorStorageMetadata, key))
     size = _is(fields.get("size"), torch.Size, f"the size of {key}")
     properties = _is(fields.get("properties"), TensorProperties, f"the dtype of {key}")
@@ -271,7 +271,7 @@ def _entry(key: str, entry: Any, places: Any) -> IndexEntry:
         offsets = _is(part.get("offsets"), torch.Size, f"a part of {key}")
         sizes = _is(part.get("sizes"), torch.Size, f"a part of {key}")
         parts.append(_part(places, MetadataIndex(key, offsets), sizes))
-    return IndexEntry(dtype, size, tuple(parts))
+    return SavedValue(dtype, size, tuple(parts))
 
 
 def _part(places: Any, index: MetadataIndex, sizes: Sequence[int]) -> SavedPart:

@@ -130,7 +130,7 @@ def _num_entries(file: BinaryIO, nbytes: int) -> int:
     return int.from_bytes(end[last + 10 : last + 12], "little")
 
 
-class _Named:
+class _NamedGlobal:
     """Stands for a function or a class."""
 
     def __init__(self, name: str) -> None:
@@ -152,14 +152,14 @@ class _Gauge(PickleMachine):
         self._storages: set[object] = set()
 
     def named(self, module: str, name: str) -> Any:
-        return _Named(name)
+        return _NamedGlobal(name)
 
     def made(self, kind: Any, arguments: tuple[Any, ...]) -> Any:
         return self.called(kind, arguments)
 
     def called(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         """A copy of what is given, or as many zeros as it says."""
-        if type(function) is not _Named:
+        if type(function) is not _NamedGlobal:
             self.wrong("a function", function)
         self.take(sum(map(_copied_bytes, arguments)))
         if function.name == "bytearray" or function.name.endswith(("Tensor", "Storage")):
@@ -181,7 +181,7 @@ class _Gauge(PickleMachine):
         if type(place) is not tuple or len(place) < 5 or type(place[4]) is not int:
             self.wrong("a storage", place)
         kind, key, numel = place[1], place[2], place[4]
-        if type(kind) is not _Named or type(key) not in (str, bytes, int):
+        if type(kind) is not _NamedGlobal or type(key) not in (str, bytes, int):
             self.wrong("a storage", place)
         if key not in self._storages:
             self._storages.add(key)

@@ -1,4 +1,4 @@
-"""What chunks of many capacities would cost, for all capacities at once. Pure.
+"""Costs of chunks of many capacities, for all capacities at once. Pure.
 
 P parameters of one key · K capacities · all sizes in elements, in int64
 
@@ -37,7 +37,7 @@ class Sizes:
 
     @classmethod
     def of(cls, specs: Sequence[ParamSpec]) -> Sizes:
-        """Of specs of one key, in layout order."""
+        """Sizes of specs of one key, in layout order."""
         numels = np.array([spec.numel for spec in specs], dtype=np.int64)
         aligned = -(-numels // PARAM_ALIGN_NUMEL) * PARAM_ALIGN_NUMEL
         starts = np.cumsum(aligned) - aligned
@@ -53,7 +53,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The chunks of one capacity. The capacity is tight: some chunk is as long as it is."""
+    """Chunks of one capacity. The capacity is tight: some chunk is as long as it is."""
 
     capacity: int
     num_chunks: int
@@ -63,7 +63,7 @@ class Packing:
 
     @property
     def cost_bytes(self) -> int:
-        """The objective."""
+        """Objective of the search."""
         return self.peak_gathered_bytes + self.traffic_bytes
 
 
@@ -92,7 +92,7 @@ def pack(sizes: Sizes, capacities: Ints, least: int, max_prefetch: int) -> list[
 
 
 def _cost(sizes: Sizes, bounds: Ints, capacity: int, max_prefetch: int) -> Packing:
-    """One packing. `bounds` [chunks + 1]: index of each chunk's first parameter, and P."""
+    """Packing with its cost. bounds: [chunks + 1], index of each chunk's first parameter, and P."""
     num_chunks = len(bounds) - 1
     used = sizes.ends[bounds[1:] - 1] - sizes.starts[bounds[:-1]]
     payload = used * sizes.itemsize
@@ -102,10 +102,10 @@ def _cost(sizes: Sizes, bounds: Ints, capacity: int, max_prefetch: int) -> Packi
         return np.searchsorted(bounds, params, "right") - 1
 
     low, high = chunk_of(sizes.first), chunk_of(sizes.last)
-    ahead = np.minimum(high + 1 + max_prefetch, num_chunks)
-    peak = int((before[ahead] - before[low]).max())
+    prefetched = np.minimum(high + 1 + max_prefetch, num_chunks)
+    peak = int((before[prefetched] - before[low]).max())
     again = np.unique(chunk_of(sizes.reused))
-    again = again[again < num_chunks - 1]  # the last chunk is still there
+    again = again[again < num_chunks - 1]  # the last chunk is still gathered
     if len(again):
         peak = max(peak, int(payload[again].max() + payload[-1]))
     gathers, reduces = 2, int(sizes.trainable)

@@ -53,7 +53,7 @@ MAX_CANDIDATES = 384
 
 @dataclass(frozen=True, slots=True)
 class RepeatedBlocks:
-    """The layers that a model is a stack of."""
+    """Layers that a model is a stack of."""
 
     count: int
     largest_numel: int  # 0 where there are none
@@ -61,7 +61,7 @@ class RepeatedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class GroupChoice:
-    """What was found for the parameters of one key."""
+    """Choice for the parameters of one key."""
 
     key: GroupKey
     used_numel: int  # of its parameters
@@ -84,7 +84,7 @@ class GroupChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChunkConfiguration:
-    """The capacity of every key, and what it costs. All but `seconds` is the same on all ranks."""
+    """Capacity of every key, and its cost. All but `seconds` is the same on all ranks."""
 
     groups: tuple[GroupChoice, ...]  # sorted by key
     layout: ChunkLayout
@@ -92,24 +92,24 @@ class ChunkConfiguration:
 
     @property
     def capacities(self) -> dict[GroupKey, Numel]:
-        """What `ChunkLayout.build` takes."""
+        """Capacities as `ChunkLayout.build` takes them."""
         return {group.key: group.capacity for group in self.groups}
 
     def check_specs(self, specs: Sequence[ParamSpec]) -> None:
         """Raise ValueError where it was not searched for these parameters."""
         if self.layout.params == tuple(specs):
             return
-        there = {spec.name: spec for spec in self.layout.params}
+        known = {spec.name: spec for spec in self.layout.params}
         for spec in specs:
-            found = there.get(spec.name)
-            if found != spec:
+            own = known.get(spec.name)
+            if own != spec:
                 raise ValueError(
-                    f"chunks was searched for another model: it has {_in_words(found)} where the "
+                    f"chunks was searched for another model: it has {_in_words(own)} where the "
                     f"module has {_in_words(spec)}; search it again with the dtype in which the "
                     "module computes, after what is not trained was frozen"
                 )
         raise ValueError(
-            f"chunks was searched for another model, of {len(there)} parameters in another order; "
+            f"chunks was searched for another model, of {len(known)} parameters in another order; "
             f"the module has {len(specs)}; search it again"
         )
 
@@ -178,7 +178,7 @@ def search_chunk_configuration(
     max_prefetch: int = 1,
     order: Sequence[str] | None = None,
 ) -> ChunkConfiguration:
-    """The capacity that costs least; see [Note: what is minimised].
+    """Search the capacity that costs least; see [Note: what is minimised].
 
     model_or_specs: anything with `named_parameters`, on the meta device too, or specs.
     search_range_m: capacities from `min_chunk_size_m` to this much more are tried, and no others,
@@ -247,7 +247,7 @@ class _Packer:
         return _least_waste_of_equals(packings)
 
     def enough(self, packings: Sequence[Packing]) -> list[Packing]:
-        """Those with as many chunks as are wanted."""
+        """Packings with as many chunks as are wanted."""
         return [packing for packing in packings if packing.num_chunks >= self.wanted]
 
 
@@ -274,7 +274,7 @@ def _search_group(key: GroupKey, packer: _Packer, least: int, most: int | None) 
 def _choose(
     key: GroupKey, packer: _Packer, preferred: Sequence[Packing], allowed: Sequence[Packing]
 ) -> GroupChoice:
-    """One of `preferred`; of `allowed` where only there is one that wastes and costs little."""
+    """One of `preferred`; one of `allowed` where none of those wastes little at low cost."""
     used_numel = packer.sizes.used_numel
     candidates = preferred
     best = min(preferred, key=_order)
@@ -298,7 +298,7 @@ def _choose(
 
 
 def _least_waste_of_equals(packings: Sequence[Packing]) -> list[Packing]:
-    """Of those that differ only in what is left over, the best."""
+    """The best of the packings that differ only in what is left over."""
     best: dict[tuple[int, int, int], Packing] = {}
     for packing in packings:
         kind = (packing.num_chunks, packing.peak_gathered_bytes, packing.traffic_bytes)
@@ -308,12 +308,12 @@ def _least_waste_of_equals(packings: Sequence[Packing]) -> list[Packing]:
 
 
 def _order(packing: Packing) -> tuple[int, int, int]:
-    """Least cost first, then waste, then capacity."""
+    """Order of packings: least cost first, then waste, then capacity."""
     return (packing.cost_bytes, packing.gathered_waste_numel, packing.capacity)
 
 
 def _lean(packings: Sequence[Packing], used_numel: int) -> list[Packing]:
-    """Those that waste little."""
+    """Packings that waste little."""
     return [p for p in packings if p.gathered_waste_numel <= MAX_WASTE * used_numel]
 
 
@@ -328,14 +328,15 @@ def _thin(fits: Ints, hidden_dim: int | None) -> Ints:
 
 
 def _longest_of_each(fits: Ints, interval: Ints) -> Ints:
-    """Of ascending `fits`, the last of each run of one interval."""
+    """The last of each run of ascending `fits` that lie in one interval."""
     last = np.append(interval[1:] != interval[:-1], True)
     longest: Ints = fits[last]
     return longest
 
 
 def repeated_blocks(specs: Sequence[ParamSpec]) -> RepeatedBlocks:
-    """Items of a list whose children have the same names, the outermost of nested lists.
+    """Repeated blocks: items of a list whose children have the same names, the outermost of nested
+    lists.
 
     `h.0.attn.weight` and `h.1.attn.weight` are of two blocks, `h.0` and `h.1`. Items that are like
     no other item of their list are looked into: `Sequential(backbone, head)` has the blocks of its

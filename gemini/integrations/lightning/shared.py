@@ -44,7 +44,7 @@ _TAKEN = ("module", "device", "placement_policy", "precision", "process_group", 
 _OPTIONS = frozenset(inspect.signature(GeminiDDP).parameters) - set(_TAKEN)
 
 
-class _Named(FabricPrecision):
+class _NamedPrecision(FabricPrecision):
     """A precision by Lightning's name of it. Raises ValueError for one that has no meaning here."""
 
     def __init__(self, precision: str = "32-true") -> None:
@@ -52,7 +52,7 @@ class _Named(FabricPrecision):
         self.precision = precision  # type: ignore[assignment]
 
 
-class GeminiPrecision(_Named, Precision):
+class GeminiPrecision(_NamedPrecision, Precision):
     """`Trainer(precision=)` for `GeminiStrategy`: which dtype modules compute in.
 
     The engine casts, scales losses and clips, so this does nothing in a step but to hand clipping
@@ -66,7 +66,7 @@ class GeminiPrecision(_Named, Precision):
         inner(optimizer).clip_grad_by_value(float(clip_val))
 
 
-class GeminiFabricPrecision(_Named):
+class GeminiFabricPrecision(_NamedPrecision):
     """The same for `Fabric(precision=)`."""
 
 

@@ -1,8 +1,8 @@
 """Filling the tiers under their budgets. Pure.
 
-The device is filled under the room of every moment: what the budget leaves beside activations,
-gathered payloads and gradient buffers. A gradient needs room only from its reduction to the step,
-when activations are gone.
+The device is filled under the room of every moment: the budget less activations, gathered payloads
+and gradient buffers. A gradient needs room only from its reduction to the step, when activations
+are gone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
             or error.tier is not Tier.DEVICE
         ):
             raise
-    # parameters on NVMe need no buffers to undo a step
+    # A parameter in memory whose state is on NVMe needs a buffer to undo a step, one on NVMe does
+    # not: without parameters on the device, staging is smaller and may fit.
     return _fill(problem, demand, order.replace("p", ""))
 
 
@@ -44,6 +45,8 @@ def _fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
     device_staging, _ = problem.staging(lowest)
     if not problem.has_host_tier and problem.fixed_params is None and "p" in order:
         device_staging, _ = problem.staging(problem.lowest(Tier.NVME), params_may_rise=True)
+    # Staging comes first: the lowest homes ask for the largest buffers, and whatever rises from
+    # them needs no more. Prefetched payloads are given up before a plan fails.
     room = demand.room(problem, prefetch=True)
     room.reserve(device_staging.nbytes)
     if room.left.min() < 0:
@@ -92,7 +95,7 @@ def check_nvme(problem: PlacementProblem, homes: Homes) -> None:
 
 
 def _take_what_is_there(problem: PlacementProblem, homes: Homes, room: DeviceRoom) -> None:
-    """Room for what is on the device already. Raises BudgetError."""
+    """Take the room of what is on the device already. Raises BudgetError."""
     if problem.fixed_params is None and problem.floor is None:
         return
     for chunk in problem.chunks:
@@ -131,7 +134,8 @@ def _join_on_nvme(
         )
 
     torn = [chunk for chunk in problem.chunks if chunk.trainable and split(chunk.id)]
-    tried = False  # what did not fit fits no sooner before something is given back
+    tried = False  # what did not fit once fits only after room was given back
+    # from the last chunk on: homes are filled in order, so the first chunks have the higher ones
     for chunk in reversed(torn):
         i = chunk.id
         if not split(i):
@@ -156,7 +160,7 @@ def _join_on_nvme(
 
 
 def _forced_blocks(problem: PlacementProblem) -> list[int]:
-    """How many leading blocks of every chunk `nvme_state_frac` puts on NVMe."""
+    """Number of leading blocks of every chunk that `nvme_state_frac` puts on NVMe."""
     wanted = problem.nvme_state_frac * sum(b.numel for c in problem.chunks for b in c.blocks)
     counts, taken = [0] * len(problem.chunks), 0.0
     for chunk in problem.chunks if wanted else ():
@@ -169,7 +173,7 @@ def _forced_blocks(problem: PlacementProblem) -> list[int]:
 
 
 def _force_onto_nvme(problem: PlacementProblem, homes: Homes) -> None:
-    """Put the share of state on NVMe that was asked for."""
+    """Put the share of state on NVMe that `nvme_state_frac` asks for."""
     for i, count in enumerate(_forced_blocks(problem)):
         homes.state[i][:count] = [Tier.NVME] * count
 
@@ -199,15 +203,15 @@ def _host_bytes(problem: PlacementProblem, homes: Homes) -> int:
 
 
 def host_overflows(problem: PlacementProblem, homes: Homes) -> bool:
-    """Whether the host has less room than these homes take of it, without staging."""
+    """Whether these homes take more of the host than its budget, without staging."""
     return _host_bytes(problem, homes) > problem.budgets.host
 
 
 def _spill_host(problem: PlacementProblem, homes: Homes) -> None:
-    """Move from host to NVMe what the host has no room for: state, then gradients, parameters.
+    """Move to NVMe what the host has no room for: state first, then gradients, then parameters.
 
-    A byte of a parameter is read twice an iteration and written once; of the rest, once each.
-    Each of the three that is on NVMe asks for staging buffers of its own in host memory.
+    A byte of a parameter is read twice an iteration and written once, a byte of the others once
+    each. Each of the three kinds on NVMe asks for staging buffers of its own in host memory.
     """
     over = _host_bytes(problem, homes) - problem.budgets.host
     uses_nvme = any(Tier.NVME in (homes.param[c.id], homes.grad[c.id], *homes.state[c.id])
@@ -216,6 +220,8 @@ def _spill_host(problem: PlacementProblem, homes: Homes) -> None:
         return
     spilled = homes.copy()
     for kind in ("state", "grad", "param"):
+        # Staging depends on whether any of a kind is on NVMe, not on how much: it is counted as if
+        # all of this kind had moved, and then as few move as do.
         for row, index, _ in _rows_on_host(problem, spilled, kind):
             row[index] = Tier.NVME
         for chunk in problem.chunks:  # as `_join_on_nvme` will have it
@@ -239,7 +245,7 @@ def _spill_host(problem: PlacementProblem, homes: Homes) -> None:
 def _rows_on_host(
     problem: PlacementProblem, homes: Homes, kind: str
 ) -> Iterator[tuple[list[Tier], int, int]]:
-    """(row, index into it, bytes) of what the host holds of a kind and may give, in order."""
+    """(row, index into it, bytes) of what the host holds of a kind and may give up, in order."""
     for chunk in problem.chunks:
         i = chunk.id
         if kind == "state":

@@ -23,7 +23,7 @@ class Machine:
     host_bytes_left: int = UNLIMITED  # of the node's RAM, where that is a tier of its own
 
     def ranks_on(self, tier: Tier) -> int:
-        """How many ranks share one pool of a tier."""
+        """Number of ranks that share one pool of a tier."""
         return self.ranks_per_device if tier is Tier.DEVICE else self.ranks_per_node
 
 
@@ -51,7 +51,7 @@ def _usable(left: int, ranks: int) -> Bytes:
 
 
 def in_words_of(policy: Placement, machine: Machine, error: BudgetError) -> BudgetError:
-    """The same of what the user gave: by its name, for all ranks that share the pool."""
+    """The budget in the user's words: by its name, for all ranks that share the pool."""
     if error.tier is None:
         return error
     name, ranks = _name(policy, machine, error.tier), machine.ranks_on(error.tier)
@@ -65,7 +65,7 @@ def in_words_of(policy: Placement, machine: Machine, error: BudgetError) -> Budg
 
 
 def given_budgets(policy: Placement, *, has_host_tier: bool) -> Budgets:
-    """Of a node, what the policy bounds each pool by."""
+    """Budgets of a node that bound each pool, as the policy gives them."""
     given = policy.budgets()
     if has_host_tier:
         return given
@@ -73,7 +73,7 @@ def given_budgets(policy: Placement, *, has_host_tier: bool) -> Budgets:
 
 
 def _name(policy: Placement, machine: Machine, tier: Tier) -> str:
-    """Of the argument that says what bounds a pool."""
+    """Name of the argument that bounds a pool."""
     if tier is not Tier.DEVICE:
         return f"{tier.value}_budget"
     if isinstance(policy, ConstPlacement):

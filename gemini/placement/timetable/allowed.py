@@ -23,7 +23,7 @@ NO_BUFFERS = "its budget has no room for blocks of files under way"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapFacts:
-    """OverlapFacts of a plan and a run that rules look at; the same on all ranks."""
+    """Facts of a plan and a run that the rules look at; the same on all ranks."""
 
     state_homes: frozenset[Tier]
     has_files: bool  # some parameters or gradients live on NVMe
@@ -62,12 +62,12 @@ RULES: tuple[Rule, ...] = (
 
 
 def against(part: str, facts: OverlapFacts) -> str | None:
-    """The rule that is against `TAIL` or `EARLY`; None: there is none."""
+    """Rule that is against `TAIL` or `EARLY`; None: none is."""
     return next((reason for parts, reason, holds in RULES if part in parts and holds(facts)), None)
 
 
 def allowed(update: str, facts: OverlapFacts) -> str:
-    """What is left of an `update` by the rules: itself, one of its parts, or `serial`."""
+    """Part of an `update` that the rules leave: itself, one of its parts, or `serial`."""
     has_tail = update in BEHIND and against(TAIL, facts) is None
     is_early = update in IN_BACKWARD and against(EARLY, facts) is None
     if has_tail:
@@ -84,12 +84,15 @@ def facts_of(
     has_masters: bool,
     has_buffers: bool,
 ) -> OverlapFacts:
-    """totals: bytes of the device that its budget is for, at every moment. calls: by moment the
-    chunks of the call that begins. backward: the first moment of it."""
+    """Facts of a plan.
+
+    totals: bytes of the device that its budget is for, at every moment.
+    calls: by moment the chunks of the call that begins. backward: its first moment.
+    """
     has_room = plan.budgets.device >= UNLIMITED
     if not has_room:
-        held = kept_for_updates(plan, calls, backward)
-        most = max((a + b for a, b in zip(held, totals, strict=False)), default=0)
+        kept = kept_for_updates(plan, calls, backward)
+        most = max((a + b for a, b in zip(kept, totals, strict=False)), default=0)
         has_room = most <= plan.budgets.device
     return OverlapFacts(
         state_homes=frozenset(home for shard in plan.shards for home in shard.state_homes),
@@ -104,25 +107,25 @@ def facts_of(
 def kept_for_updates(
     plan: Plan, calls: Sequence[Sequence[ChunkId] | None], backward: int
 ) -> list[int]:
-    """Bytes of the device at every moment of forward, of gradients that updates may still need:
-    until a call uses their chunk, which waits for them. Where the device has memory of its own,
-    those in host memory; else all, as a thread updates them."""
-    held = {
+    """Bytes on the device, at every moment of forward, of gradients that updates may still need:
+    until a call uses their chunk, and so waits for its update. Where the device has memory of its
+    own, only chunks with state in host memory count; else all, as a thread updates them."""
+    waiting = {
         shard.chunk: plan.chunks[shard.chunk].shard_bytes
         for shard in plan.shards
         if shard.grad_home is Tier.DEVICE
         and (Tier.HOST in shard.state_homes or not plan.has_host_tier)
     }
-    found: list[int] = []
+    kept: list[int] = []
     for moment in range(backward):
-        found.append(sum(held.values()))
+        kept.append(sum(waiting.values()))
         for chunk in calls[moment] or ():
-            held.pop(chunk, None)
-    return found
+            waiting.pop(chunk, None)
+    return kept
 
 
 def buffers_ahead(update: str, *, has_masters: bool, has_host_tier: bool, has_budgets: bool) -> int:
-    """Buffers to ask for, for blocks that are updated before or after their step. A tail alone
-    needs more only where parameters or gradients are in files, as a budget may put them."""
+    """Number of buffers for blocks that are updated before or after their step. A tail alone needs
+    them only where parameters or gradients are in files, as a budget may put them."""
     in_thread = update != "serial" and has_masters and not has_host_tier
     return BUFFERS_AHEAD if in_thread and (update != "tail" or has_budgets) else 0

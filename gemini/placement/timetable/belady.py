@@ -22,7 +22,7 @@ class CacheProblem:
     """Uses of items over one iteration, which repeats.
 
     needs: the items that every moment uses. nbytes: of every item. room: bytes for items at every
-    moment. ends: at every moment, the needed items whose copy is worthless behind it (its home was
+    moment. ends: at every moment, the needed items whose copy is worthless after it (its home was
     changed, or it was consumed): it is not cached.
     """
 
@@ -32,7 +32,7 @@ class CacheProblem:
     ends: tuple[tuple[int, ...], ...] = ()
 
     def free_room(self) -> list[int]:
-        """What every moment's needs leave. Raises ValueError where they do not fit."""
+        """Room that the needs of every moment leave. Raises ValueError where they do not fit."""
         free = []
         for moment, (items, room) in enumerate(zip(self.needs, self.room, strict=True)):
             left = room - sum(self.nbytes[item] for item in items)
@@ -44,7 +44,8 @@ class CacheProblem:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """From one use of an item to its next; `end` is behind the iteration where it wraps round."""
+    """Interval from one use of an item to its next; where it wraps round, `end` is past the
+    iteration."""
 
     item: int
     start: int
@@ -62,24 +63,24 @@ class CacheSchedule:
 
     @property
     def gap(self) -> float:
-        """How far above the lower bound, as a fraction of it."""
+        """Distance from the lower bound, as a fraction of it."""
         return self.bytes_moved / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
 def intervals_of(problem: CacheProblem) -> list[Interval]:
-    """Where a copy could be cached, by start; a use that ends a copy opens no interval."""
+    """Intervals in which a copy could be cached, by start; a use that ends a copy opens none."""
     total = len(problem.needs)
     ends = _sets(problem.ends, total)
     uses: dict[int, list[int]] = {}
     for moment, items in enumerate(problem.needs):
         for item in items:
             uses.setdefault(item, []).append(moment)
-    found = []
+    intervals = []
     for item, times in uses.items():
         for start, end in pairwise([*times, times[0] + total]):
             if item not in ends[start]:
-                found.append(Interval(item, start, end))
-    return sorted(found, key=lambda i: (i.start, i.item))
+                intervals.append(Interval(item, start, end))
+    return sorted(intervals, key=lambda i: (i.start, i.item))
 
 
 def best_schedule(problem: CacheProblem) -> CacheSchedule:
@@ -102,7 +103,7 @@ def best_schedule(problem: CacheProblem) -> CacheSchedule:
 
 
 def evaluate(problem: CacheProblem, cached: Iterable[Interval], bound: int = 0) -> CacheSchedule:
-    """The bytes that keeping exactly these intervals moves."""
+    """Schedule that caches exactly these intervals, with its bytes."""
     total = len(problem.needs)
     cached = tuple(sorted(cached, key=lambda i: (i.start, i.item)))
     arrives = {(i.item, i.end % total) for i in cached}
@@ -115,11 +116,11 @@ def evaluate(problem: CacheProblem, cached: Iterable[Interval], bound: int = 0) 
 
 
 def lower_bound(problem: CacheProblem, intervals: Sequence[Interval], free: Sequence[int]) -> int:
-    """Bytes that every schedule moves: the optimum where items may be cached in part.
+    """Lower bound of the bytes of every schedule: the optimum where items may be cached in part.
 
     Every interval saves the same a byte, so the linear program is solved by Belady's rule on parts
-    of items. What wraps round holds at the start of the iteration is left out: it makes a schedule
-    only dearer.
+    of items. Room that copies from the last iteration take is left out: they make a schedule only
+    dearer.
     """
     total = len(problem.needs)
     active: list[list[int]] = []  # [-end, bytes cached], the farthest end first
@@ -128,6 +129,7 @@ def lower_bound(problem: CacheProblem, intervals: Sequence[Interval], free: Sequ
     for moment in range(total):
         load -= closing[moment]
         over = load - free[moment]
+        # only the bytes that are over are given up, of the copy with the farthest next use
         while over > 0:
             end, cached = active[0]
             part = min(over, cached)
@@ -155,7 +157,7 @@ _MAX_ROUNDS = 8  # of an iteration, until what it begins and ends with is the sa
 
 
 def farthest_use(interval: Interval) -> tuple[int, ...]:
-    """Belady's rule."""
+    """Belady's rule: the copy with the farthest next use is given up first."""
     return (interval.end, -interval.item)
 
 
@@ -174,7 +176,7 @@ def by_rule(
     free: Sequence[int],
     key: Key = farthest_use,
 ) -> list[Interval]:
-    """The best repeating schedule that passes over the iteration lead to.
+    """Best repeating schedule that passes over the iteration lead to.
 
     A pass ends with copies that the next one begins with. Each such set is fixed in turn, and the
     rest is planned around it.
@@ -197,6 +199,8 @@ def by_rule(
 
     seen: dict[frozenset[Interval], tuple[int, list[Interval]] | None] = {}
     carried: frozenset[Interval] = frozenset()
+    # A repeating schedule begins with what it ends with. Those copies that a pass was given and has
+    # used are tried too: the others only took room.
     for _ in range(_MAX_ROUNDS):
         sweep = _sweep(problem, intervals, tuple(sorted(carried, key=_by_end)), free, key)
         for boundary in (frozenset(sweep.used), frozenset(sweep.wrapped)):
@@ -206,7 +210,9 @@ def by_rule(
             break
         carried = frozenset(sweep.wrapped)
     seen.setdefault(frozenset(), repeat(frozenset()))
-    _, best = min((found for found in seen.values() if found is not None), key=lambda f: f[0])
+    _, best = min(
+        (schedule for schedule in seen.values() if schedule is not None), key=lambda f: f[0]
+    )
     return best
 
 
@@ -226,7 +232,8 @@ def _sweep(
     free: Sequence[int],
     key: Key,
 ) -> _Sweep:
-    """One pass: keep everything, and where room is short give up what the key says."""
+    """Pass over the iteration: keeps every copy, and where room is short gives up the greatest by
+    `key`."""
     total = len(problem.needs)
     result = _Sweep()
     heap: list[tuple[tuple[int, ...], int, Interval]] = []  # negated keys
@@ -253,6 +260,8 @@ def _sweep(
                 continue  # given up on the way
             load -= problem.nbytes[interval.item]
             (result.used if is_carried else result.cached).append(interval)
+        # A copy ends before its moment's room is counted, and begins after it: the own needs of the
+        # moment are not in `free`. Copies that ended are still in the heap, and skipped here.
         while load > free[moment]:
             _, end, interval = heapq.heappop(heap)
             if end > moment and alive.pop((interval.item, end), None) is not None:
@@ -270,7 +279,8 @@ def filled(
     intervals: Sequence[Interval],
     free: Sequence[int],
 ) -> list[Interval]:
-    """Also keep what fits beside, the largest first, and of equals what is used again soonest."""
+    """Intervals with more of them kept where room is left: the largest first, then the soonest
+    used."""
     total = len(problem.needs)
     left = list(free)
     for interval in cached:
@@ -288,7 +298,7 @@ def filled(
 
 
 def _least(left: Sequence[int], interval: Interval) -> int:
-    """The least room that is left between the two uses."""
+    """Least room between the two uses."""
     total = len(left)
     least = min(left[interval.start + 1 : interval.end], default=_NO_LIMIT)
     if interval.end > total:

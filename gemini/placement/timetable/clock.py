@@ -41,7 +41,7 @@ ITERATIONS = 3  # the first step finds its reads done, and the first pass no tai
 
 
 class Work:
-    """What a plan's iteration does: its pass, and what its step moves of every block."""
+    """Work of a plan's iteration: its pass, and the transfers of every block's update."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class Work:
         depth: int,
         num_ahead: int,
     ) -> None:
-        """compute_seconds, calls: of every moment of the trace. backward: the first moment of it.
-        depth: blocks read ahead of their update. num_ahead: buffers more, of which one is for
-        weights that do not count yet."""
+        """compute_seconds, calls: by moment of the trace. backward: its first moment. depth: blocks
+        read ahead of their update. num_ahead: more buffers, one of which is for weights that do not
+        count yet."""
         self.plan, self.bandwidths = plan, bandwidths
         self.compute_seconds, self.calls, self.backward = compute_seconds, calls, backward
         self.depth, self.num_ahead = depth, num_ahead
@@ -105,11 +105,11 @@ class Work:
         self.pass_seconds = self._seconds_of_pass()
 
     def _is_of_pass(self, move: Move) -> bool:
-        """Whether forward or backward moves it."""
+        """Whether forward or backward moves it, and no update."""
         return move.block is None and move.begin < self.plan.num_trace_moments
 
     def shares(self, moment: int) -> Iterator[tuple[ChunkId | None, float]]:
-        """Seconds of a call by chunk. One of many chunks, as of a whole module, uses them one after
+        """Seconds of a call by chunk. A call of many chunks, as of a whole module, uses one after
         the other, and its backward the last one first."""
         seconds, used = self.compute_seconds[moment], self.calls[moment] or ()
         nbytes = sum(self.plan.chunks[chunk].payload_bytes for chunk in used)
@@ -119,7 +119,7 @@ class Work:
             yield None, seconds
 
     def _seconds_of_pass(self) -> float:
-        """Without any update."""
+        """Seconds of a pass without any update."""
         links, now = PlannedLinks(self.bandwidths, self.plan.has_host_tier), 0.0
         walk = Walk(self.plan, links, self.moves)
         for moment, seconds in enumerate(self.compute_seconds):
@@ -129,7 +129,7 @@ class Work:
 
 
 class StepClock:
-    """A clock for iterations with one `update`, of which the last one is measured."""
+    """Clock of iterations with one `update`, of which the last one is measured."""
 
     def __init__(self, work: Work, update: str) -> None:
         self._work, self._plan = work, work.plan
@@ -167,7 +167,8 @@ class StepClock:
                 if callable(wait) and wait():
                     self._waits[i] = self._now
             times = [(wait, -i) for i, wait in enumerate(self._waits) if not callable(wait)]
-            self._now, i = min(times)  # at the same time the worker comes first
+            # at the same second the worker (-1) comes first: the trainer sees what ended by then
+            self._now, i = min(times)
             try:
                 self._waits[-i] = next(threads[-i])
             except StopIteration:
@@ -216,12 +217,12 @@ class StepClock:
             self._send(block, self._work.state)
 
     def _gate(self, chunk: ChunkId) -> Thread:
-        """Wait for its weights."""
+        """Wait until the chunk's weights are those of the last step."""
         if self._left[chunk]:
             yield lambda: not self._left[chunk]
 
     def _is_late(self, move: Move) -> bool:
-        """A parameter that is read when its update is done."""
+        """Whether the move brings a parameter that is read from its file after its update."""
         if (
             move.kind is MoveKind.PARAM
             and move.chunk in self._work.alone
@@ -237,8 +238,8 @@ class StepClock:
         yield self._walk.reach(moment, self._now)
 
     def _final(self, moment: int, chunk: ChunkId | None) -> None:
-        found = self._work.final.get((moment, chunk), ()) if self._speculates else ()
-        for final in found:
+        final_chunks = self._work.final.get((moment, chunk), ()) if self._speculates else ()
+        for final in final_chunks:
             note(self._state, Event.FINAL, None, self._rows_of[final])
             self._is_parked = False
 
@@ -253,12 +254,14 @@ class StepClock:
         if self._speculates:
             note(state, Event.STOPPED)
             self._is_parked = False
+            # `step()` waits for early updates under way before it asks: blocks that are not done by
+            # then are the step's
             yield lambda: self._is_parked
-        held = frozenset(state.assumed)
-        self._num_early = len(held)
+        assumed = frozenset(state.assumed)
+        self._num_early = len(assumed)
         self._left.update(self._work.num_blocks)
         self._held = sum(self._work.gradients.values())
-        note(state, Event.ASKED, None, held)
+        note(state, Event.ASKED, None, assumed)
         for row in state.rows:
             if row.is_complete:
                 self._is_updated(self._work.blocks[row.id])
@@ -301,7 +304,7 @@ class StepClock:
             yield max(self._now, self._ends[block.id])
             note(self._state, ENDS_WITH[row.stage], row)
         elif do is Do.UPDATE:
-            yield max(self._now, self._ends[block.id])  # of what it needs beside its state
+            yield max(self._now, self._ends[block.id])  # of its inputs that are no state
             yield from self._update(work.updates[block.id])
             in_file = self._plan.shards[block.chunk].param_home is Tier.NVME
             row.is_complete = row.is_early and in_file  # nothing is left to the step
@@ -323,8 +326,9 @@ class StepClock:
             self._ends[block.id] = self._links.send(Tier.NVME, Tier.DEVICE, nbytes, self._now)
 
     def _collect(self) -> None:
-        """Writes that have ended give their buffers back, as in `NvmeState.collect`."""
+        """Take back the buffers of writes that have ended, as in `NvmeState.collect`."""
         state = self._state
+        # Only when a buffer is needed: a written block that keeps its buffer is not read again
         if not (state.free or state.cached):
             for row in list(state.under_way):
                 if row.stage is Stage.WRITING:
@@ -333,7 +337,7 @@ class StepClock:
                     note(state, Event.WRITTEN, row)
 
     def _update_in_memory(self) -> Thread:
-        """What is on the device, as one, and then what is in host memory, block by block."""
+        """Update blocks on the device, as one launch, then blocks in host memory one by one."""
         work = self._work
         yield from self._update(sum(work.updates[block.id] for block in work.on_device))
         for block in work.on_device:
@@ -355,6 +359,8 @@ class StepClock:
     def _update(self, seconds: float) -> Thread:
         if not seconds:
             return
+        # One processor: the update's seconds are added to the computation that it interrupts, or
+        # the next computation waits for its end.
         if self._shares:
             if self._is_computing:
                 self._waits[TRAINER] += seconds  # type: ignore[operator]
@@ -362,7 +368,7 @@ class StepClock:
         yield self._now + seconds
 
     def _is_updated(self, block: BlockBytes) -> None:
-        """Its weights are those of the step."""
+        """Note that the block's weights are those of the step."""
         self._left[block.chunk] -= 1
         if not self._left[block.chunk]:
             self._held -= self._work.gradients.get(block.chunk, 0)
@@ -376,5 +382,5 @@ class StepClock:
 
 
 def price(work: Work, updates: Iterable[str]) -> dict[str, OverlapCost]:
-    """An iteration with each of these `update`s."""
+    """Cost of an iteration with each of these `update`s."""
     return {update: StepClock(work, update).run() for update in updates}

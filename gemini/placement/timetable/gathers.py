@@ -1,14 +1,14 @@
-"""What an executor does with payloads at every call of a module, from a schedule. Pure.
+"""Steps of an executor at every call of a module: what it gathers and frees, from a schedule. Pure.
 
 A moment is the begin or the end of a call. Payloads are gathered at begins only, so that all ranks
 issue the same gathers whatever ends when; they are freed at both. `GatherStep` is one begin with
-the ends behind it.
+the ends that follow it.
 
 Invariants, of steps that are followed from one iteration to the next:
-1. an iteration begins with no payloads but those `carried`, and those that are there all the time;
-2. what a call needs is there: gathered by an earlier step that did not free it since, gathered by
-   its own step, or there from the begin;
-3. what is there at any moment is what the schedule counted into that moment's room;
+1. an iteration begins with no payloads but those `carried`, and those that stay gathered;
+2. what a call needs is gathered: by an earlier step that did not free it since, by its own step, or
+   from the begin;
+3. what is gathered at any moment is what the schedule counted into that moment's room;
 4. a step frees before it gathers, and first gathers what its own call needs.
 
 [Note: repeated calls] Ranks may differ in how often one call follows another that needs the same
@@ -31,12 +31,12 @@ Call = tuple[ChunkId, ...]  # the chunks of a module that begins
 
 @dataclass(frozen=True, slots=True)
 class GatherStep:
-    """One begin of a call, in the order of doing, and the ends behind it."""
+    """Step at one begin of a call, in the order of doing, and at the ends that follow it."""
 
     needs: Call
     release: tuple[ChunkId, ...]
     gather: tuple[ChunkId, ...]  # what is needed first, then what is needed soon
-    behind: tuple[tuple[ChunkId, ...], ...]  # payloads to free at every following end of a call
+    release_at_ends: tuple[tuple[ChunkId, ...], ...]  # payloads to free at each following end
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +54,17 @@ class GatherSteps:
 
 
 def told_apart(calls: Iterable[Call]) -> tuple[Call, ...]:
-    """Calls without those that need what the one before them needed."""
+    """Calls without those that need the same as the call before them."""
     return tuple(call for call, _ in groupby(calls))
 
 
 def gather_steps(
     calls: Sequence[Call | None], gathers: Iterable[Gather], always: Iterable[ChunkId] = ()
 ) -> GatherSteps:
-    """The steps that carry `gathers` out.
+    """Steps that carry `gathers` out.
 
     calls: by moment the chunks of the call that begins; None where one ends. gathers: in the order
-    in which they are issued, each begun where a call begins. always: there all the time.
+    in which they are issued, each begun where a call begins. always: chunks that stay gathered.
     """
     begun: dict[int, list[ChunkId]] = {}  # by moment
     freed: dict[int, list[ChunkId]] = {}
@@ -77,14 +77,14 @@ def gather_steps(
         if gather.release != len(calls):
             freed.setdefault(gather.release % len(calls), []).append(gather.chunk)
     steps: list[GatherStep] = []
-    behind: list[tuple[ChunkId, ...]] = []  # of the begin that comes next, from the end
+    at_ends: list[tuple[ChunkId, ...]] = []  # of the begin that comes next, from the end
     for moment in range(len(calls) - 1, -1, -1):
         needs, release = calls[moment], tuple(freed.get(moment, ()))
         if needs is None:
-            behind.append(release)
+            at_ends.append(release)
             continue
         # what the call needs comes first
         gather_now = sorted(begun.get(moment, ()), key=lambda chunk: chunk not in needs)
-        steps.append(GatherStep(needs, release, tuple(gather_now), tuple(reversed(behind))))
-        behind.clear()
+        steps.append(GatherStep(needs, release, tuple(gather_now), tuple(reversed(at_ends))))
+        at_ends.clear()
     return GatherSteps(tuple(reversed(steps)), frozenset(carried))

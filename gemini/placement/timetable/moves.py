@@ -1,4 +1,4 @@
-"""Which bytes travel at which moment, in given homes. Pure."""
+"""Moves of an iteration in given homes: which bytes travel at which moment. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def moves_of(
     backward: int,
     updates: bool,
 ) -> tuple[Move, ...]:
-    """All moves of one iteration, by the moment at which they begin.
+    """Moves of one iteration, by the moment at which they begin.
 
-    `order`: the blocks of the step. The first `depth` of them are read from moment `backward` on,
-    the others that many moments ahead; what they leave behind has as many moments to travel.
+    order: the blocks of the step. The first `depth` of them are read from moment `backward` on, the
+    others that many moments ahead; their results have as many moments to travel.
     """
     moves: list[Move] = []
     for gather in gathers:
@@ -58,6 +58,8 @@ def moves_of(
                 param=homes.param[i], grad=homes.grad[i],
                 state=state, path=path, has_master=block.gives_parameters(state),
             ):  # fmt: skip
+                # State of the first blocks is read from backward on, when the disk has nothing else
+                # to do; their gradients and parameters are not final before the step.
                 if dst is site:
                     start, stop = max(at - problem.depth, num_trace_moments), at
                     if kind is MoveKind.STATE and at - problem.depth < num_trace_moments:
@@ -74,7 +76,7 @@ def moves_of(
 def evicted_at(
     problem: PlacementProblem, reduction: Reduction, num_trace_moments: int
 ) -> tuple[Moment, Moment]:
-    """When a gradient whose home is not the device begins to leave it, and has left it."""
+    """Moments at which a gradient begins to leave the device for its home, and has left it."""
     if not problem.chunks[reduction.chunk].reduces:  # the buffer is the gradient
         return reduction.last, reduction.end
     end = min(reduction.end + EVICT_MOMENTS, num_trace_moments)
@@ -87,8 +89,8 @@ def leaving_bytes(
     reductions: Mapping[ChunkId, Reduction],
     num_trace_moments: int,
 ) -> dict[ChunkId, int]:
-    """By chunk: of all gradients that are on their way to host memory when its own begins to leave,
-    its own among them, wherever it lives."""
+    """Bytes by chunk of all gradients on their way to host memory when its own begins to leave, its
+    own among them, wherever it lives."""
     spans: dict[ChunkId, tuple[int, int]] = {}
     for chunk, reduction in reductions.items():
         leaves, has_left = evicted_at(problem, reduction, num_trace_moments)

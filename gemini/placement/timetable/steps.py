@@ -1,4 +1,5 @@
-"""When payloads are gathered and freed, and when gradients are reduced, in given homes. Pure."""
+"""Schedule of gathers and reductions in given homes: when each begins and its memory is freed.
+Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ MAX_UNDER_WAY = 2  # reductions over ranks: the next one waits for the first of 
 
 @dataclass(frozen=True, slots=True)
 class GatherSchedule:
-    """The lives of all payloads, in the order in which they are issued."""
+    """Lives of all payloads, in the order in which they are issued."""
 
     gathers: tuple[Gather, ...]
-    always: tuple[ChunkId, ...]  # there all the time, from the first use on
+    always: tuple[ChunkId, ...]  # stay gathered, from the first use on
     gap: float
 
 
@@ -34,13 +35,13 @@ def reductions_of(
     *,
     over_ranks: Container[ChunkId],
 ) -> dict[ChunkId, Reduction]:
-    """From the first to the last moment of backward at which a module that has a part in a chunk
-    begins or ends.
+    """Reductions: each chunk's buffer lives from the first to the last moment of backward at which
+    a module with a part in the chunk begins or ends.
 
-    The chunks that no backward touches, or whose modules never end it, are reduced at its end.
-    `over_ranks`: those whose reduction other ranks have a part in.
-    Where no rank is asked, a buffer is the gradient, which is taken at the next begin of a call,
-    and has as long to leave as that call's first period.
+    Chunks that no backward touches, or whose modules never end it, are reduced at its end.
+    over_ranks: chunks whose reduction other ranks have a part in. Of the others a buffer is the
+    gradient, which is taken at the next begin of a call, and has as long to leave as that call's
+    first period.
     """
     first: dict[ChunkId, int] = {}
     last: dict[ChunkId, int] = {}
@@ -51,28 +52,29 @@ def reductions_of(
             continue
         for chunk in sorted({chunk_of[param] for param in moment.params}):
             first.setdefault(chunk, i)
+            # a chunk of several modules is final when the last open one has ended
             users[chunk] = users.get(chunk, 0) + (1 if moment.edge == "enter" else -1)
             last[chunk] = i if users[chunk] <= 0 else end
-    begins_behind, following = [end] * (len(trace.moments) + 1), end  # by moment
+    next_begins, following = [end] * (len(trace.moments) + 1), end  # by moment
     for i in range(end, -1, -1):
-        begins_behind[i] = following
+        next_begins[i] = following
         following = i if trace.moments[i].edge == "enter" else following
     order = sorted(trainable, key=lambda chunk: (last.get(chunk, end), chunk))
-    found = {}
+    reductions = {}
     for place, chunk in enumerate(order):
         reduced = last.get(chunk, end)
-        behind = place + MAX_UNDER_WAY  # its beginning waits for this one
-        free = begins_behind[reduced] + 1
+        waiting = place + MAX_UNDER_WAY  # its beginning waits for this one
+        free = next_begins[reduced] + 1
         if chunk in over_ranks:
-            free = 1 + (last.get(order[behind], end) if behind < len(order) else end)
-        found[chunk] = Reduction(
+            free = 1 + (last.get(order[waiting], end) if waiting < len(order) else end)
+        reductions[chunk] = Reduction(
             chunk, Moment(first.get(chunk, end)), Moment(reduced), Moment(min(free, end + 1))
         )
-    return found
+    return reductions
 
 
 def room_ahead(payloads: Collection[int], max_prefetch: int) -> int:
-    """Bytes for the payloads in flight behind those in use, of chunks of the usual size.
+    """Bytes for payloads that are prefetched, of chunks of the usual size.
 
     The median: one large chunk, as of an embedding, does not reserve its like.
     """
@@ -82,23 +84,23 @@ def room_ahead(payloads: Collection[int], max_prefetch: int) -> int:
 def prefetched_at(
     needs: Sequence[tuple[ChunkId, ...]], max_prefetch: int
 ) -> tuple[tuple[ChunkId, ...], ...]:
-    """At every moment the next `max_prefetch` chunks that it does not use yet."""
-    ahead: list[tuple[ChunkId, ...]] = []
+    """The next `max_prefetch` chunks that a moment does not use yet, for every moment."""
+    prefetched: list[tuple[ChunkId, ...]] = []
     following: list[ChunkId] = []  # chunks used later, the next first
     for chunks in reversed(needs):
         if not chunks:
-            ahead.append(tuple(following[:max_prefetch]))
+            prefetched.append(tuple(following[:max_prefetch]))
             continue
-        ahead.append(tuple([c for c in following if c not in chunks][:max_prefetch]))
+        prefetched.append(tuple([c for c in following if c not in chunks][:max_prefetch]))
         if chunks == tuple(following[: len(chunks)]):
             continue
         following = [*chunks, *(c for c in following if c not in chunks)]
         del following[max_prefetch + 8 :]  # no moment uses more than some chunks
-    return tuple(reversed(ahead))
+    return tuple(reversed(prefetched))
 
 
 def num_uses(needs: Sequence[tuple[ChunkId, ...]], num_chunks: int) -> list[int]:
-    """How often each chunk is gathered where nothing is kept between uses."""
+    """Number of gathers of each chunk where nothing is kept between uses."""
     counts = [0] * num_chunks
     before: tuple[ChunkId, ...] = ()
     for chunks in needs:
@@ -116,13 +118,13 @@ def schedule_gathers(
     stale: Container[ChunkId] = (),
     may_begin: Sequence[bool] | None = None,
 ) -> GatherSchedule:
-    """Keep payloads between uses as `room` allows, and begin each as early as it allows.
+    """Keep payloads between uses as `room` allows, and begin each gather as early as it allows.
 
-    `room`: bytes for payloads at every moment. `nbytes`: of the chunks that are gathered and freed.
-    At most `max_prefetch` payloads are begun before the one that is used next. `stale`: chunks
-    whose payloads are worthless behind the iteration, because it ends with a step. `may_begin`:
-    moments at which gathers are issued, by default all. Raises ValueError where the needs of a
-    moment do not fit its room.
+    room: bytes for payloads at every moment. nbytes: of the chunks that are gathered and freed.
+    max_prefetch: payloads begun before the one that is used next, at most. stale: chunks whose
+    payloads are worthless after the iteration, because it ends with a step. may_begin: moments at
+    which gathers are issued, by default all. Raises ValueError where the needs of a moment do not
+    fit its room.
     """
     total = len(needs)
     used = tuple(tuple(c for c in chunks if c in nbytes) for chunks in needs)
@@ -142,6 +144,7 @@ def schedule_gathers(
     lives: list[tuple[int, int, ChunkId]] = []  # use, release
     for use, chunk in fetches:
         moment = use
+        # a life is a run of cached intervals; it may go round into the next iteration
         while (chunk, moment % total) in stays:
             end = stays[chunk, moment % total]
             moment += end - moment % total
@@ -158,6 +161,9 @@ def schedule_gathers(
     gathers: list[Gather] = []
     freed = {chunk: release - total for _, release, chunk in lives if release > total}
     for i, (use, release, chunk) in enumerate(lives):
+        # At most `max_prefetch` payloads are begun before an earlier one is used, the chunk's last
+        # life is freed first, and the order of issue is kept. Then the last moment without room
+        # decides.
         begin = use
         if max_prefetch:
             earliest = max(lives[i - max_prefetch][0] if i >= max_prefetch else 0,

@@ -1,4 +1,4 @@
-"""When blocks are updated: what `update=` may be, what each costs, and which is best. Pure.
+"""Prices of updates: what `update=` may be, what each costs, and which is best. Pure.
 
 serial     all in `step()`
 tail       after the step, during the next forward (ADR 0002)
@@ -20,7 +20,7 @@ SAME_SECONDS = 0.02  # of an iteration: no prediction tells them apart
 
 @dataclass(frozen=True, slots=True)
 class OverlapCost:
-    """An iteration as predicted, whose updates overlap its pass."""
+    """Predicted cost of an iteration whose updates overlap its pass."""
 
     seconds: float
     update_seconds: float  # from the call of `step()` until all is updated
@@ -33,7 +33,7 @@ class OverlapCost:
 
 
 def said(update_seconds: float, waited_seconds: float) -> str:
-    """In words, what of an update is hidden and what is waited for, as predicted or as measured."""
+    """Words for what of an update is hidden and what is waited for, as predicted or as measured."""
     hidden = max(0.0, update_seconds - waited_seconds)
     return (
         f"{update_seconds:.3g} s: {hidden:.3g} s hidden during the next forward, "
@@ -42,17 +42,17 @@ def said(update_seconds: float, waited_seconds: float) -> str:
 
 
 def blocks_in_words(num_early: int, num_blocks: int) -> str:
-    """Blocks that are updated in backward, as predicted or as measured."""
+    """Words for the blocks that are updated in backward, as predicted or as measured."""
     return f"{num_early} of {num_blocks} blocks on NVMe"
 
 
 def best_update(seconds: Mapping[str, float]) -> str:
-    """The simplest that takes no longer than any other, as far as a prediction tells them apart."""
+    """The simplest `update` of those that a prediction cannot tell from the fastest."""
     least = min(seconds.values()) * (1 + SAME_SECONDS)
     return next(name for name in UPDATES if name in seconds and seconds[name] <= least)
 
 
 def priced_in_words(seconds: Mapping[str, float]) -> str:
-    """Every price, and the choice."""
+    """Words for every price, and the choice."""
     prices = ", ".join(f"{name} {seconds[name]:.3g} s" for name in UPDATES if name in seconds)
     return f'an iteration as predicted: {prices}; best is update="{best_update(seconds)}"'

@@ -107,7 +107,7 @@ def first_difference(logs: Sequence[Sequence[Entry]]) -> tuple[int, Entry, int, 
     return min(differences, key=lambda found: found[1].number, default=None)
 
 
-def explain(
+def explain_difference(
     difference: tuple[int, Entry, int, Entry], describe: Callable[[int], str]
 ) -> SequenceError:
     """The error that names what both ranks did; `describe` turns a chunk's id into words."""

@@ -20,7 +20,14 @@ from torch import Tensor
 from gemini.tickets import Done, Ticket
 
 from . import leaving
-from .collective_log import PROPOSAL, Entry, SequenceError, SequenceLog, explain, first_difference
+from .collective_log import (
+    PROPOSAL,
+    Entry,
+    SequenceError,
+    SequenceLog,
+    explain_difference,
+    first_difference,
+)
 from .meeting import MeetingPoint, Wish
 from .user_calls import Deadline, UserCalls, text_of
 
@@ -325,7 +332,7 @@ class Communicator:
             if said.subjects.keys() != subjects.keys():
                 mine = Entry(self.log.count - 1, kind, Wish(kind, subjects).words)
                 theirs = Entry(self.log.count - 1, kind, said.words)
-                raise explain((self.rank, mine, rank, theirs), self.describe)
+                raise explain_difference((self.rank, mine, rank, theirs), self.describe)
 
     def tell(self, does: str, text: str) -> list[str]:
         """What every rank tells the others, by rank; through the store, so no device is waited for.
@@ -356,7 +363,7 @@ class Communicator:
             if other.differs_from(said[0]) and not proposals:
                 first = Entry(self.log.count, said[0].kind, said[0].words)
                 there = Entry(self.log.count, other.kind, other.words)
-                raise explain((0, first, rank, there), self.describe)
+                raise explain_difference((0, first, rank, there), self.describe)
         found = proposals or said
         said_words = " and ".join(sorted({other.words for other in found}))
         self.log.record(found[0].kind, said_words, met=True)
@@ -367,7 +374,7 @@ class Communicator:
         while not meeting.is_complete(seconds):
             difference = first_difference(self.published_logs())
             if difference is not None:
-                raise explain(difference, self.describe)
+                raise explain_difference(difference, self.describe)
             if meeting is self._meeting:
                 meeting.say_waiting(f"{wish.kind} {wish.words}")
                 call = meeting.user_call()
@@ -391,7 +398,7 @@ class Communicator:
         logs = [SequenceLog.decode(text) for text in self.gather_objects(self.log.encode())]
         difference = first_difference(logs)
         assert difference is not None, "the digests of two equal logs differ"
-        raise explain(difference, self.describe)
+        raise explain_difference(difference, self.describe)
 
     def wait(self, work: Any) -> None:
         """Wait for a collective; past the deadline, or if it failed, compare with the others."""
@@ -410,7 +417,7 @@ class Communicator:
         while time.monotonic() < patience:
             difference = first_difference(self.published_logs())
             if difference is not None:
-                raise explain(difference, self.describe) from failure
+                raise explain_difference(difference, self.describe) from failure
             if failure is not None:
                 time.sleep(POLL_SECONDS)
                 continue

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from gemini.chunk.local import group_of
-from gemini.chunk.opaque import memory_of
+from gemini.chunk.opaque import leaf_bytes
 from gemini.mesh.roles import WORLD
 from gemini.optim.rules.config import StateConfig
 from gemini.placement.picture import write_timeline
@@ -146,7 +146,7 @@ def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str
     if name in ignored:
         left = ignored[name]
         return (
-            f"{name} {tuple(left.shape)}\nignored: {format_bytes(memory_of(left))} on "
+            f"{name} {tuple(left.shape)}\nignored: {format_bytes(leaf_bytes(left))} on "
             f"{left.device.type}, in no chunk, plan or budget"
         )
     for param, spec in enumerate(parts.layout.params):
@@ -188,7 +188,7 @@ def memory_report(parts: Parts, ignored: Iterable[nn.Parameter]) -> MemoryReport
             rows.append(_pinned(rows[-1], wanted, found))
     left: Counter[str] = Counter()
     for param in ignored:
-        left[param.device.type] += memory_of(param)
+        left[param.device.type] += leaf_bytes(param)
     plan = planning.plan
     return MemoryReport(
         tuple(rows), planning.overruns.lines(),

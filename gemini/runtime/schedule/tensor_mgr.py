@@ -423,7 +423,7 @@ class StatefulTensorMgr:
         # A call that raised has no end, and its chunks would stay for good.
         for rows in self._behind:  # ends that did not come
             self._release_planned(rows)
-        self._behind = list(step.behind)
+        self._behind = list(step.release_at_ends)
         if self._overdue:
             self._release_planned([chunk for chunk in self._overdue if chunk not in wanted])
         if step.release:

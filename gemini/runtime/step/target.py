@@ -46,7 +46,7 @@ from .executors import planned_staging
 from .gradients import StepGradients, check_any
 from .speculation import Assumed, StepSpeculation
 from .state.norms import with_norms
-from .state.saved_state import SavedShards, group_of
+from .state.saved_state import SavedShards, param_groups_of
 from .state.shard_state import StepCalls
 from .update_files import UpdateFiles
 from .views import ShardViews
@@ -429,7 +429,7 @@ class ShardTarget(SavedShards):
 
     def set_groups(self, groups: Sequence[Group]) -> None:
         """Groups were added: the parameters in them are updated from now on."""
-        self._group_of = group_of(self._parts, groups)
+        self._group_of = param_groups_of(self._parts, groups)
         self._executor.set_groups(self._executor_groups)
 
     def homes_changed(self) -> None:

@@ -1,4 +1,4 @@
-"""I/O engines: the protocol that every one speaks, and what they are given."""
+"""I/O engines: the protocol that every one speaks, and the transfers they are given."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Transfer:
 
 
 class Engine(Protocol):
-    """Carries out transfers in any order. Callers wait before they reuse a buffer."""
+    """Engine that carries out transfers in any order. Callers wait before they reuse a buffer."""
 
     name: str
 
@@ -36,5 +36,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for what is under way and release threads and rings."""
+        """Wait for transfers under way and release threads and rings."""
         ...

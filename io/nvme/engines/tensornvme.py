@@ -1,10 +1,10 @@
-"""tensornvme's Offloader as an engine, for those who have it.
+"""tensornvme's Offloader as an engine, where it is installed.
 
 It keeps a file of its own, keyed by ours and without a name, so a store's content survives its
 process only with the other engines. It reports neither a full disk nor a short transfer, truncates
-what is longer than 2 GiB, moves a tensor's whole storage whatever part of it the tensor is, and
+a transfer longer than 2 GiB, moves a tensor's whole storage whatever part of it the tensor is, and
 gives the space back with every read: so transfers are split into pieces with storages of their own,
-every write is read back and compared, and what was read is written again.
+every write is read back and compared, and every read is written again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from . import Transfer
 
 
 class TensorNvmeEngine:
-    """Synchronous: a ticket is done when it is returned. Raises NvmeError where it is missing."""
+    """Synchronous engine: a ticket is done when it is returned. Raises NvmeError without
+    tensornvme."""
 
     name = "tensornvme"
 
@@ -36,7 +37,7 @@ class TensorNvmeEngine:
         self._torch: Any = torch
         self._path = Path(folder) / f"gemini-tensornvme-{os.getpid()}-{secrets.token_hex(8)}"
         self._offloader: Any = Offloader(str(self._path), 16, backend)
-        self._path.unlink()  # it is open, and a process that is killed leaves nothing behind
+        self._path.unlink()  # it is open, and a process that is killed leaves no file
 
     def read(self, transfer: Transfer) -> Ticket[int]:
         checksums = []

@@ -1,7 +1,7 @@
-"""The default engine: `preadv` and `pwritev` from a few threads, 4 MiB at a time.
+"""Default engine: `preadv` and `pwritev` from a few threads, 4 MiB at a time.
 
-Python threads suffice because the calls and `crc32` release the interpreter lock; what is
-left per piece is some 20 us of Python for about a millisecond of disk.
+Python threads suffice because the calls and `crc32` release the interpreter lock; the rest of a
+piece is some 20 us of Python for about a millisecond of disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import Transfer
 
 @dataclass(slots=True)
 class Checksum:
-    """The pieces' checksums as one: one number for a block however it is split over threads.
+    """Ticket of a transfer, whose result is one checksum of its pieces, however threads share them.
 
     `wait` waits for all pieces, then raises the first error: then the buffer may be reused.
     """
@@ -35,21 +35,21 @@ class Checksum:
     def wait(self) -> int:
         if self._found is not None:
             return self._found
-        found: list[int] = []
+        checksums: list[int] = []
         first_error: Exception | None = None
         for piece in self.pieces:
             try:
-                found.append(piece.result())
+                checksums.append(piece.result())
             except Exception as error:
                 first_error = first_error or error
         if first_error is not None:
             raise first_error
-        self._found = combine(found)
+        self._found = combine(checksums)
         return self._found
 
 
 class ThreadEngine:
-    """`num_threads` transfers at a time over all files; ValueError for less than one."""
+    """Engine of `num_threads` transfers at a time over all files; ValueError for less than one."""
 
     name = "threads"
 

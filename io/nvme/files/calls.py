@@ -1,4 +1,4 @@
-"""The system calls that make, change and sync files, in one place.
+"""System calls that make, change and sync files, in one place.
 
 They are looked up here at every call, so a test puts another function in the place of one: it
 records what a disk was told, or fails as a disk does.
@@ -34,7 +34,8 @@ symlink = os.symlink
 
 
 def punch(fd: int, offset: int, nbytes: int) -> bool:
-    """Give whole pages of a file back to the file system; False where it does not take them."""
+    """Give whole pages of a file back to the file system. Returns False where it does not take
+    them."""
     mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
     fallocate = getattr(_libc, "fallocate64", None) or getattr(_libc, "fallocate", None)
     if fallocate is None:
@@ -59,7 +60,8 @@ def exchange(one: Path, other: Path) -> None:
 def reserve(fd: int, nbytes: int) -> None:
     """Allocate the first `nbytes` of a file. Raises OSError.
 
-    What cannot be had is refused before it is tried, which would fill the disk for everybody.
+    A request for more than the free space is refused before it is tried, as the attempt would fill
+    the disk for everybody.
     """
     status = os.fstatvfs(fd)
     if status.f_blocks and nbytes > status.f_bfree * status.f_frsize:
@@ -68,7 +70,7 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Names that were made, changed or removed in a folder are on the disk when this returns."""
+    """Sync a folder: names made, changed or removed in it are on the disk when this returns."""
     fd = open_file(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fsync(fd)
@@ -80,7 +82,7 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """What was written to a file is on the disk when this returns. Raises OSError."""
+    """Sync a file: its data are on the disk when this returns. Raises OSError."""
     fd = open_file(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fsync(fd)
@@ -89,7 +91,7 @@ def sync_file(path: Path) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and its parents where they are not there, durably. Raises OSError."""
+    """Make a folder and its missing parents, durably. Raises OSError."""
     missing = [path]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -100,7 +102,7 @@ def make_folders(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """A new file with `data`, synced. Raises OSError; a short write goes on, or is one."""
+    """Write a new file with `data`, synced. Raises OSError; a short write is continued."""
     fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         done = 0

@@ -1,4 +1,4 @@
-"""The files of a store: checking folders, creating, locking, removing."""
+"""Files of a store: checking folders, creating, locking, removing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NETWORK_FILESYSTEMS = frozenset(
 
 @dataclass(slots=True)
 class OpenFile:
-    """One open, locked, preallocated file.
+    """Open, locked, preallocated file.
 
     A transfer holds its file, so the descriptor's number is not given to another file before the
     last transfer has ended, even if the store is collected meanwhile.
@@ -62,7 +62,10 @@ class OpenFile:
     keeps_cache: bool = False  # pages that were read stay in memory, for other processes
 
     def close(self) -> None:
-        """Raises TransferError: on a network the last bytes may be refused as late as now."""
+        """Close it. Raises TransferError: on a network the last bytes may be refused as late as
+        now."""
+        # The number is forgotten first: Linux frees it also where close fails, and a second close
+        # could end another file.
         fd, self.fd = self.fd, -1
         if fd >= 0:
             try:
@@ -73,7 +76,8 @@ class OpenFile:
     __del__ = close
 
     def unlink(self) -> None:
-        """Remove the name; what is gone already is fine, what took its place is left alone."""
+        """Remove the name. A name that is gone is fine, and one that another file took is left
+        alone."""
         with contextlib.suppress(OSError):
             if os.path.samestat(self.path.lstat(), os.fstat(self.fd)):
                 calls.unlink(self.path)
@@ -92,7 +96,7 @@ def file_system(folder: Path) -> str:
 
 
 def check_folder(folder: str | os.PathLike[str], *, allow_ram: bool = False) -> Path:
-    """The folder as an absolute path, or FolderError with what is wrong and what to do."""
+    """Folder as an absolute path. Raises FolderError with what is wrong and what to do."""
     path = Path(folder).expanduser().absolute()
     try:
         mode = path.stat().st_mode
@@ -115,7 +119,7 @@ def check_folder(folder: str | os.PathLike[str], *, allow_ram: bool = False) -> 
 
 
 def default_folder() -> Path:
-    """A temporary folder's parent that is on a disk: TMPDIR, /var/tmp, /tmp, then here.
+    """Parent of temporary folders that is on a disk: TMPDIR, /var/tmp, /tmp, then here.
 
     Raises FolderError where none of them can be used.
     """
@@ -133,9 +137,10 @@ def default_folder() -> Path:
 def create_files(
     folders: Sequence[Path], nbytes: Sequence[int], label: str = ""
 ) -> tuple[OpenFile, ...]:
-    """Create, lock and preallocate one file in each folder; on an error none is left behind."""
+    """Create, lock and preallocate one file in each folder; on an error none is left."""
     name = f"{PREFIX}{label}{os.getpid()}-{secrets.token_hex(8)}"
     opened: list[OpenFile] = []
+    # Allocated now, so that no step fails for want of space: a full disk is told before training.
     try:
         for i, (folder, length) in enumerate(zip(folders, nbytes, strict=True)):
             opened.append(_create(folder / f"{name}-{i}{SUFFIX}", length))
@@ -186,7 +191,8 @@ def _open_locked(path: Path) -> OpenFile:
     while True:
         opened = _open_new(path)
         try:
-            calls.lock(opened.fd, fcntl.LOCK_EX)  # nobody holds it longer than a removal takes
+            # whoever looks for orphans may hold the lock, for as long as a removal takes
+            calls.lock(opened.fd, fcntl.LOCK_EX)
             if os.fstat(opened.fd).st_nlink:
                 return opened
         except OSError as error:
@@ -196,7 +202,7 @@ def _open_locked(path: Path) -> OpenFile:
 
 
 def create_direct(path: Path) -> OpenFile:
-    """Create `path` for direct I/O, neither locked nor preallocated, for whoever may read files.
+    """Create `path` for direct I/O, neither locked nor preallocated, for readers of files.
 
     Raises FolderError or DiskFullError.
     """
@@ -251,7 +257,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def remove_files(files: Sequence[OpenFile]) -> None:
-    """Unlink and close. What the disk says of a file that nobody will read does not matter."""
+    """Unlink and close. Errors of the disk are ignored: nobody will read the files."""
     for file in files:
         file.unlink()
         with contextlib.suppress(TransferError):

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gemini.nvme.errors import FolderError, cause_of
-from gemini.nvme.layout import HEADER_LIMIT, MAGIC, NUM_VERSIONS, FormatError, Header, Index
+from gemini.nvme.layout import HEADER_LIMIT, MAGIC, NUM_VERSIONS, Header, Index, StoreFormatError
 from gemini.units import format_bytes
 
 from . import calls
@@ -45,7 +45,7 @@ _said: set[Path] = set()  # kept files that this process has spoken of
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A file of ours whose process died."""
+    """File of ours whose process died."""
 
     path: Path  # its name begins with that of the model
     step: int | None  # the last one that it holds, 0 for none; None: this process cannot tell
@@ -63,13 +63,13 @@ class _Orphan:
         return store_name(self.path)
 
     def last_step(self) -> int | None:
-        """The last committed step; 0 where there is none, None where this file cannot say."""
+        """Last committed step; 0 without one, None where this file cannot say."""
         beginning = os.pread(self.fd, HEADER_LIMIT, 0)
         if not beginning.startswith(MAGIC):
             return 0  # it died before it had written its header
         try:
             header = Header.decode(beginning)
-        except FormatError:
+        except StoreFormatError:
             return None
         if header.num_versions < NUM_VERSIONS:
             return 0
@@ -77,7 +77,7 @@ class _Orphan:
             return None  # the first file of the store has the index
         try:
             header.check_size(os.fstat(self.fd).st_size)
-        except FormatError:
+        except StoreFormatError:
             return None
         slots = [
             os.pread(self.fd, header.index_slot_nbytes, header.index_offset(slot))
@@ -87,18 +87,20 @@ class _Orphan:
 
 
 def store_name(path: Path) -> str:
-    """What the names of all files of one store begin with."""
+    """Name with which all files of one store begin."""
     return path.name.rpartition("-")[0]
 
 
 def write_pins(path: Path, witnesses: Sequence[Path], *, is_closed: bool) -> None:
-    """Say beside a store's file what is pinned in it ([Note: pins]). Raises OSError.
+    """Write the file of pins of a store's file ([Note: pins]). Raises OSError.
 
-    is_closed: its process has ended well, so that it is nobody's when the witnesses are gone.
+    is_closed: its process has ended well, so that the file is nobody's when the witnesses are gone.
     """
     pins, new = path.with_suffix(PINS_SUFFIX), path.with_suffix(f"{PINS_SUFFIX}.new")
     with contextlib.suppress(FileNotFoundError):
         calls.unlink(new)
+    # Written under another name and renamed: whoever reads in between finds the pins of before, and
+    # a file is removed only where its pins say that it may be.
     if witnesses:
         said = {"witnesses": [str(witness) for witness in witnesses], "closed": is_closed}
         calls.write_whole(new, json.dumps(said).encode())
@@ -121,8 +123,8 @@ def is_gone(path: Path) -> bool:
 
 
 def pins_of(path: Path) -> tuple[tuple[Path, ...], bool]:
-    """Witnesses that are there, of what is pinned in a store's file; whether its process has ended
-    well and left it for others."""
+    """Witnesses that exist, of the pins of a store's file; and whether its process has ended well
+    and left it for others."""
     try:
         said = json.loads(path.with_suffix(PINS_SUFFIX).read_bytes())
         witnesses = tuple(Path(str(witness)) for witness in said["witnesses"])
@@ -144,17 +146,17 @@ def left_in(folder: str | os.PathLike[str]) -> tuple[Left, ...]:
     """Our files in `folder` whose process is dead, by name. Raises FolderError without one."""
     if not Path(folder).is_dir():
         raise FolderError(f"{folder} is no folder")
-    with _locked([Path(folder)]) as found:
-        return _left(found)
+    with _locked([Path(folder)]) as files:
+        return _left(files)
 
 
-def _left(found: list[_Orphan]) -> tuple[Left, ...]:
-    steps = [orphan.last_step() for orphan in found]
-    known = {o.store: step for o, step in zip(found, steps, strict=True) if step is not None}
-    facts = [os.fstat(orphan.fd) for orphan in found]
+def _left(files: list[_Orphan]) -> tuple[Left, ...]:
+    steps = [orphan.last_step() for orphan in files]
+    known = {o.store: step for o, step in zip(files, steps, strict=True) if step is not None}
+    facts = [os.fstat(orphan.fd) for orphan in files]
     return tuple(
         Left(orphan.path, known.get(orphan.store), fact.st_blocks * 512, fact.st_mtime)
-        for orphan, fact in zip(found, facts, strict=True)
+        for orphan, fact in zip(files, facts, strict=True)
     )
 
 
@@ -164,9 +166,9 @@ def remove_orphans(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
 
     Returns what it removed, and logs it. Raises FolderError where the file system refuses.
     """
-    with _locked([Path(folder)]) as found:
+    with _locked([Path(folder)]) as files:
         removed = []
-        for orphan in found:
+        for orphan in files:
             try:
                 if _remove(orphan):
                     removed.append(orphan.path)
@@ -179,9 +181,10 @@ def remove_orphans(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
 
 def remove_stepless(folders: Iterable[Path]) -> None:
     """Remove what dead processes left and holds no step; says what is kept ([Note: kept files])."""
-    with _locked(dict.fromkeys(folders)) as found:
-        # the file that knows the step of its store goes last
-        for orphan, left in zip(reversed(found), reversed(_left(found)), strict=True):
+    with _locked(dict.fromkeys(folders)) as files:
+        # File 0, which knows the step of its store, goes last: a process that dies in between
+        # leaves files that still say what they are.
+        for orphan, left in zip(reversed(files), reversed(_left(files)), strict=True):
             try:
                 witnesses, is_closed = pins_of(orphan.path)
                 if left.step == 0 or (is_closed and not witnesses):
@@ -211,25 +214,25 @@ def remove_superseded(folders: Iterable[Path], last: Mapping[str, int]) -> froze
     live; what cannot be removed is left, which a warning says.
     """
     folders = tuple(dict.fromkeys(folders))
-    with _locked(folders) as found:
-        # the file that knows the step of its store goes last
-        for orphan, left in zip(reversed(found), reversed(_left(found)), strict=True):
+    with _locked(folders) as files:
+        # in this order for the reason of `remove_stepless`
+        for orphan, left in zip(reversed(files), reversed(_left(files)), strict=True):
             if left.step is not None and left.step <= last.get(orphan.store, -1):
                 try:
                     _remove(orphan)
                 except OSError as error:
                     log.warning("%s was not removed: %s", orphan.path, cause_of(error.errno))
-    there = {store_name(path) for folder in folders for path in _ours_in(folder)}
-    return frozenset(there.intersection(last))
+    remaining = {store_name(path) for folder in folders for path in _ours_in(folder)}
+    return frozenset(remaining.intersection(last))
 
 
 def _ours_in(folder: Path) -> list[Path]:
-    """By their names."""
+    """Our files in a folder, by name."""
     return sorted(folder.glob(f"{PREFIX}*{SUFFIX}"))
 
 
 def _remove(orphan: _Orphan) -> bool:
-    """Whether it is gone: it stays while a checkpoint is pinned to it."""
+    """Remove an orphan. Returns whether it is gone: it stays while a checkpoint is pinned to it."""
     witnesses, _ = pins_of(orphan.path)
     if witnesses:
         log.warning(
@@ -252,20 +255,20 @@ def _remove(orphan: _Orphan) -> bool:
 
 @contextmanager
 def _locked(folders: Iterable[Path]) -> Iterator[list[_Orphan]]:
-    """Orphans by folder and name, each locked for as long as this lasts."""
+    """Orphans by folder and name, each locked for as long as the context lasts."""
     with ExitStack() as stack:
-        found = []
+        files = []
         for folder in folders:
             for path in _ours_in(folder):
                 fd = _lock(path)
                 if fd is not None:
                     stack.callback(calls.close, fd)
-                    found.append(_Orphan(path, fd))
-        yield found
+                    files.append(_Orphan(path, fd))
+        yield files
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor that holds the lock of an orphan; None for what is none, or is not ours."""
+    """Descriptor that holds the lock of an orphan; None for any other file."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
@@ -274,6 +277,7 @@ def _lock(path: Path) -> int | None:
     except OSError:
         return None
     try:
+        # empty or zeros: its process died before it had written the header
         calls.lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.pread(fd, len(MAGIC), 0) in (MAGIC, b"", bytes(len(MAGIC))):
             return fd

@@ -1,4 +1,4 @@
-"""Reading what a process that died, or a machine that lost its power, had committed."""
+"""Recovery of the last commit of a process that died, or of a machine that lost its power."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gemini.nvme.layout import (
     HEADER_LIMIT,
     NUM_VERSIONS,
     Extent,
-    FormatError,
     Header,
     Index,
+    StoreFormatError,
     StoreLayout,
     checksum_of,
 )
@@ -25,7 +25,7 @@ from . import calls
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """One commit of a store, read only. Its `fds` are closed by leaving `recover`."""
+    """Commit of a store, read only. Its `fds` are closed by leaving `recover`."""
 
     layout: StoreLayout
     index: Index
@@ -33,11 +33,11 @@ class Recovered:
     _extents: tuple[tuple[Extent, ...], ...]
 
     def extent(self, block: int) -> Extent:
-        """Where the committed version of one block lies."""
+        """Extent of the committed version of one block."""
         return self._extents[block][self.index.entries[block].version]
 
     def block(self, block: int) -> bytes:
-        """The committed bytes of one block. Raises ChecksumError where they are not."""
+        """Committed bytes of one block. Raises ChecksumError where they do not verify."""
         entry, extent = self.index.entries[block], self.extent(block)
         data = os.pread(self.fds[extent.file], extent.nbytes, extent.offset)
         if checksum_of(data) != entry.checksum:
@@ -54,7 +54,7 @@ def recover(
     step: the commit of this step, which must be the last one or the one before. Stores that are
     committed one after the other have at most one step between them, so each still has the least.
     pinned: an earlier commit, which the store keeps; its process may live.
-    Raises FormatError where there is no such commit, or a file is not one of a whole store.
+    Raises StoreFormatError where there is no such commit, or a file is not one of a whole store.
     """
     fds: list[int] = []
     try:
@@ -63,15 +63,17 @@ def recover(
             fds.append(_open(path))
             headers.append(_header(path, fds[-1]))
             if replace(headers[-1], file=0, nbytes=0) != replace(headers[0], file=0, nbytes=0):
-                raise FormatError(f"{path} belongs to another store than {paths[0]}")
+                raise StoreFormatError(f"{path} belongs to another store than {paths[0]}")
         expected = headers[0].num_files if headers else None
         if [header.file for header in headers] != list(range(expected or 1)):
-            raise FormatError(
+            raise StoreFormatError(
                 f"{', '.join(map(str, paths)) or 'no path'}: files "
                 f"{[header.file for header in headers]} of a store of {expected}; expected all, in "
                 "order"
             )
         layout = headers[0].layout()
+        # Both slots may be whole: the last commit has the larger sequence. A slot whose write was
+        # torn decodes to None, and the commit before it is in the other.
         slots = [
             Index.decode(
                 os.pread(fds[0], layout.index_slot_nbytes, layout.index_offset(slot)),
@@ -84,7 +86,7 @@ def recover(
         if pinned is not None:
             live = [pinned] if _fits(pinned, layout) else []
         if not live:
-            raise FormatError(
+            raise StoreFormatError(
                 f"{paths[0]} holds no committed step" + f" {step}" * (step is not None)
             )
         last = max(live, key=lambda index: index.sequence)
@@ -100,14 +102,14 @@ def _fits(index: Index, layout: StoreLayout) -> bool:
 
 
 def _open(path: str | os.PathLike[str]) -> int:
-    """A regular file, and no link to one."""
+    """Open a regular file, and no link to one."""
     try:
         fd = calls.open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise FormatError(f"{path} cannot be opened: {cause_of(error.errno)}") from error
+        raise StoreFormatError(f"{path} cannot be opened: {cause_of(error.errno)}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         calls.close(fd)
-        raise FormatError(f"{path} is no file")
+        raise StoreFormatError(f"{path} is no file")
     return fd
 
 
@@ -115,6 +117,6 @@ def _header(path: str | os.PathLike[str], fd: int) -> Header:
     try:
         header = Header.decode(os.pread(fd, HEADER_LIMIT, 0))
         header.check_size(os.fstat(fd).st_size)
-    except FormatError as error:
-        raise FormatError(f"{path}: {error}") from error
+    except StoreFormatError as error:
+        raise StoreFormatError(f"{path}: {error}") from error
     return header

@@ -1,11 +1,11 @@
-"""What a block of state on disk consists of, in its file and in a staging buffer.
+"""Forms of a block of state on disk: its parts, in its file and in a staging buffer.
 
-Its planes are one block of the file. Beside them there may be another, written with them, seldom
-read, and with a checksum of its own:
+Its planes are one block of the file. Another may be written with it, seldom read, and with a
+checksum of its own:
 
     weight   of a block whose masters are split (`optim.rules.split_master`): bf16 parameters of
              that version, with which all but updates join its masters, and which undo a step
-    undo     where there is no master: what parameters that a step updates in place were before it
+    undo     where there is no master: parameters that a step updates in place, as they were before
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from gemini.units import PAGE_BYTES, BlockId, align_up
 
 @dataclass(frozen=True, slots=True)
 class BlockParts:
-    """Of one block: blocks of the file, and whole pages of a buffer, one part behind the other."""
+    """Parts of one block: blocks of the file, and whole pages of a buffer, one part after the
+    other."""
 
     state: BlockId  # its planes
     state_nbytes: int
@@ -43,7 +44,7 @@ class BlockParts:
 
 
 class BlockForms:
-    """Of the blocks of one file: states first, then undo planes.
+    """Forms of the blocks of one file: states first, then undo planes.
 
     layout: with whole masters. split: blocks whose masters are not. undo: there are no masters.
     columns: which planes a block has.
@@ -91,7 +92,7 @@ class BlockForms:
 
     @property
     def name(self) -> str:
-        """Of this way to keep blocks, where it is not that of whole fp32 planes; for digests."""
+        """Name of these forms, where they are not whole fp32 planes; for digests."""
         split = "-split" if any(parts.is_split for parts in self.parts.values()) else ""
         return split + f"-{self._layout.kind}" * self._layout.is_quantised
 
@@ -99,37 +100,37 @@ class BlockForms:
         return block.id in self.parts
 
     def is_split(self, block: Block) -> bool:
-        """Its masters are joined with its parameters."""
+        """Whether its masters are joined with its parameters."""
         return self.parts[block.id].is_split
 
     def layout_of(self, block: Block) -> StateLayout:
-        """Of the planes in its file."""
+        """Layout of the planes in its file."""
         return self._stored[self._shown[block.id], self.is_split(block)]
 
     def columns_of(self, blocks: Sequence[Block]) -> Columns:
-        """Which planes these have, by position."""
+        """Columns of these blocks, by position."""
         shown = [self._shown[block.id] for block in blocks]
         if all(layout is self._layout for layout in shown):
             return ALL_COLUMNS
         return Columns(tuple(frozenset(layout.names) for layout in shown))
 
     def state_id(self, block: Block) -> BlockId:
-        """Its planes, in the file."""
+        """Block of the file with its planes."""
         return self.parts[block.id].state
 
     def undo_id(self, block: Block) -> BlockId:
-        """Of its undo plane."""
+        """Block of the file with its undo plane."""
         undo_part = self.parts[block.id].undo_part
         assert undo_part is not None
         return undo_part
 
     def ids(self, block: Block) -> list[BlockId]:
-        """All that the file has of it."""
+        """All blocks that the file has of it."""
         parts = self.parts[block.id]
         return [parts.state] if parts.undo_part is None else [parts.state, parts.undo_part]
 
     def committed_ids(self, block: Block) -> list[BlockId]:
-        """What of that one version of it consists of."""
+        """Blocks of the file that make up one version of it."""
         return self.ids(block)[: 1 + self.is_split(block)]
 
     def state_view(self, buffer: Buffer, block: Block) -> memoryview:
@@ -148,7 +149,7 @@ class BlockForms:
         )
 
     def planes(self, buffer: Buffer, block: Block) -> Planes:
-        """Views of the buffer that holds it, as an update takes them."""
+        """Planes of the block in a buffer, as views that an update takes."""
         layout = self.layout_of(block)
         return {
             plane.name: torch.frombuffer(
@@ -161,13 +162,13 @@ class BlockForms:
         }
 
     def shown(self, buffer: Buffer, block: Block) -> Planes:
-        """As all others see it: with whole masters. To be read, while the buffer is; the buffer
-        does not hold the block any more."""
+        """Shown planes, with whole masters. To be read, as long as the buffer is: it does not hold
+        the block any more."""
         weight = self.undo_plane(buffer, block) if self.is_split(block) else None
         return shown(self.planes(buffer, block), self._shown[block.id], weight, in_place=True)
 
     def change(self, buffer: Buffer, block: Block, fill: Callable[[Block, Planes], None]) -> None:
-        """`fill` writes to what `shown` shows."""
+        """Let `fill` write to the shown planes."""
         values, planes = self.shown(buffer, block), self.planes(buffer, block)
         fill(block, values)
         if self.is_split(block):

@@ -1,4 +1,4 @@
-"""Blocks of state on disk that a save reads while steps go on."""
+"""Pinned state: blocks on disk that a save reads while steps go on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PinnedState:
         self._pinned = pinned
 
     def visit(self, look: Callable[[Block, Planes], None]) -> None:
-        """Show every block, reading one ahead; in any thread. What is to be kept is copied."""
+        """Show every block, reading one ahead; in any thread. The visitor copies what it keeps."""
         forms = self._forms
 
         def read(block: Block, buffer: Buffer) -> Ticket[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""State blocks of one commit, as any process finds them: what a pinned checkpoint says of a rank.
+"""Version of state: the blocks of one commit, as a pinned checkpoint names them for any process.
 
 They are shown as one stream of bytes: block after block, plane after plane, with whole masters and
 in what updates are computed in. So an index of a checkpoint points into a file that nobody wrote.
@@ -18,9 +18,9 @@ from torch import Tensor
 from gemini.nvme import (
     BufferPool,
     ChecksumError,
-    FormatError,
     Index,
     Recovered,
+    StoreFormatError,
     ThreadEngine,
     Transfer,
     open_direct,
@@ -44,9 +44,9 @@ _SHOWN = ("float32", "float64")  # dtypes of planes that are shown
 
 @dataclass(frozen=True, slots=True)
 class StateVersion:
-    """Blocks of a store at one commit, and what they are.
+    """Blocks of a store at one commit, and their layout.
 
-    Raises ValueError for what no state is.
+    Raises ValueError for values that no state has.
     """
 
     paths: tuple[str, ...]  # of the store's files, in order
@@ -68,33 +68,33 @@ class StateVersion:
 
     @property
     def nbytes(self) -> int:
-        """Of the stream."""
+        """Bytes of the stream."""
         return self.starts[-1]
 
     def layout_of(self, i: int) -> StateLayout:
-        """What is shown of a block."""
+        """Layout of the shown planes of a block."""
         return self.columns.of({i}, self.layout)
 
     def forms(self) -> BlockForms:
-        """By position of the block."""
+        """Forms of the blocks, by position."""
         split = {BlockId(i) for i, (_, is_split) in enumerate(self.blocks) if is_split}
         blocks = [self.block(i) for i in range(len(self.blocks))]
         return BlockForms(blocks, self.layout, split, undo=self.has_undo, columns=self.columns)
 
     def block(self, i: int) -> Block:
-        """As a block of a parameter of its own."""
+        """Block i as that of a parameter of its own."""
         numel = self.blocks[i][0]
         return Block(BlockId(i), 0, 0, 0, numel, (BlockSegment(i, 0, numel, 0),))
 
     def places(self, i: int, segment: BlockSegment) -> Iterator[tuple[Plane, int]]:
-        """Of every plane, the first byte of what block i has of a parameter."""
+        """First byte, for every plane, of the run that block i has of a parameter."""
         layout = self.layout_of(i)
         offsets = layout.offsets(self.blocks[i][0])
         for plane, offset in zip(layout.planes, offsets, strict=True):
             yield plane, self.starts[i] + offset + segment.offset * plane.itemsize
 
     def encode(self) -> bytes:
-        """A line of JSON, and the index as a store writes it."""
+        """Bytes of the version: a line of JSON, and the index as a store writes it."""
         said = {
             "paths": self.paths,
             "kind": self.layout.kind,
@@ -110,7 +110,7 @@ class StateVersion:
 
     @classmethod
     def decode(cls, data: bytes) -> StateVersion:
-        """Raises ValueError for what `encode` did not write."""
+        """Version of bytes of `encode`. Raises ValueError for others."""
         text, _, rest = data.partition(b"\n")
         if len(text) > _TEXT_BYTES + 4 * len(rest):  # a run takes some 20, and an entry 8
             raise ValueError("it says more than there are blocks")
@@ -126,7 +126,9 @@ class StateVersion:
             layout, has_undo = StateLayout(planes, said["kind"]), bool(said["has_undo"])
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"no state: {error!r:.200}") from error
-        most = len(rest)  # an entry has more than a byte
+        # Runs are small in text and large as lists: nothing is made of them before their counts are
+        # known to fit the bytes of the index, of which an entry has more than one.
+        most = len(rest)
         if min((count for *_, count in runs), default=0) < 1 or sum(c for *_, c in runs) > most:
             raise ValueError("more blocks than it has places for")
         blocks = tuple((n, is_split) for n, is_split, count in runs for _ in range(count))
@@ -144,13 +146,14 @@ class StateVersion:
 
 
 class VersionReader:
-    """Values of a version out of its files, read directly; one block is in memory."""
+    """Reader of the values of a version from its files, directly; one block is in memory."""
 
     def __init__(self, version: StateVersion, files: Recovered) -> None:
-        """Raises FormatError where they have other blocks, OSError where they cannot be opened."""
+        """Raises StoreFormatError where files have other blocks, OSError where they cannot be
+        opened."""
         self._version, self._files, self._forms = version, files, version.forms()
         if tuple(self._forms.nbytes) != files.layout.block_nbytes:
-            raise FormatError(f"{version.paths[0]} has other blocks than are pinned in it")
+            raise StoreFormatError(f"{version.paths[0]} has other blocks than are pinned in it")
         # not through the page cache: a load may write to other extents of the same file meanwhile
         self._open = [open_direct(Path(path)) for path in version.paths]
         self._engine = ThreadEngine()
@@ -158,13 +161,13 @@ class VersionReader:
         self._shown: tuple[int, Planes] | None = None
 
     def close(self) -> None:
-        """No block is read any more."""
+        """Close the files: no block is read any more."""
         self._engine.close()
         for file in self._open:
             file.close()
 
     def block(self, i: int) -> Planes:
-        """As it is shown; good until the next call. Raises NvmeError."""
+        """Shown planes of block i; good until the next call. Raises NvmeError."""
         if self._shown is None or self._shown[0] != i:
             block, forms = self._version.block(i), self._forms
             self._shown = None

@@ -1,4 +1,4 @@
-"""A block of state between its file and a staging buffer: whole, or what of it is asked for."""
+"""Transfers of a block of state between its file and a staging buffer, whole or in part."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ class BlockTransfers:
     # -- what a buffer holds --
 
     def planes(self, block: Block, buffer: Buffer) -> Planes:
-        """As an update takes them: where masters are split, with room for the new `WEIGHT`."""
+        """Planes as an update takes them: where masters are split, with room for the new
+        `WEIGHT`."""
         is_split = self._forms.is_split(block)
+        # views are made once for each buffer and form; callers get a dict of their own
         key = buffer.index, block.numel, self._forms.layout_of(block)
         if key not in self._views:
             planes = self._forms.planes(buffer, block)
@@ -51,8 +53,8 @@ class BlockTransfers:
         return self._store.read(parts.state, buffer.view[: parts.state_nbytes])
 
     def read_all(self, block: Block, buffer: Buffer, at: Index | None = None) -> Ticket[object]:
-        """Begin to read all that a committed version consists of: the last one, or the one of a
-        commit that is kept."""
+        """Begin to read all parts of a committed version: of the last commit, or of one that is
+        kept."""
         forms = self._forms
         state = buffer.view[: forms.parts[block.id].state_nbytes]
         parts = [self._store.read(forms.state_id(block), state, at)]
@@ -62,11 +64,13 @@ class BlockTransfers:
         return TicketGroup(parts)
 
     def read_weights(self, block: Block, buffer: Buffer, commits: Sequence[Index]) -> bool:
-        """Read what parameters without masters were at the first of these commits, which follow
-        each other to the last; False where they have not changed since. Waits for it.
+        """Read parameters without masters as they were at the first of these commits, which follow
+        each other to the last. Returns False where they have not changed since. Waits for it.
 
-        The undo plane has what weights were before the step.
+        The undo plane has the weights of before the step.
         """
+        # The undo plane that a step wrote has the weights of before it: so those of a commit are in
+        # the first later commit that has another version of that plane.
         undo_part = self._forms.undo_id(block)
         for before, index in pairwise(commits):
             if index.entries[undo_part].version != before.entries[undo_part].version:
@@ -76,7 +80,7 @@ class BlockTransfers:
         return False
 
     def read_undo(self, block: Block, buffer: Buffer) -> Planes:
-        """What restores parameters that a step has changed. Waits for it."""
+        """Read what restores parameters that a step has changed. Waits for it."""
         forms = self._forms
         if not (forms.has_undo or forms.is_split(block)):
             self.read(block, buffer).wait()
@@ -89,7 +93,7 @@ class BlockTransfers:
     # -- what does not count yet --
 
     def write(self, block: Block, buffer: Buffer, *, with_undo: bool) -> Ticket[object]:
-        """Begin to write it beside its last version.
+        """Begin to write its next version.
 
         with_undo: with the undo plane, also where that only undoes this step.
         """
@@ -101,7 +105,7 @@ class BlockTransfers:
         return TicketGroup((state, undo_part))
 
     def checksum(self, block: Block, buffer: Buffer) -> int:
-        """By which `read_written` knows what is to be written now; 0 where it need not."""
+        """Checksum of the part that `read_written` will read; 0 where it need not be known."""
         if not self._store.checksums or self._forms.is_split(block):
             return 0
         return checksum_of(buffer.view[: self._master_nbytes(block)])
@@ -123,26 +127,26 @@ class BlockTransfers:
     # -- sizes --
 
     def bytes_of(self, blocks: Sequence[Block]) -> int:
-        """That a step writes of these."""
+        """Bytes that a step writes of these blocks."""
         return sum(map(self._store.buffer_nbytes, self.in_file(blocks)))
 
     def held_share(self, blocks: Sequence[Block]) -> float:
-        """Of a step's traffic, what is left where all blocks were written before it."""
+        """Share of a step's traffic that is left where all blocks were written before it."""
         states = [self._forms.state_id(block) for block in blocks]
         moved = self.bytes_of(blocks) + sum(map(self._store.buffer_nbytes, states))
         return sum(map(self._again_nbytes, blocks)) / moved if moved else 0.0
 
     def in_file(self, blocks: Sequence[Block]) -> list[BlockId]:
-        """All that the file has of these blocks."""
+        """All blocks that the file has of these."""
         return [part for block in blocks for part in self._forms.ids(block)]
 
     def _again_nbytes(self, block: Block) -> int:
-        """That `read_written` reads."""
+        """Bytes that `read_written` reads."""
         if self._forms.is_split(block):
             return self._store.buffer_nbytes(self._forms.undo_id(block))
         return self._master_nbytes(block)
 
     def _master_nbytes(self, block: Block) -> int:
-        """Whole pages that hold one that is not split: it comes first."""
+        """Whole pages that hold a master that is not split: it comes first."""
         first = self._forms.layout_of(block).planes[0]
         return align_up(block.numel * first.itemsize, PAGE_BYTES)

@@ -18,9 +18,9 @@ from gemini.checkpoint import CorruptError
 from gemini.checkpoint.__main__ import main
 from gemini.checkpoint.format.boxes import boxes_of_run
 from gemini.checkpoint.format.index import (
-    IndexEntry,
     PartsOf,
     SavedPart,
+    SavedValue,
     decode_index,
     encode_index,
 )
@@ -260,11 +260,11 @@ def slices(offsets, sizes):
 
 def test_an_index_comes_back():
     index = {
-        "a": IndexEntry(torch.bfloat16, torch.Size((2, 3)), (
+        "a": SavedValue(torch.bfloat16, torch.Size((2, 3)), (
             SavedPart("one", 64, 9, (0, 0), (1, 3)), SavedPart("two", 0, 6, (1, 0), (1, 3)))),
-        "b": IndexEntry(None, torch.Size(()), (SavedPart("two", 10, 5, (), ()),)),
-        "c": IndexEntry(torch.float32, torch.Size(()), (SavedPart("one", 0, 4, (), ()),)),
-        "d": IndexEntry(torch.float32, torch.Size((0,)), ()),
+        "b": SavedValue(None, torch.Size(()), (SavedPart("two", 10, 5, (), ()),)),
+        "c": SavedValue(torch.float32, torch.Size(()), (SavedPart("one", 0, 4, (), ()),)),
+        "d": SavedValue(torch.float32, torch.Size((0,)), ()),
     }  # fmt: skip
     files = {"one": 100, "two": 20}
     assert decode_index(json.loads(json.dumps(encode_index(index, list(files)))), files) == index

@@ -40,7 +40,7 @@ def replay(found, nbytes, iterations=3):
                 there.add(chunk)
                 moved += nbytes[chunk]
             held.append(sum(nbytes[c] for c in there))
-            for ended in step.behind:
+            for ended in step.release_at_ends:
                 there -= set(ended)
     return moved, held
 
@@ -83,7 +83,7 @@ def test_nothing_is_gathered_where_a_call_ends():
     )
     found = gather_steps(calls, schedule.gathers)
     assert [step.gather for step in found.steps] == [(0,), (1,), (2,)]
-    assert [step.behind for step in found.steps] == [((0,),), ((1,),), ((2,),)]
+    assert [step.release_at_ends for step in found.steps] == [((0,),), ((1,),), ((2,),)]
 
 
 def test_chunks_that_are_never_released_are_not_planned():

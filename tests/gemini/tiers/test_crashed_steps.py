@@ -63,7 +63,7 @@ def checker(names, expected):
         params, state = (crash.folder / name for name in names)
         try:
             last = step_of(params), step_of(state)
-        except nvme.FormatError:
+        except nvme.StoreFormatError:
             assert not ended, "a step that had ended is gone"
             return
         assert 0 <= last[0] - last[1] <= 1, "parameters count first"

@@ -17,7 +17,7 @@ from gemini.chunk.parameter import ChunkView
 from gemini.dtypes import DTYPES
 from gemini.memtracer.trace import sequential_trace
 from gemini.nvme import ChecksumError
-from gemini.placement.sizes import on_disk
+from gemini.placement.sizes import file_bytes
 from gemini.placement.tiers import Tier
 from gemini.units import PAGE_BYTES, format_bytes
 from optim import HybridAdam, LossScale
@@ -150,7 +150,7 @@ def test_a_base_in_files_is_written_once(tmp_path):
     files = engine.storage.frozen
     sizes = [engine.plan.chunks[chunk] for chunk in files]
     assert set(files) == frozen and not set(engine.storage.params) & frozen
-    assert files.file_bytes == sum(on_disk("frozen", size.shard_bytes) for size in sizes)
+    assert files.file_bytes == sum(file_bytes("frozen", size.shard_bytes) for size in sizes)
     pages = {path.name: path.stat().st_blocks * 512 for path in tmp_path.iterdir()}
     of_base = [nbytes for name, nbytes in pages.items() if "-base-" in name]
     assert len(of_base) == len(frozen) and sum(of_base) == files.file_bytes

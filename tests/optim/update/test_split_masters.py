@@ -5,7 +5,7 @@ import torch
 
 from optim.adam import AdamRule
 from optim.adaptive import LionRule
-from optim.rules.split_master import join, remainder_of, shown, take, tie_sign
+from optim.rules.split_master import join, join_masters, remainder_of, split_masters, tie_sign
 from optim.rules.state_layout import MASTER, REMAINDER, WEIGHT
 from optim.state.pieces import Piece
 from optim.update import cpu_update, kernel_specs
@@ -67,13 +67,13 @@ def test_what_is_shown_has_no_sign_that_belongs_to_a_master(with_weight):
     if with_weight:
         planes[WEIGHT] = torch.zeros(masters.numel(), dtype=BF16)
     assert 0 < int(planes["exp_avg_sq"].signbit().sum()) < second.numel()
-    values = shown(planes, masters.to(BF16), LAYOUT)
+    values = join_masters(planes, masters.to(BF16), LAYOUT)
     assert list(values) == [MASTER, "exp_avg", "exp_avg_sq"]
     assert torch.equal(values[MASTER], masters) and torch.equal(values["exp_avg_sq"], second)
     assert torch.equal(values["exp_avg"], -second)
     values[MASTER] = masters.flip(0)
-    take(planes, values, LAYOUT)
-    again = shown(planes, masters.flip(0).to(BF16), LAYOUT)
+    split_masters(planes, values, LAYOUT)
+    again = join_masters(planes, masters.flip(0).to(BF16), LAYOUT)
     assert torch.equal(again[MASTER], masters.flip(0))
     assert torch.equal(again["exp_avg_sq"], second)
     if with_weight:

@@ -95,7 +95,7 @@ def _check_store(crash: Crash, names: Sequence[str], expected: dict[int, list[by
         with nvme.recover([crash.folder / name for name in names]) as found:
             step = found.index.step
             blocks = [found.block(i) for i in range(found.layout.num_blocks)]
-    except nvme.FormatError:
+    except nvme.StoreFormatError:
         assert not ended, "a step that was committed is gone"
         return
     assert step in expected and step in (ended[-1:] or begun) + begun[-1:]

@@ -210,7 +210,7 @@ def kill_steps(num_folders: int, folder: Path, moments: Moments) -> None:
         def recovered() -> int:
             try:
                 step, blocks = digests(orphans(), NUM_BLOCKS)
-            except nvme.FormatError:  # before the first filling was committed
+            except nvme.StoreFormatError:  # before the first filling was committed
                 return 0
             assert blocks == expected[step], step
             return step

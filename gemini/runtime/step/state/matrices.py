@@ -31,7 +31,7 @@ from gemini.units import ParamId
 
 
 @dataclass(frozen=True, slots=True)
-class Matrices:
+class MatrixBuckets:
     """The buckets of an engine's matrices, in the order of its state."""
 
     buckets: tuple[Bucket, ...]
@@ -43,7 +43,7 @@ class Matrices:
         return max(every, key=lambda whole: whole.numel, default=None)
 
 
-def matrices_of(parts: Parts, chunks: Sequence[Chunk], columns: Columns) -> Matrices:
+def matrices_of(parts: Parts, chunks: Sequence[Chunk], columns: Columns) -> MatrixBuckets:
     """Of the parameters that keep a momentum, in these chunks.
 
     Raises ValueError for one that torch has split: no rank has all of a matrix.
@@ -56,7 +56,7 @@ def matrices_of(parts: Parts, chunks: Sequence[Chunk], columns: Columns) -> Matr
         spans = [span for chunk in chunks if (span := _span(chunk.spec, params))]
         numel = max(numel, *(sum(of_rank) for of_rank in zip(*spans, strict=True)))
         num_runs = max(num_runs, len(spans))
-    return Matrices(buckets, Waiting(numel, num_runs))
+    return MatrixBuckets(buckets, Waiting(numel, num_runs))
 
 
 def _span(spec: ChunkSpec, params: Set[int]) -> list[int]:
@@ -102,7 +102,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def planned(parts: Parts, matrices: Matrices, plan: Plan, layout: ChunkLayout) -> MatrixPlan:
+def planned(parts: Parts, matrices: MatrixBuckets, plan: Plan, layout: ChunkLayout) -> MatrixPlan:
     """With what is on disk: blocks of shards have the same homes on all ranks."""
     on_disk = {shard.chunk for shard in plan.shards if Tier.NVME in shard.state_homes}
     chunk_of = layout.chunk_of()

@@ -42,7 +42,7 @@ from gemini.units import ChunkId
 
 from .full_state import gather_state, scatter_state
 from .kept_steps import KeptSteps
-from .matrices import Matrices, matrix_step, planned
+from .matrices import MatrixBuckets, matrix_step, planned
 from .norms import check_not_split
 from .shard_blocks import Shards
 from .shard_state import ShardState, StepCalls
@@ -74,7 +74,7 @@ class SavedShards(ShardState):
         rule: UpdateRule,
         config: StateConfig,
     ) -> None:
-        self._group_of = group_of(parts, groups)  # first: it refuses what is not ours
+        self._group_of = param_groups_of(parts, groups)  # first: it refuses what is not ours
         self._rule = rule
         if isinstance(rule, NormRule):
             check_not_split(parts)
@@ -96,7 +96,7 @@ class SavedShards(ShardState):
             self._executor = make_executor(
                 parts, rule, self._tiered_state.layout, self._executor_groups, runs, config.cpu_path
             )
-        self._matrices_of: tuple[int, Matrices] | None = None  # by how many chunks are trained
+        self._matrices_of: tuple[int, MatrixBuckets] | None = None  # by how many chunks are trained
         self._num_steps = 0
         self._was_loaded = False
         keeps = config.nvme.keep_versions and self._tiered_state.nvme is not None
@@ -370,7 +370,7 @@ def raise_first(said: Sequence[str | None], error: BaseException | None) -> None
             raise RuntimeError(f"rank {rank}: {text}")
 
 
-def group_of(parts: Parts, groups: Sequence[Group]) -> list[int | None]:
+def param_groups_of(parts: Parts, groups: Sequence[Group]) -> list[int | None]:
     """The param group of every parameter of the engine; None for one that is not optimized."""
     found: list[int | None] = [None] * len(parts.params)
     index_of = {id(param): i for i, param in enumerate(parts.params)}

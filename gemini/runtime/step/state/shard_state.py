@@ -30,7 +30,7 @@ from gemini.runtime.step.speculation import StepSpeculation
 from gemini.runtime.step.tail import StepTail
 from gemini.units import BlockId, ChunkId
 
-from .matrices import Matrices, matrices_of
+from .matrices import MatrixBuckets, matrices_of
 from .shard_blocks import ShardMasters, Shards
 
 
@@ -114,7 +114,7 @@ class ShardState:
         shards.end()
         parts.originals.keep([c.spec.id for c in parts.chunks if not c.spec.trainable])
 
-    def _matrices(self) -> Matrices:
+    def _matrices(self) -> MatrixBuckets:
         """Of what is trained now."""
         return matrices_of(self._parts, self._chunks, self._columns)
 
