@@ -8,7 +8,10 @@ planes codes and scales (`quantised.py`).
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from gemini.dtypes import DTYPES
 
 from . import split_master
 from .quantised import decoded, encode
@@ -38,6 +41,18 @@ def shown(
     names = [name for name in layout.names if name != MASTER]
     columns = [plane for name, plane in planes.items() if name not in (MASTER, REMAINDER, WEIGHT)]
     return {**found, **dict(zip(names, decoded(columns, layout), strict=True))}
+
+
+def zeros(planes: Planes, layout: StateLayout, numel: int) -> Planes:
+    """Shown planes of a block of `numel` elements whose stored planes are all zero: views where
+    the two are the same. layout: as of `shown`."""
+    same = [MASTER] if layout.is_quantised else layout.names
+    return {
+        plane.name: planes[plane.name]
+        if plane.name in planes and plane.name in same
+        else torch.zeros(numel, dtype=DTYPES[plane.dtype])
+        for plane in layout.planes
+    }
 
 
 def take(planes: Planes, values: Planes, layout: StateLayout, *, is_split: bool) -> None:

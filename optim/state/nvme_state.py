@@ -495,12 +495,9 @@ class NvmeState:
         gets zeros."""
         buffer = writes.take()
         try:
-            if is_new:
-                for plane in self._transfers.planes(block, buffer).values():
-                    plane.zero_()
-            else:
+            if not is_new:
                 self._transfers.read_all(block, buffer).wait()
-            self._forms.change(buffer, block, fill)
+            self._forms.change(buffer, block, fill, is_new=is_new)
             ticket = self._transfers.write(block, buffer, with_undo=False)
         except BaseException:
             self._pool.give(buffer)

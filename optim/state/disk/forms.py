@@ -25,7 +25,7 @@ from gemini.optim.rules.state_layout import (
     Columns,
     StateLayout,
 )
-from gemini.optim.rules.stored import shown, take
+from gemini.optim.rules.stored import shown, take, zeros
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.units import PAGE_BYTES, BlockId, align_up
@@ -167,9 +167,17 @@ class BlockForms:
         weight = self.undo_plane(buffer, block) if self.is_split(block) else None
         return shown(self.planes(buffer, block), self._shown[block.id], weight, in_place=True)
 
-    def change(self, buffer: Buffer, block: Block, fill: Callable[[Block, Planes], None]) -> None:
-        """Let `fill` write to the shown planes."""
-        values, planes = self.shown(buffer, block), self.planes(buffer, block)
+    def change(
+        self, buffer: Buffer, block: Block, fill: Callable[[Block, Planes], None], *, is_new: bool
+    ) -> None:
+        """Let `fill` write to the shown planes. is_new: the buffer holds nothing; they are zero."""
+        planes = self.planes(buffer, block)
+        if is_new:
+            for plane in planes.values():
+                plane.zero_()
+            values = zeros(planes, self._shown[block.id], block.numel)
+        else:
+            values = self.shown(buffer, block)
         fill(block, values)
         if self.is_split(block):
             planes[WEIGHT] = self.undo_plane(buffer, block)
