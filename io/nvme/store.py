@@ -329,10 +329,7 @@ class BlockStore:
         assert self._flushed is not None
         entries = list(self._index.entries)
         for block, checksum in self._flushed.items():
-            entries[block] = IndexEntry(1 - entries[block].version, checksum)
-        if self.versions.most:
-            for block, checksum in self._flushed.items():
-                entries[block] = IndexEntry(self._next_version(block), checksum)
+            entries[block] = IndexEntry(self._next_version(block), checksum)
         before = self._index
         with self._counts:
             # In memory before on disk: readers of another thread see all blocks turn at once, and
