@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gemini.checkpoint import background
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.export import export_weights, save_config
-from gemini.checkpoint.format.errors import CheckpointError, FormatError, on_disk
+from gemini.checkpoint.export import (
+    SAFETENSORS,
+    TORCH,
+    Format,
+    WeightsWriter,
+    export_weights,
+    save_config,
+    spec_of,
+)
+from gemini.checkpoint.format.manifest import CheckpointError, FormatError, on_disk
 from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.model.state import parts_of
-from gemini.checkpoint.save import raise_pending, save_checkpoint
+from gemini.checkpoint.save import in_background, save_checkpoint, settle
 from gemini.checkpoint.untrusted.lazy_tensors import TensorSpec
-from gemini.checkpoint.weight_files import SAFETENSORS, TORCH, Format, WeightsWriter, spec_of
 from gemini.integrations.parallel.pipelined import Pipelined, gathered_weights
 from gemini.integrations.parts import accept, inner_of
 from gemini.integrations.plugins import fsdp
@@ -66,7 +73,7 @@ def save_model(
         if not use_async:
             ranks.together(lambda: None if ranks.rank else write())
             return Done(None)
-        return Done(None) if ranks.rank else background.start(str(path), write)
+        return Done(None) if ranks.rank else in_background(str(path), write)
     if not (shard or as_safetensors):
         state = dict(full_weights(model, ranks))
         ranks.together(lambda: None if ranks.rank else write_file(path, _saving(state)))
@@ -110,7 +117,7 @@ def save_optimizer(
     state = _deep_copied(state)
     if ranks.rank:
         return Done(None)
-    return background.start(str(path), lambda: write_file(path, _saving(state)))
+    return in_background(str(path), lambda: write_file(path, _saving(state)))
 
 
 def load_optimizer(
@@ -146,8 +153,7 @@ def load_lr_scheduler(lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> 
 def begin(model: nn.Module, call: str) -> Ranks:
     """Before a save or a load: what is under way ends, and what failed is said on every rank."""
     ranks = Ranks(model, call, parts_of(model))
-    background.wait()
-    raise_pending(ranks)
+    settle(ranks)
     return ranks
 
 
@@ -201,14 +207,7 @@ def _write_folder(
         spec_of(name, value.dtype, value.shape, None) for name, value in first.values()
     ]
     writer = WeightsWriter(folder, specs, limit, prefix or "", kind)
-    try:
-        for name, value in first.values():
-            writer.add(name, value)
-        save_config(model, writer.folder)
-        writer.commit()
-    except BaseException:
-        writer.abandon()
-        raise
+    writer.write(first.values(), partial(save_config, model))
     if one:
         _take_out(folder, path)
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.format.errors import FormatError, MismatchError
+from gemini.checkpoint.format.manifest import FormatError, MismatchError
 from gemini.checkpoint.model.state import first_names
 from gemini.checkpoint.untrusted.torch_files import first_line, load_mapped
 from gemini.ddp import GeminiDDP
