@@ -27,24 +27,28 @@ from tests.support.disks.sealed import manifest_of, put_manifest
 
 # calls of ours; a layer is a linear one in a chunk of its own, with Adam's state in memory
 MOST_CALLS, MOST_CALLS_A_LAYER = 5_000, 400
+MOST_FILES = 12  # of gemini/checkpoint; a save has 10
 
 
 # -- what a load parses -------------------------------------------------------------------------
 
 
 def load_calls(layers, path):
+    """Of a load; and files of checkpoints that are in a save and in the load."""
     chain = Chain(layers, "resident")
     chain.forward()
     chain.backward()
     chain.optimizer.step()
-    gemini.save_checkpoint(path, chain.model, chain.optimizer)
-    return counted(lambda: gemini.load_checkpoint(path, chain.model, chain.optimizer)).calls
+    save = counted(lambda: gemini.save_checkpoint(path, chain.model, chain.optimizer))
+    load = counted(lambda: gemini.load_checkpoint(path, chain.model, chain.optimizer))
+    return load.calls, [sum("/checkpoint/" in file for file in c.files) for c in (save, load)]
 
 
-def test_a_load_makes_few_calls_a_layer(tmp_path):
-    few, many = load_calls(4, tmp_path / "4"), load_calls(8, tmp_path / "8")
+def test_a_load_makes_few_calls_a_layer_and_is_in_few_files(tmp_path):
+    (few, _), (many, files) = load_calls(4, tmp_path / "4"), load_calls(8, tmp_path / "8")
     assert (many - few) / 4 <= MOST_CALLS_A_LAYER
     assert many <= MOST_CALLS
+    assert max(files) <= MOST_FILES
 
 
 def put_pickle(folder, data):
