@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from gemini.checkpoint.load import load_checkpoint
-from gemini.checkpoint.model.extras import random_state, set_random_state
+from gemini.checkpoint.model.keys import random_state, set_random_state
 from gemini.checkpoint.save import save_checkpoint
 from gemini.chunk.storage import Chunk
 from gemini.placement.problem import average_bytes

@@ -12,7 +12,7 @@ INTERNAL = (
     "optim/state/disk/state_version.py",
     "gemini/placement/timetable/belady.py", "gemini/placement/timeline.py",
     "io/nvme/layout.py", "io/nvme/store.py",
-    "gemini/checkpoint/format/index.py", "gemini/checkpoint/format/manifest.py",
+    "gemini/checkpoint/format/manifest.py",
     "gemini/checkpoint/untrusted/metadata.py",
     "gemini/checkpoint/untrusted/torch_files.py",
 )  # fmt: skip

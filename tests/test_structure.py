@@ -222,7 +222,7 @@ def test_tests_and_benches_ask_by_public_names():
 
 # What the house is now, each at most; who makes one smaller lowers it. Asked are 0 protocols, 20
 # reaches, no small file, functions of 80 lines and signatures of 14
-LONE_PROTOCOLS, REACHES, SMALL_FILES = 6, 50, 24
+LONE_PROTOCOLS, REACHES, SMALL_FILES = 6, 48, 23
 LARGEST_FILE, LONGEST_FUNCTION, WIDEST_SIGNATURE = 600, 85, 23
 
 

@@ -1,6 +1,6 @@
 """Checkpoints on torch.distributed.checkpoint: streamed, atomic, verified, for any world size."""
 
-from gemini.checkpoint.format.errors import (
+from gemini.checkpoint.format.manifest import (
     CheckpointError,
     CorruptError,
     FormatError,

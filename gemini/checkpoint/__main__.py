@@ -9,19 +9,23 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from gemini.checkpoint.dcp.reader import Reader
-from gemini.checkpoint.format.data_file import UnitReader
-from gemini.checkpoint.format.errors import CheckpointError, FormatError
+from gemini.checkpoint.format.data_file import UnitReader, verify_pinned
 from gemini.checkpoint.format.folder import find
-from gemini.checkpoint.format.index import SavedPart
-from gemini.checkpoint.format.keys import Keys
-from gemini.checkpoint.format.pinned_file import verify_pinned
-from gemini.checkpoint.format.small_files import read_manifest
+from gemini.checkpoint.format.manifest import (
+    CheckpointError,
+    FormatError,
+    SavedPart,
+    read_manifest,
+)
+from gemini.checkpoint.model.keys import Keys
+from gemini.checkpoint.untrusted.lazy_tensors import TensorSpec
 from gemini.checkpoint.untrusted.metadata import read_metadata
 from gemini.units import format_bytes, parse_bytes
 
-from .weight_files import WeightsWriter, spec_of
+from .export import WeightsWriter, spec_of
 
 
 def say(line: str) -> None:
@@ -80,15 +84,13 @@ def export(path: Path, out: Path, max_shard_size: str, dtype: str | None) -> Non
         if not specs:
             raise FormatError(f"{reader.path} has no weights under {prefix!r}")
         writer = WeightsWriter(out.absolute(), [s for s, _ in specs], parse_bytes(max_shard_size))
-        try:
-            for spec, own in specs:
-                value = torch.empty(spec.shape, dtype=own)
-                reader.load_into({prefix + spec.name: value})
-                writer.add(spec.name, value)
-            writer.commit()
-        except BaseException:
-            writer.abandon()
-            raise
+
+        def read(spec: TensorSpec, own: torch.dtype) -> Tensor:
+            value = torch.empty(spec.shape, dtype=own)
+            reader.load_into({prefix + spec.name: value})
+            return value
+
+        writer.write((spec.name, read(spec, own)) for spec, own in specs)
     say(f"{len(specs)} tensors in {out}")
 
 

@@ -7,18 +7,17 @@ merges, splits or renames is made so here, one parameter at a time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors, TensorSpec
+from gemini.checkpoint.untrusted.lazy_tensors import DTYPE_NAMES, LazyTensors
 
 
-def converted(module: nn.Module, files: LazyTensors) -> ConvertedTensors:
+def converted(module: nn.Module, files: LazyTensors) -> LazyTensors:
     """Files as a module names their tensors."""
-    found = ConvertedTensors(files)
     try:
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -29,9 +28,9 @@ def converted(module: nn.Module, files: LazyTensors) -> ConvertedTensors:
             rename_source_key,
         )
     except ImportError:  # an older one, whose modules have the names of files
-        return found
+        return files
     if not isinstance(module, PreTrainedModel):
-        return found
+        return files
     there = module.state_dict()
     transforms: Any = get_model_conversion_mapping(module)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
@@ -46,21 +45,22 @@ def converted(module: nn.Module, files: LazyTensors) -> ConvertedTensors:
             continue
         if name not in conversions:
             rule = WeightRenaming(key, name) if pattern is None else by_pattern[pattern]
-            conversions[name] = _Conversion(name, rule, module)
+            conversions[name] = _Conversion(name, rule, module, files)
         conversions[name].sources.append((pattern or key, key))
-    for one in conversions.values():
-        found.add(one)
-    return found
+    return files.with_others(
+        {name: one for one in conversions.values() for name in one.described_all()}
+    )
 
 
 class _Conversion:
     """What becomes one parameter, or several: sources are (pattern, key in the files), in order."""
 
-    def __init__(self, name: str, rule: Any, module: Any) -> None:
-        self._name, self._rule, self._module = name, rule, module
+    def __init__(self, name: str, rule: Any, module: Any, files: LazyTensors) -> None:
+        self._name, self._rule, self._module, self._files = name, rule, module, files
         self.sources: list[tuple[str, str]] = []
+        self._shapes: dict[str, torch.Size] = {}
 
-    def made(self, source: Callable[[str], Tensor]) -> Mapping[str, Any]:
+    def _made(self, source: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """By name of the module's, of tensors that `source` gives by their keys."""
         rule = copy.deepcopy(self._rule)
         for pattern, key in self.sources:
@@ -70,41 +70,18 @@ class _Conversion:
             name: value[0] if isinstance(value, list) else value for name, value in found.items()
         }
 
+    def described_all(self) -> Mapping[str, torch.Size]:
+        """Shapes by name. Nothing is read: what shapes become is asked without values."""
+        specs = {key: self._files.spec_of(key) for _, key in self.sources}
+        made = self._made(lambda key: torch.empty(specs[key].shape, device="meta"))
+        self._shapes = {name: value.shape for name, value in made.items()}
+        return self._shapes
 
-class ConvertedTensors(Mapping[str, Tensor]):
-    """Those of files, and what conversions make of them when it is asked for."""
+    def described(self, name: str) -> tuple[str, torch.Size]:
+        """Dtype, which is that of the first of its sources, and shape."""
+        return DTYPE_NAMES[self._files.spec_of(self.sources[0][1]).dtype], self._shapes[name]
 
-    def __init__(self, files: LazyTensors) -> None:
-        self.folder = files.folder
-        self._files = files
-        self._conversions: dict[str, tuple[_Conversion, TensorSpec]] = {}
+    def get_tensor(self, name: str) -> Tensor:
+        return self._made(self._files.__getitem__)[name]
 
-    def add(self, conversion: _Conversion) -> None:
-        """Nothing is read: what shapes become is asked without values."""
-        specs = {key: self._files.spec_of(key) for _, key in conversion.sources}
-        dtype = next(iter(specs.values())).dtype
-        made = conversion.made(lambda key: torch.empty(specs[key].shape, device="meta"))
-        for name, value in made.items():
-            spec = TensorSpec(name, dtype, tuple(value.shape))
-            self._conversions[name] = conversion, spec
-
-    def spec_of(self, name: str) -> TensorSpec:
-        """Its dtype, which is that of the first of its sources, and shape."""
-        found = self._conversions.get(name)
-        return self._files.spec_of(name) if found is None else found[1]
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._conversions:
-            return self._files[name]
-        value: Tensor = self._conversions[name][0].made(self._files.__getitem__)[name]
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._files
-        yield from self._conversions
-
-    def __len__(self) -> int:
-        return len(self._files) + len(self._conversions)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._conversions or name in self._files
+    mapped = get_tensor

@@ -15,18 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.dcp.reader import RunFiller
-from gemini.checkpoint.dcp.sources import CheckpointSource, open_source
-from gemini.checkpoint.format.errors import CorruptError, MismatchError
-from gemini.checkpoint.format.keys import COMMON, Keys, rank_key
-from gemini.checkpoint.model.extras import decode, set_random_state, take_over_stores
+from gemini.checkpoint.dcp.reader import CheckpointSource, RunFiller, open_source
+from gemini.checkpoint.format.manifest import CorruptError, MismatchError
+from gemini.checkpoint.model.keys import (
+    COMMON,
+    Keys,
+    check_fits,
+    decode,
+    differences,
+    rank_key,
+    set_random_state,
+    take_over_stores,
+)
 from gemini.checkpoint.model.plain import load_plain
 from gemini.checkpoint.model.state import RunState, first_names, names_of, parts_of
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 
-from . import background
-from .save import base_of, raise_pending, runs_of
+from .save import base_of, runs_of, settle
 
 log = logging.getLogger("gemini")
 
@@ -60,8 +66,7 @@ def load_checkpoint(
     you train.
     """
     ranks = Ranks(model, "load_checkpoint()", parts_of(model))
-    background.wait()
-    raise_pending(ranks)
+    settle(ranks)
     where = Path(path).expanduser().absolute()
     ranks.same("the path", str(where))
     with ExitStack() as stack:
@@ -106,12 +111,9 @@ def _load_runs(
 ) -> None:
     assert optimizer is None or isinstance(optimizer, TieredOptimizer)
     buffers = runs.buffers
-    found = _Differences(source, keys, runs, optimizer is not None, weights)
-    if strict and found.texts:
-        raise MismatchError(
-            f"{source.path} does not fit the model; strict=False loads what does: "
-            + "; ".join(found.texts)
-        )
+    texts, fresh = _differences(source.sizes, keys, runs, optimizer is not None, weights)
+    if strict:
+        check_fits(source.path, texts)
     whole = runs.small_state() if optimizer is not None else {}
     small: dict[str, Any] = {
         key: torch.zeros(value.shape, dtype=value.dtype)
@@ -147,12 +149,12 @@ def _load_runs(
 
     def fill(put: RunFiller) -> None:
         def put_or_start(key: str, start: int, values: Tensor) -> bool:
-            if key in found.fresh:
+            if key in fresh:
                 values.zero_()
                 return True
             return put(key, start, values)
 
-        runs.fill(put_or_start, tensors.keys() | found.fresh)
+        runs.fill(put_or_start, tensors.keys() | fresh)
 
     ranks.together(lambda: source.fill(tensors, fill))
     loaded: dict[str, dict[str, Tensor]] = {}
@@ -179,71 +181,48 @@ def _as_mismatch(work: Callable[[], Any]) -> None:
         raise MismatchError(str(error)) from error
 
 
-class _Differences:
-    """Where a checkpoint and a model with its optimizer are not the same, as one list of texts.
-
-    fresh: keys of state that starts at zero, because its parameter had not been updated yet.
-    """
-
-    def __init__(
-        self,
-        source: CheckpointSource,
-        keys: Keys,
-        runs: RunState,
-        with_optimizer: bool,
-        with_weights: bool,
-    ) -> None:
-        self.texts: list[str] = []
-        self.fresh: set[str] = set()
-        sizes = source.sizes
+def _differences(
+    sizes: Mapping[str, torch.Size | None],
+    keys: Keys,
+    runs: RunState,
+    with_optimizer: bool,
+    with_weights: bool,
+) -> tuple[list[str], set[str]]:
+    """Where a checkpoint and a model with its optimizer are not the same, as texts; and keys of
+    state that starts at zero, because its parameter had not been updated yet."""
+    texts: list[str] = []
+    fresh: set[str] = set()
+    unexpected: list[str] = []
+    names = {name for alike in runs.names for name in alike} | runs.on_other_ranks
+    if with_weights:
         weights = {keys.weight(name): shape for name, shape in runs.shapes.items()}
         weights |= {keys.weight(name): buffer.size() for name, buffer in runs.buffers.items()}
-        names = {name for alike in runs.names for name in alike} | runs.on_other_ranks
-        known = {f"{keys.model}{name}" for name in names} | weights.keys()
-        if with_weights:
-            self._compare(sizes, weights)
+        texts += differences(sizes, weights)
+        unexpected += keys.unexpected(
+            sizes, {f"{keys.model}{name}" for name in names} | weights.keys()
+        )
+    if with_optimizer:
         optims = f"{keys.optim}state."
-        unexpected = [
+        whole, trained = runs.small_state(), dict[str, dict[str, torch.Size]]()
+        for name, shape in runs.shapes.items():
+            planes = {keys.plane(name, plane): shape for plane in runs.planes}
+            trained[name] = {key: s for key, s in planes.items() if key in runs.tensors}
+            lines = {p: v.shape for p, v in whole.get(name, {}).items() if p != "step"}
+            trained[name] |= {keys.plane(name, p): size for p, size in lines.items()}
+        if not keys.groups(sizes) and not any(key.startswith(optims) for key in sizes):
+            texts.append("it has no optimizer state")
+            trained = {}
+        for name, planes in trained.items():
+            if any(key in sizes for key in (*planes, keys.plane(name, "step"))):
+                texts += differences(sizes, planes)
+            else:
+                fresh.update(planes)
+        unexpected += [
             key
             for key in sizes
-            if with_weights
-            and key.startswith(keys.model)
-            and key not in known
-            and not key.startswith(("gemini.", keys.optim))
+            if key.startswith(optims) and key.removeprefix(optims).rpartition(".")[0] not in names
         ]
-        if with_optimizer:
-            whole, trained = runs.small_state(), dict[str, dict[str, torch.Size]]()
-            for name, shape in runs.shapes.items():
-                planes = {keys.plane(name, plane): shape for plane in runs.planes}
-                trained[name] = {key: s for key, s in planes.items() if key in runs.tensors}
-                lines = {p: v.shape for p, v in whole.get(name, {}).items() if p != "step"}
-                trained[name] |= {keys.plane(name, p): size for p, size in lines.items()}
-            if not keys.groups(sizes) and not any(key.startswith(optims) for key in sizes):
-                self.texts.append("it has no optimizer state")
-                trained = {}
-            for name, planes in trained.items():
-                if any(key in sizes for key in (*planes, keys.plane(name, "step"))):
-                    self._compare(sizes, planes)
-                else:
-                    self.fresh.update(planes)
-            unexpected += [
-                key
-                for key in sizes
-                if key.startswith(optims)
-                and key.removeprefix(optims).rpartition(".")[0] not in names
-            ]
-        self.texts += [f"unexpected {key}" for key in unexpected]
-
-    def _compare(
-        self, sizes: Mapping[str, torch.Size | None], wanted: Mapping[str, torch.Size]
-    ) -> None:
-        for key, size in wanted.items():
-            if key not in sizes:
-                self.texts.append(f"missing {key}")
-            elif sizes[key] != size:
-                there = sizes[key]
-                shape = "no tensor" if there is None else f"of shape {tuple(there)}"
-                self.texts.append(f"{key} is {shape}, expected {tuple(size)}")
+    return texts + [f"unexpected {key}" for key in unexpected], fresh
 
 
 def _load_extras(

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.format.errors import FormatError
+from gemini.checkpoint.format.manifest import FormatError
 from gemini.checkpoint.untrusted.lazy_tensors import INDEX, TORCH_INDEX, LazyTensors
 from gemini.ddp import GeminiDDP
 from gemini.plan.quantised import stacked_experts
 from gemini.runtime.comm.connect import everyone, is_pipeline
 from gemini.runtime.wrap.materialise import Materialiser, init_empty
 
-from .converted import ConvertedTensors, converted
+from .converted import converted
 from .export import export_safetensors
 from .quantise import (
     config_of,
@@ -225,7 +225,7 @@ def _empty_module(folder: Path, model_class: type[nn.Module] | None, config: Any
 class _Values(Mapping[str, Tensor]):
     """Tensors of files by the names of the module; read on one rank, and empty on the others."""
 
-    def __init__(self, module: nn.Module, files: ConvertedTensors, *, reads: bool) -> None:
+    def __init__(self, module: nn.Module, files: LazyTensors, *, reads: bool) -> None:
         self._module, self._files, self._reads = module, files, reads
         self._made: Materialiser | None = None
         self.missing: list[str] = []  # parameters that no file has

@@ -1,4 +1,4 @@
-"""save_checkpoint: agree, describe, stream, commit.
+"""save_checkpoint: agree, describe, stream, commit; the one save that may be under way in a thread.
 
     1. ranks agree on the path, and rank 0 makes the folder beside it
     2. every rank describes its tensors to DCP, which plans
@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +26,26 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from gemini.checkpoint.dcp.boxes import FlatRuns, Region
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.dcp.sharded import FlatRuns
-from gemini.checkpoint.dcp.writer import Committing, RankFile, write
-from gemini.checkpoint.format.boxes import Region
-from gemini.checkpoint.format.errors import CheckpointError
-from gemini.checkpoint.format.folder import SaveFolder, saving_path
-from gemini.checkpoint.format.keys import Keys
-from gemini.checkpoint.format.manifest import Manifest
-from gemini.checkpoint.model.extras import encode, known_stores, random_state
+from gemini.checkpoint.dcp.writer import RankFile, Save
+from gemini.checkpoint.format.manifest import CheckpointError
+from gemini.checkpoint.model.keys import Keys, encode, known_stores, random_state
 from gemini.checkpoint.model.plain import PlainRuns, can_be_runs, plain_state
 from gemini.checkpoint.model.state import RunState, ShardedState, StagesState, first_names, parts_of
 from gemini.ddp import GeminiDDP
 from gemini.nvme import is_gone
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.groups import as_torchs
+from gemini.runtime.comm.leaving import ask_at_the_end
 from gemini.runtime.inspect.digest import base_digests
 from gemini.runtime.step.state.saved_state import SavedShards
 from gemini.tickets import Done, Ticket
 from gemini.units import parse_bytes
 
-from . import background
-
 log = logging.getLogger("gemini")
 
 _SHARE_OF_FREE_MEMORY = 0.5  # of an asynchronous save's copies, over all ranks of this machine
-
-
-@dataclass
-class Content:
-    """What one rank saves."""
-
-    state: dict[str, Any]  # nested, for DCP
-    runs: RunState | None = None  # streamed; the rest of `state` is asked for
 
 
 def save_checkpoint(
@@ -105,63 +91,50 @@ def save_checkpoint(
     if pinned and async_save:
         save_checkpoint(target, model, optimizer, scheduler, extra, weights=weights, pinned=True)
         keeper = None
-    group = ranks.group()
-    folder = ranks.together(lambda: SaveFolder(target) if ranks.rank == 0 else None)
-    file: RankFile | None = None
-    try:
+    save = Save(ranks, target, keep_last)
+    with save.or_nothing():
         common = {
             "files": known_stores(optimizer, ranks) if weights else {},
             "base": base_of(model, ranks) if weights else {},
         }
-        content = ranks.together(
+        save.state, runs = ranks.together(
             lambda: _content(model, optimizer, scheduler, extra, ranks, weights, common)
         )
         if ranks.is_pipeline and optimizer is not None:
-            content.state["optim"].pop("param_groups", None)
-            content.state["optim"] |= _groups_of_all(ranks, optimizer, model)
-        file = ranks.together(lambda: _open_file(target, content, ranks.rank, keeper))
-        committing = None
-        if folder is not None:
-            manifest = Manifest(ranks.world_size, 0, 0, 0, about=_about())
-            aliases = {} if content.runs is None else content.runs.aliases
-            committing = Committing(folder, manifest, keep_last, aliases)
+            save.state["optim"].pop("param_groups", None)
+            save.state["optim"] |= _groups_of_all(ranks, optimizer, model)
+        save.aliases = {} if runs is None else runs.aliases
+
+        def open_file() -> RankFile:
+            file = save.open_file()
+            if runs is not None and keeper is None:
+                file.reserve(runs.nbytes, runs.num_items)
+            return file
+
+        file = ranks.together(open_file)
         if async_save:
-            budget = _budget(async_ram_budget)
-            return _save_later(ranks, target, content, file, committing, group, budget)
-        runs = content.runs
-        if keeper is not None:
-            _save_pinned(ranks, target, content, file, committing, group, keeper)
-            return Done(None)
-        stream = _streaming(runs.visit) if runs is not None else _nothing
-        write(ranks, group, content.state, file, stream, committing)
-    except BaseException:
-        _give_up(file, folder)
-        raise
+            return _save_later(save, runs, file, _budget(async_ram_budget))
+        if runs is None:
+            save.write()
+        elif keeper is None:
+            save.write(lambda file: runs.visit(file.add_run))
+        else:
+            _save_pinned(save, runs, keeper)
     return Done(None)
 
 
-def _save_pinned(
-    ranks: Ranks,
-    target: Path,
-    content: Content,
-    file: RankFile,
-    committing: Committing | None,
-    group: Any,
-    keeper: SavedShards,
-) -> None:
+def _save_pinned(save: Save, runs: RunState, keeper: SavedShards) -> None:
     """Write what is in memory, and where the rest is."""
-    runs = content.runs
-    assert runs is not None
     with ExitStack() as stack:
 
         def stream(file: RankFile) -> None:
             runs.visit_weights(file.add_run)
-            pinned = keeper.pin_state(target / file.pinned_name)
+            pinned = keeper.pin_state(save.target / file.pinned_name)
             stack.callback(pinned.settle)
             file.pin(pinned.version)
             runs.visit_pinned(pinned, file.add_pinned)
 
-        write(ranks, group, content.state, file, stream, committing)
+        save.write(stream)
 
 
 def _keeper(model: nn.Module, optimizer: torch.optim.Optimizer | None, target: Path) -> SavedShards:
@@ -188,20 +161,12 @@ def _keeper(model: nn.Module, optimizer: torch.optim.Optimizer | None, target: P
     return found
 
 
-def _save_later(
-    ranks: Ranks,
-    target: Path,
-    content: Content,
-    file: RankFile,
-    committing: Committing | None,
-    group: Any,
-    budget: int,
-) -> Ticket[None]:
+def _save_later(save: Save, runs: RunState | None, file: RankFile, budget: int) -> Ticket[None]:
     """Keep what the next step would change, and leave the rest to a thread."""
-    content.state = _copied(content.state)
+    save.state = _copied(save.state)
     failure: BaseException | None = None
     copies: list[tuple[str, Region, int, Tensor]] = []
-    snapshot = content.runs.snapshot() if content.runs is not None else None
+    snapshot = runs.snapshot() if runs is not None else None
     left = budget
 
     def keep(key: str, region: Region, start: int, values: Tensor) -> None:
@@ -227,15 +192,13 @@ def _save_later(
 
     def work() -> None:
         try:
-            write(ranks, group, content.state, file, stream, committing, failure)
-        except BaseException:
-            _give_up(file, committing.folder if committing is not None else None)
-            raise
+            with save.or_nothing():
+                save.write(stream, failure)
         finally:
             if snapshot is not None:
                 snapshot.close()
 
-    return background.start(str(target), work)
+    return in_background(str(save.target), work)
 
 
 def _check_call(ranks: Ranks, target: Path, keep_last: int | None, pinned: bool) -> None:
@@ -243,7 +206,7 @@ def _check_call(ranks: Ranks, target: Path, keep_last: int | None, pinned: bool)
     if keep_last is not None and keep_last < 1:
         raise CheckpointError(f"keep_last={keep_last}; expected at least 1, or None for all")
     raise_pending(ranks)
-    under_way = [path for path in ranks.gather(background.running()) if path]
+    under_way = [path for path in ranks.gather(_running()) if path]
     if under_way:
         raise CheckpointError(
             f"a save to {under_way[0]} is under way; wait() for its ticket before the next one"
@@ -255,9 +218,15 @@ def _check_call(ranks: Ranks, target: Path, keep_last: int | None, pinned: bool)
 
 def raise_pending(ranks: Ranks) -> None:
     """Raise what went wrong in the background, on every rank."""
-    errors = [error for error in ranks.gather(background.take_error()) if error]
+    errors = [error for error in ranks.gather(_take_error()) if error]
     if errors:
         raise CheckpointError(errors[0])
+
+
+def settle(ranks: Ranks) -> None:
+    """Before a load: what is under way ends, and what failed is raised on every rank."""
+    _wait()
+    raise_pending(ranks)
 
 
 def _content(
@@ -268,12 +237,13 @@ def _content(
     ranks: Ranks,
     weights: bool,
     common: dict[str, Any],
-) -> Content:
+) -> tuple[dict[str, Any], RunState | None]:
+    """What this rank saves: nested, for DCP; and the runs of it that are streamed."""
     own = {"random": random_state(), "extra": extra, "buffers": {}}
     common["scheduler"] = None if scheduler is None else scheduler.state_dict()
     runs = runs_of(model, optimizer, ranks.world_size, Keys(), weights, once=True)
     if runs is not None:
-        content = content_of(runs, model, optimizer, first=ranks.first)
+        state = state_of(runs, model, optimizer, first=ranks.first)
         if not ranks.first:
             own["buffers"] = dict(runs.buffers)
         if isinstance(optimizer, TieredOptimizer):
@@ -285,12 +255,12 @@ def _content(
         if isinstance(model, GeminiDDP) and not ranks.is_pipeline:
             common["memory"] = model.engine.sampler.state_dict()
     else:
-        content = Content(plain_state(model, optimizer, weights=weights))
-    gemini = content.state.setdefault("gemini", {})
+        state = plain_state(model, optimizer, weights=weights)
+    gemini = state.setdefault("gemini", {})
     if ranks.rank == 0:
         gemini["common"] = encode("the state of the scheduler", common)
     gemini["rank"] = {str(ranks.rank): encode("extra", own)}
-    return content
+    return state, runs
 
 
 def base_of(model: nn.Module, ranks: Ranks) -> dict[str, str]:
@@ -331,9 +301,9 @@ def runs_of(
     return None
 
 
-def content_of(
+def state_of(
     runs: RunState, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, first: bool
-) -> Content:
+) -> dict[str, Any]:
     """Nested as torch's own state dicts are. `first`: of the ranks with these parameters."""
     keys = Keys()
     weights: dict[str, Any] = {}
@@ -359,7 +329,7 @@ def content_of(
                 copies = {plane: value.detach().clone() for plane, value in whole.items()}
                 planes.setdefault(name, {}).update(copies)
             state["optim"]["param_groups"] = _groups(optimizer, first_names(model))
-    return Content(state, runs)
+    return state
 
 
 def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -392,33 +362,6 @@ def _groups_of_all(
     return {"param_groups": whole}
 
 
-def _open_file(target: Path, content: Content, rank: int, keeper: SavedShards | None) -> RankFile:
-    file = RankFile(saving_path(target), rank)
-    try:
-        if content.runs is not None and keeper is None:
-            file.reserve(content.runs.nbytes, content.runs.num_items)
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def _streaming(visit: Callable[[Any], None]) -> Callable[[RankFile], None]:
-    return lambda file: visit(file.add_run)
-
-
-def _nothing(file: RankFile) -> None:
-    return
-
-
-def _give_up(file: RankFile | None, folder: SaveFolder | None) -> None:
-    with ExitStack() as stack:
-        if folder is not None:
-            stack.callback(folder.abandon)
-        if file is not None:
-            stack.callback(file.close)
-
-
 def _budget(asked: int | str | None) -> int:
     if asked is not None:
         return parse_bytes(asked)
@@ -426,20 +369,89 @@ def _budget(asked: int | str | None) -> int:
     return int(psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY / here)
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
+def _copied(value: Any) -> Any:
     """Small tensors of a nested state as copies; streamed ones hold nothing."""
-    return dict(_copies(state))
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    is_small = isinstance(value, Tensor) and not isinstance(value, FlatRuns)
+    return value.detach().to("cpu", copy=True) if is_small else value
 
 
-def _copies(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in state.items():
-        if isinstance(value, dict):
-            yield key, dict(_copies(value))
-        elif isinstance(value, Tensor) and not isinstance(value, FlatRuns):
-            yield key, value.detach().to("cpu", copy=True)
-        else:
-            yield key, value
+# -- in the background --
 
 
-def _about() -> dict[str, Any]:
-    return {"saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "torch": torch.__version__}
+class BackgroundSave:
+    """A ticket for a save that goes on in a thread."""
+
+    def __init__(self, path: str, work: Callable[[], None]) -> None:
+        self.path = path
+        self._error: BaseException | None = None
+        self.was_raised = False
+        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint")
+        self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+            log.error("the save to %s failed: %s", self.path, error)
+
+    def ready(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete. Raises CheckpointError."""
+        self._thread.join()
+        if self._error is not None:
+            self.was_raised = True
+            raise self._error
+
+    @property
+    def error(self) -> str:
+        """What went wrong and was not raised yet; empty where nothing did, or it still runs."""
+        if self._error is None or self.was_raised:
+            return ""
+        return f"the asynchronous save to {self.path} failed: {self._error}"
+
+
+_last: BackgroundSave | None = None
+
+
+def in_background(path: str, work: Callable[[], None]) -> BackgroundSave:
+    """Run `work` in a thread. There is no other save under way."""
+    global _last
+    assert _last is None or _last.ready()
+    _last = BackgroundSave(path, work)
+    ask_at_the_end("save", _error_at_the_end)
+    return _last
+
+
+def _error_at_the_end() -> str:
+    _wait()
+    return "" if _last is None else _last.error
+
+
+def _running() -> str:
+    """Path of the save that is under way, or nothing."""
+    return "" if _last is None or _last.ready() else _last.path
+
+
+def _take_error() -> str:
+    """The error of the last save, once."""
+    if _last is None or not _last.ready():
+        return ""
+    error = _last.error
+    _last.was_raised = True
+    return error
+
+
+def _wait() -> None:
+    """Until no save is under way."""
+    if _last is not None:
+        _last._thread.join()
+
+
+# Before the interpreter forbids threads to begin anything, which it does before it joins them.
+threading._register_atexit(_wait)  # type: ignore[attr-defined]

@@ -15,14 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
-from gemini.checkpoint.dcp.sharded import FlatRuns
-from gemini.checkpoint.format.boxes import Region
-from gemini.checkpoint.format.keys import Keys
+from gemini.checkpoint.dcp.boxes import FlatRuns, Region
+from gemini.checkpoint.model.keys import Keys
 from gemini.checkpoint.model.state import ShardedState
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 
-from .save import content_of
+from .save import state_of
 
 
 def get_state_dict(
@@ -30,13 +29,13 @@ def get_state_dict(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the module's, the optimizer's), sharded; names are those of the inner module."""
     runs = ShardedState(model, optimizer, Keys())
-    content = content_of(runs, model, optimizer, first=True)
+    state = state_of(runs, model, optimizer, first=True)
 
     def keep(key: str, region: Region, start: int, values: Tensor) -> None:
         runs.tensors[key].held[start] = values.detach().to("cpu", copy=True)
 
     runs.visit(keep)
-    return content.state["model"], content.state.get("optim", {})
+    return state["model"], state.get("optim", {})
 
 
 def set_state_dict(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.format.errors import CheckpointError
+from gemini.checkpoint.format.manifest import CheckpointError
 from gemini.ddp import GeminiDDP
 from gemini.runtime.inspect.full_parameters import full_parameters
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import gemini
@@ -11,7 +12,16 @@ from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
 from gemini.checkpoint import CheckpointError
 from optim import HybridAdam
-from tests.support.checkpoints import ADAM, assert_same, batches, make, train, whole
+from tests.support.checkpoints import (
+    ADAM,
+    assert_same,
+    batches,
+    load_with_dcp,
+    make,
+    torch_state,
+    train,
+    whole,
+)
 from tests.support.until import until
 
 pytestmark = pytest.mark.ci
@@ -73,16 +83,9 @@ def fsdp_train(module, optimizer, steps):
         optimizer.zero_grad()
 
 
-def fsdp_state(module, optimizer):
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    model, optim = get_state_dict(module, optimizer)
-    return {"model": model, "optim": optim}
-
-
 def fsdp_whole(module, optimizer):
     """Weights and state by name, whole on every rank. Collective."""
-    state = fsdp_state(module, optimizer)
+    state = torch_state(module, optimizer)
     found = {f"model.{k}": v for k, v in state["model"].items()}
     for name, planes in state["optim"]["state"].items():
         found |= {f"{name}.{plane}": value for plane, value in planes.items()}
@@ -92,11 +95,9 @@ def fsdp_whole(module, optimizer):
 
 
 def save_fsdp(rank, path):
-    from torch.distributed import checkpoint as dcp
-
     module, optimizer = fsdp(0)
     fsdp_train(module, optimizer, batches(0, 2, dist.get_world_size()))
-    dcp.save(fsdp_state(module, optimizer), checkpoint_id=path)
+    dcp.save(torch_state(module, optimizer), checkpoint_id=path)
     want = fsdp_whole(module, optimizer)
     fsdp_train(module, optimizer, batches(2, 4, dist.get_world_size()))
     return want, fsdp_whole(module, optimizer)
@@ -104,15 +105,8 @@ def save_fsdp(rank, path):
 
 def load_fsdp(rank, path):
     """With DCP's own reader."""
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
     module, optimizer = fsdp(5)
-    state = fsdp_state(module, optimizer)
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(
-        module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
-    )
+    load_with_dcp(path, module, optimizer)
     return fsdp_whole(module, optimizer), optimizer.param_groups[0]["lr"]
 
 
@@ -246,9 +240,3 @@ def test_one_corrupt_rank_has_another_digest():
     assert one["sharded"][0] == one["whole"][0], "the same weights, wherever they are"
     assert [a == b for a, b in zip(one["sharded"], other["sharded"], strict=True)] == [1, 1, 0]
     assert [a == b for a, b in zip(one["whole"], other["whole"], strict=True)] == [1, 0, 0]
-
-
-# -- the same bits at another world size ------------------------------------------------------
-
-
-# -- state dicts for DCP by itself ------------------------------------------------------------

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.reference import flat
@@ -104,6 +108,24 @@ def whole(model: GeminiDDP, optimizer: HybridAdam) -> dict[str, torch.Tensor]:
         found |= {f"{name}.{plane}": value.clone() for plane, value in planes.items()
                   if plane != "master"}  # fmt: skip
     return found if not dist.is_initialized() or dist.get_rank() == 0 else {}
+
+
+def torch_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What torch's own functions save of both."""
+    weights, state = get_state_dict(module, optimizer)
+    return {"model": weights, "optim": state}
+
+
+def load_with_dcp(path: Any, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = torch_state(module, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def assert_same(got: Any, want: Any, where: str = "") -> None:

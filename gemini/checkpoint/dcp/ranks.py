@@ -9,19 +9,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from gemini.checkpoint.format.errors import (
-    CheckpointError,
-    CorruptError,
-    FormatError,
-    MismatchError,
-)
+from gemini.checkpoint.format.manifest import CheckpointError
 from gemini.ddp import GeminiDDP
 from gemini.runtime.comm.communicator import Communicator
 
 T = TypeVar("T")
-_KINDS: dict[str, type[CheckpointError]] = {
-    kind.__name__: kind for kind in (CheckpointError, CorruptError, FormatError, MismatchError)
-}
+_Said = tuple[type[CheckpointError], str]  # of an error, for other ranks
 _gloo_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -144,24 +137,22 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def _failed(said: Sequence[tuple[str, str] | None]) -> dict[int, tuple[str, str]]:
+def _failed(said: Sequence[_Said | None]) -> dict[int, _Said]:
     return {rank: one for rank, one in enumerate(said) if one is not None}
 
 
-def _together(failed: dict[int, tuple[str, str]]) -> CheckpointError:
+def _together(failed: dict[int, _Said]) -> CheckpointError:
     """One error from those of some ranks; of their kind, where they are of one."""
     kinds = {kind for kind, _ in failed.values()}
     texts = list(dict.fromkeys(text for _, text in failed.values()))
-    kind = _KINDS[kinds.pop()] if len(kinds) == 1 else CheckpointError
+    kind = kinds.pop() if len(kinds) == 1 else CheckpointError
     if len(texts) == 1 and (0 in failed or len(failed) == 1):
         ranks = ", ".join(str(rank) for rank in failed)
         return kind(texts[0] if 0 in failed else f"rank {ranks}: {texts[0]}")
     return kind("; ".join(f"rank {rank}: {text}" for rank, (_, text) in failed.items()))
 
 
-def _said(error: BaseException) -> tuple[str, str]:
-    """Its kind, and its text for other ranks."""
-    kind, text = type(error).__name__, str(error)
-    if not isinstance(error, CheckpointError):
-        text = f"{kind}: {text}"
-    return kind if kind in _KINDS else "CheckpointError", text
+def _said(error: BaseException) -> _Said:
+    if isinstance(error, CheckpointError):
+        return type(error), str(error)
+    return CheckpointError, f"{type(error).__name__}: {error}"

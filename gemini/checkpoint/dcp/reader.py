@@ -1,14 +1,17 @@
-"""Reads what an index says: verified units of our files; files of DCP's own writer, safely."""
+"""What can be loaded from: a folder of DCP, ours or not, a file of torch.save, or weights alone.
+
+`Reader` reads what an index says: verified units of our files; files of DCP's own writer, safely.
+"""
 
 from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -16,22 +19,38 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_state_dict_object
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gemini.checkpoint.format.boxes import Box
-from gemini.checkpoint.format.data_file import UnitReader
-from gemini.checkpoint.format.errors import CorruptError, FormatError
-from gemini.checkpoint.format.index import Overlap, PartsOf, SavedPart, SavedValue
-from gemini.checkpoint.format.manifest import METADATA, Manifest
-from gemini.checkpoint.format.pinned_file import PinnedStream
-from gemini.checkpoint.format.small_files import read_manifest
+from gemini.checkpoint.format.data_file import PinnedStream, UnitReader, can_be_raw
+from gemini.checkpoint.format.folder import find
+from gemini.checkpoint.format.manifest import (
+    METADATA,
+    CorruptError,
+    FormatError,
+    Manifest,
+    SavedPart,
+    SavedValue,
+    memory_limit,
+    metadata_of,
+    own_index,
+    read_manifest,
+)
+from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors, weight_files
 from gemini.checkpoint.untrusted.metadata import read_index
-from gemini.checkpoint.untrusted.torch_files import FileSlice, safe_load
+from gemini.checkpoint.untrusted.torch_files import (
+    FileSlice,
+    first_line,
+    has_own_bytes,
+    load_mapped,
+    safe_load,
+)
 from gemini.nvme import cause_of
 
-from .sharded import FlatRuns, can_be_raw, in_run
+from .boxes import Box, FlatRuns, Overlap, PartsOf, in_run
 
 WHOLE_ITEMS = 8  # of files that are not ours, kept in memory: planes of a few parameters
+_MOST_LEVELS = 32  # of a state dict
+_VALUE_BYTES = 160  # of memory that one more name takes
 
 RunFiller = Callable[
     [str, int, Tensor], bool
@@ -50,11 +69,13 @@ class Reader:
             if self.manifest is not None:
                 raise CorruptError(f"{folder / METADATA} is missing")
             raise FormatError(f"{folder} is no checkpoint: it has no {METADATA}")
-        self.index = read_index(folder, self.manifest)
+        pickled = metadata_of(folder, self.manifest)
+        own = own_index(folder, self.manifest)
+        self.index = read_index(pickled, folder, self.manifest) if own is None else own
         self.sizes: Mapping[str, torch.Size | None] = {
             key: None if entry.dtype is None else entry.size for key, entry in self.index.items()
         }
-        self._items: _Items = (
+        self._items: _OurItems | _DcpItems = (
             _DcpItems(folder) if self.manifest is None else _OurItems(folder, self.manifest)
         )
 
@@ -119,24 +140,8 @@ class Reader:
         there.copy_(narrow_tensor_by_index(item, overlap.in_part, overlap.sizes))
 
 
-class _Items(Protocol):
-    """Items of the files of a checkpoint."""
-
-    def will_read(self, parts: Iterable[SavedPart]) -> None:
-        """What comes, in order."""
-        ...
-
-    def data(self, part: SavedPart) -> bytes: ...
-
-    def tensor(self, key: str, entry: SavedValue, part: SavedPart) -> Tensor:
-        """The whole item; good until the next call."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class _OurItems:
-    """Verified, and with direct I/O."""
+    """Items of our files: verified, and with direct I/O."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._units = UnitReader(folder, manifest.files)
@@ -146,12 +151,14 @@ class _OurItems:
         self._stack = ExitStack()
 
     def will_read(self, parts: Iterable[SavedPart]) -> None:
+        """What comes, in order."""
         self._units.will_read(part[:3] for part in parts if part.file not in self._pinned)
 
     def data(self, part: SavedPart) -> bytes:
         return bytes(self._units.read(part.file, part.at, part.nbytes))
 
     def tensor(self, key: str, entry: SavedValue, part: SavedPart) -> Tensor:
+        """The whole item; good until the next call."""
         assert entry.dtype is not None
         if not can_be_raw(entry.dtype):
             return _tensor_of(io.BytesIO(self.data(part)), key, part.sizes)
@@ -160,16 +167,13 @@ class _OurItems:
         if not numel:
             return torch.empty(part.sizes, dtype=entry.dtype)
         if part.file in self._pinned:
-            return self._stream(part.file).read(part.at, numel).view(part.sizes)
+            if part.file not in self._streams:
+                file = self._pinned[part.file]
+                self._streams[part.file] = PinnedStream(self._folder, file, self._stack)
+            return self._streams[part.file].read(part.at, numel).view(part.sizes)
         # elements come last
         view = self._units.read(part.file, part.at + part.nbytes - nbytes, nbytes)
         return torch.frombuffer(view, dtype=entry.dtype, count=numel).view(part.sizes)
-
-    def _stream(self, name: str) -> PinnedStream:
-        if name not in self._streams:
-            file = self._pinned[name]
-            self._streams[name] = PinnedStream(self._folder, file, self._stack)
-        return self._streams[name]
 
     def close(self) -> None:
         self._streams.clear()
@@ -226,3 +230,117 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         raise CorruptError(f"{path} cannot be read: {cause_of(error.errno)}") from error
+
+
+# -- whole values --
+
+
+class WholeSource:
+    """Whole tensors and values by key: tensors of weights, or of a file of torch.save."""
+
+    def __init__(
+        self, path: Path, values: Mapping[str, Any], sizes: Mapping[str, torch.Size | None]
+    ) -> None:
+        self.path, self.sizes, self._values = path, sizes, values
+
+    def load_into(self, state: dict[str, Any]) -> None:
+        """As `Reader.load_into`."""
+        for key, there in state.items():
+            value = self._values[key]
+            if not isinstance(there, Tensor):
+                state[key] = value
+                continue
+            value = torch.as_tensor(value)
+            if isinstance(there, DTensor):
+                mesh, value = there.device_mesh, value.to(there.device)
+                value = distribute_tensor(value, mesh, there.placements, src_data_rank=None)
+            there.copy_(value)
+
+    def fill(self, tensors: Mapping[str, FlatRuns], walk: RunWalk) -> None:
+        """As `Reader.fill`."""
+        read: dict[str, Tensor] = {}  # the last one: runs of a tensor come one after the other
+
+        def put(key: str, start: int, values: Tensor) -> bool:
+            if key not in tensors:
+                return False
+            if key not in read:
+                read.clear()
+                read[key] = tensors[key].flat_part(self._values[key])
+            values.copy_(read[key][start : start + values.numel()])
+            return True
+
+        walk(put)
+
+
+# tensors and small values by key: `sizes` of every tensor, None for what is none
+CheckpointSource = Reader | WholeSource
+
+
+def open_source(path: Path, names: Sequence[str], stack: ExitStack) -> CheckpointSource:
+    """Raises FormatError for what is no checkpoint, CorruptError for one that is damaged.
+
+    stack: closes what stays open meanwhile.
+    """
+    if _has_weights_alone(path):
+        tensors = LazyTensors(path, stack)
+        return WholeSource(path, tensors, tensors.sizes())
+    if path.is_file():
+        values = _values_of_file(path, names)
+        return WholeSource(
+            path,
+            values,
+            {k: v.size() if isinstance(v, Tensor) else None for k, v in values.items()},
+        )
+    return stack.enter_context(closing(Reader(find(path))))
+
+
+def _has_weights_alone(path: Path) -> bool:
+    """A file that begins as safetensors do, or a folder of weights and no checkpoint."""
+    if path.is_dir():
+        return not (path / METADATA).exists() and bool(weight_files(path))
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(9)
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size
+
+
+def _values_of_file(path: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Of a file of torch.save: a module's state dict, or one with an optimizer's beside it.
+
+    names: of the optimizer's parameters in order, for states that are keyed by position.
+    """
+    try:
+        content = load_mapped(path)
+    except Exception as error:  # damaged zip files and pickles fail in any way
+        first = first_line(error)
+        raise FormatError(f"{path} is no file of torch.save that is safe: {first}") from error
+    if not isinstance(content, Mapping):
+        raise FormatError(f"{path} holds a {type(content).__name__}; expected a state dict")
+    values: dict[str, Any] = {}
+    left = memory_limit(path.stat().st_size, 0)
+    for key, value in _flat("", content, names, _MOST_LEVELS):
+        left -= _VALUE_BYTES + len(key)
+        if left < 0:
+            raise FormatError(f"{path} holds more values than it has bytes")
+        if isinstance(value, Tensor) and not has_own_bytes(value):
+            raise FormatError(f"{path}: {key:.80} is a tensor without all of its elements")
+        values[key] = value
+    return values
+
+
+def _flat(prefix: str, value: Any, names: Sequence[str], levels: int) -> Iterator[tuple[str, Any]]:
+    """Leaves by their path, as DCP flattens; state by position under the names of parameters."""
+    if not levels:
+        raise FormatError(f"{prefix:.80} is nested deeper than any state dict")
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            if isinstance(key, int) and 0 <= key < len(names):
+                key = names[key]
+            path = f"{prefix}.{key}" if prefix else str(key)
+            yield from _flat(path, inner, names, levels - 1)
+    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
+        for i, inner in enumerate(value):
+            yield from _flat(f"{prefix}.{i}", inner, names, levels - 1)
+    else:
+        yield prefix, value

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import pickle
+import time
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,30 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from gemini.checkpoint.format.boxes import Region, boxes_of_region, is_contiguous
-from gemini.checkpoint.format.data_file import HEADER_BYTES, ITEM_ALIGN, UnitWriter
-from gemini.checkpoint.format.errors import CheckpointError
-from gemini.checkpoint.format.folder import SaveFolder
-from gemini.checkpoint.format.index import encode_index
-from gemini.checkpoint.format.manifest import DataFile, Manifest, PinnedFile
-from gemini.checkpoint.format.pinned_file import pinned_name, write_pinned
+from gemini.checkpoint.format.data_file import (
+    HEADER_BYTES,
+    ITEM_ALIGN,
+    UnitWriter,
+    can_be_raw,
+    pinned_name,
+    tensor_header,
+    write_pinned,
+)
+from gemini.checkpoint.format.folder import SaveFolder, saving_path
+from gemini.checkpoint.format.manifest import (
+    CheckpointError,
+    DataFile,
+    Manifest,
+    PinnedFile,
+    encode_index,
+)
 from gemini.checkpoint.untrusted.metadata import index_of
 from gemini.optim.rules.state_layout import ITEMSIZE
 from gemini.optim.state.disk.state_version import StateVersion
 from gemini.optim.state.state_stream import RunSpec
 
+from .boxes import Region, boxes_of_region, in_run, is_contiguous
 from .ranks import Ranks
-from .sharded import can_be_raw, in_run, tensor_header
 
 DCP_VERSION = "1.0.0"
 
@@ -40,15 +51,11 @@ class RankFile:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
-        self._units = UnitWriter(folder / f"__{rank}_0.distcp")
         self._name = f"__{rank}_0.distcp"
+        self._units = UnitWriter(folder / self._name)
         self.pinned_name = pinned_name(rank)
         self._pinned: PinnedFile | None = None
         self.places: dict[MetadataIndex, _StorageInfo] = {}
-
-    @property
-    def staging_bytes(self) -> int:
-        return self._units.staging_bytes
 
     def reserve(self, nbytes: int, items: int) -> None:
         """Allocate disk space. Raises nvme.DiskFullError."""
@@ -92,51 +99,99 @@ class RankFile:
         self._units.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Committing:
-    """What rank 0 needs to make the folder a checkpoint."""
+class Save:
+    """One save of one rank: what DCP plans goes to its file; rank 0 makes the folder a checkpoint.
 
-    folder: SaveFolder
-    manifest: Manifest  # without files
-    keep_last: int | None
-    aliases: Mapping[str, str]  # further key of a tensor -> the key that it is saved under
-
-
-def write(
-    ranks: Ranks,
-    group: Any,
-    state: dict[str, Any],
-    file: RankFile,
-    stream: Callable[[RankFile], None] = lambda file: None,
-    committing: Committing | None = None,
-    failure: BaseException | None = None,
-) -> None:
-    """Write one checkpoint as DCP plans it. Collective, over `group`, in any thread.
-
-    stream: writes to the file what DCP must not ask for. committing: on rank 0.
-    failure: of this rank, so far. Raises CheckpointError on every rank, whichever failed.
+    state: nested, for DCP. aliases: further key of a tensor -> the key that it is saved under.
     """
-    planner = DefaultSavePlanner(flatten_sharded_tensors=False)
-    described: list[Metadata] = []  # on rank 0
 
-    def plan_mine() -> SavePlan:
-        if failure is not None:
-            raise failure
-        planner.set_up_planner(state, None, ranks.rank == 0)
-        return planner.create_local_plan()
+    def __init__(self, ranks: Ranks, target: Path, keep_last: int | None) -> None:
+        """Rank 0 makes the folder. Collective. Raises CheckpointError on every rank."""
+        self.ranks, self.target = ranks, target
+        self.state: dict[str, Any] = {}
+        self.aliases: Mapping[str, str] = {}
+        self._group = ranks.group()
+        self._keep_last = keep_last
+        self._about = {
+            "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "torch": torch.__version__,
+        }
+        self._folder = ranks.together(lambda: SaveFolder(target) if ranks.rank == 0 else None)
+        self._file: RankFile | None = None
 
-    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
-        plans, metadata = planner.create_global_plan(plans)
-        described.append(metadata)
-        return plans
+    def open_file(self) -> RankFile:
+        self._file = RankFile(saving_path(self.target), self.ranks.rank)
+        return self._file
 
-    def commit(written: list[_Written]) -> list[None]:
-        assert committing is not None
-        _commit(committing, described[0], written)
-        return [None] * len(written)
+    @contextmanager
+    def or_nothing(self) -> Iterator[None]:
+        """What fails inside leaves nothing of this save on disk."""
+        try:
+            yield
+        except BaseException:
+            with ExitStack() as stack:
+                if self._folder is not None:
+                    stack.callback(self._folder.abandon)
+                if self._file is not None:
+                    stack.callback(self._file.close)
+            raise
 
-    plan = planner.finish_plan(ranks.through_first(plan_mine, plan_all, group))
-    ranks.through_first(lambda: _written(file, stream, plan, planner), commit, group)
+    def write(
+        self,
+        stream: Callable[[RankFile], None] = lambda file: None,
+        failure: BaseException | None = None,
+    ) -> None:
+        """Write the checkpoint as DCP plans it. Collective, in any thread.
+
+        stream: writes to the file what DCP must not ask for.
+        failure: of this rank, so far. Raises CheckpointError on every rank, whichever failed.
+        """
+        planner = DefaultSavePlanner(flatten_sharded_tensors=False)
+        ranks, group, file = self.ranks, self._group, self._file
+        assert file is not None
+        described: list[Metadata] = []  # on rank 0
+
+        def plan_mine() -> SavePlan:
+            if failure is not None:
+                raise failure
+            planner.set_up_planner(self.state, None, ranks.rank == 0)
+            return planner.create_local_plan()
+
+        def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
+            plans, metadata = planner.create_global_plan(plans)
+            described.append(metadata)
+            return plans
+
+        def commit(written: list[_Written]) -> list[None]:
+            self._commit(described[0], written)
+            return [None] * len(written)
+
+        plan = planner.finish_plan(ranks.through_first(plan_mine, plan_all, group))
+        ranks.through_first(lambda: _written(file, stream, plan, planner), commit, group)
+
+    def _commit(self, metadata: Metadata, written: list[_Written]) -> None:
+        """On rank 0."""
+        assert self._folder is not None
+        files = tuple(file for _, (file, _) in written)
+        pinned = tuple(file for _, (_, file) in written if file is not None)
+        metadata.storage_data = {i: place for places, _ in written for i, place in places.items()}
+        metadata.version = DCP_VERSION
+        _add_aliases(metadata, self.aliases)
+        pickled = pickle.dumps(metadata)
+        crc32 = zlib.crc32(pickled)
+        names = [file.name for file in files] + [file.name for file in pinned]
+        tensors = encode_index(index_of(metadata), names)
+        manifest = Manifest(
+            world_size=self.ranks.world_size,
+            sequence=0,  # the folder gives it one
+            metadata_nbytes=len(pickled),
+            metadata_crc32=crc32,
+            files=files,
+            about=self._about,
+            index={"metadata": crc32, "tensors": tensors},
+            pinned=pinned,
+        )
+        self._folder.commit(manifest, pickled, self._keep_last)
 
 
 # by one rank, all synced
@@ -161,27 +216,6 @@ def _written(
             torch.save(data.detach().cpu().clone(), whole)
             file.add_bytes(item.index, whole.getbuffer())
     return {item.index: file.places[item.index] for item in plan.items}, file.finish()
-
-
-def _commit(committing: Committing, metadata: Metadata, written: list[_Written]) -> None:
-    files = tuple(file for _, (file, _) in written)
-    pinned = tuple(file for _, (_, file) in written if file is not None)
-    metadata.storage_data = {index: at for places, _ in written for index, at in places.items()}
-    metadata.version = DCP_VERSION
-    _add_aliases(metadata, committing.aliases)
-    pickled = pickle.dumps(metadata)
-    crc32 = zlib.crc32(pickled)
-    names = [file.name for file in files] + [file.name for file in pinned]
-    tensors = encode_index(index_of(metadata), names)
-    manifest = replace(
-        committing.manifest,
-        pinned=pinned,
-        metadata_nbytes=len(pickled),
-        metadata_crc32=crc32,
-        files=files,
-        index={"metadata": crc32, "tensors": tensors},
-    )
-    committing.folder.commit(manifest, pickled, committing.keep_last)
 
 
 def _add_aliases(metadata: Metadata, aliases: Mapping[str, str]) -> None:

@@ -1,19 +1,37 @@
-"""Data files: written as a stream of items in a few staging buffers, read back verified.
+"""Files of one rank: its data, a stream of items, and where the state is that it has pinned.
 
-Both ways go through nvme's engine: direct I/O, several pieces at a time, checksums on the way.
+Both ways go through nvme's engine: direct I/O, several pieces at a time, checksums on the way, in a
+few staging buffers. An item is in torch.save's format from before zip files: all there is to say
+comes first, so that elements can be streamed behind it, and DCP's own reader can read it.
+
+A pinned file is small and names the store's files that have the state. Its name is the checkpoint's
+own, so the store keeps the version while it exists (`nvme.versions`): until the checkpoint is
+deleted, or another takes its place.
 """
 
 from __future__ import annotations
 
+import functools
+import io
+import pickle
+import secrets
 import stat
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from operator import mul
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
+from gemini import nvme
 from gemini.nvme import (
     Buffer,
     BufferPool,
@@ -30,12 +48,12 @@ from gemini.nvme import (
     transfer_error,
 )
 from gemini.nvme.files import calls
+from gemini.optim.state.disk.state_version import StateVersion, VersionReader
 from gemini.optim.state.memory import copy_alone
 from gemini.tickets import Ticket
 from gemini.units import BLOCK_NUMEL, PAGE_BYTES, align_up
 
-from .errors import CorruptError
-from .manifest import DataFile, Unit
+from .manifest import JSON_BYTES, CorruptError, DataFile, PinnedFile, Unit, on_disk, read_file
 
 ITEM_ALIGN = 64  # of raw elements in a file, so that a buffer can be looked at as a tensor
 HEADER_BYTES = 512  # more than a header takes
@@ -43,6 +61,63 @@ HEADER_BYTES = 512  # more than a header takes
 BUFFER_BYTES = align_up(12 * BLOCK_NUMEL + 16 * HEADER_BYTES, PAGE_BYTES)
 WRITE_BUFFERS = 2
 READ_BUFFERS = 3
+_STORAGES = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float16: torch.HalfStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.int8: torch.CharStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int32: torch.IntStorage,
+    torch.int64: torch.LongStorage,
+    torch.bool: torch.BoolStorage,
+}
+
+
+# -- an item --
+
+
+class _Reduced:
+    """Pickles as a call: a function and its arguments."""
+
+    def __init__(self, *call: Any) -> None:
+        self._call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return obj if type(obj) is tuple and obj[:1] == ("storage",) else None
+
+
+def can_be_raw(dtype: torch.dtype) -> bool:
+    """Whether `tensor_header` knows this dtype."""
+    return dtype in _STORAGES
+
+
+@functools.lru_cache(maxsize=4096)
+def tensor_header(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
+    """What stands before raw elements so that `torch.load(weights_only=True)` reads a tensor."""
+    numel = prod(sizes)
+    strides = tuple(accumulate(reversed(sizes[1:]), mul, initial=1))[::-1][: len(sizes)]
+    storage = ("storage", _STORAGES[dtype], "0", "cpu", numel, None)
+    hooks: OrderedDict[str, Any] = OrderedDict()
+    arguments = (storage, 0, sizes, strides, False, hooks)
+    kinds = {"short": 2, "int": 4, "long": 4}
+    system = {"protocol_version": PROTOCOL_VERSION, "little_endian": True, "type_sizes": kinds}
+    out = io.BytesIO()
+    for value in (MAGIC_NUMBER, PROTOCOL_VERSION, system):
+        pickle.dump(value, out, 2)
+    _Pickler(out, 2).dump(_Reduced(torch._utils._rebuild_tensor_v2, arguments))
+    pickle.dump(["0"], out, 2)
+    out.write(numel.to_bytes(8, "little"))
+    return out.getvalue()
+
+
+# -- data --
 
 
 @dataclass(slots=True)
@@ -296,3 +371,79 @@ def check_there(path: Path, nbytes: int) -> None:
         raise CorruptError(
             f"{path} has {status.st_size} bytes, expected {nbytes}: it was cut or replaced"
         )
+
+
+# -- pinned state --
+
+
+def pinned_name(rank: int) -> str:
+    """Of no other checkpoint."""
+    return f"__{rank}_0.{secrets.token_hex(4)}.pinned"
+
+
+def write_pinned(path: Path, version: StateVersion) -> PinnedFile:
+    """The small file of one rank, synced. Raises CheckpointError."""
+    data = version.encode()
+    with on_disk("write", path):
+        calls.write_whole(path, data)
+    return PinnedFile(path.name, version.nbytes, len(data), zlib.crc32(data))
+
+
+class PinnedStream:
+    """Reads the state that one rank has pinned, verified."""
+
+    def __init__(self, folder: Path, file: PinnedFile, stack: ExitStack) -> None:
+        """stack: closes the store's files. Raises CorruptError."""
+        self._path = folder / file.name
+        data = read_file(self._path, max(file.file_nbytes, JSON_BYTES))
+        if len(data) != file.file_nbytes or zlib.crc32(data) != file.crc32:
+            raise CorruptError(f"{self._path} is damaged: its checksum does not match")
+        try:
+            self._version = StateVersion.decode(data)
+        except ValueError as error:
+            raise CorruptError(f"{self._path} says what no state is: {error}") from error
+        if self._version.nbytes != file.nbytes:
+            raise CorruptError(f"{self._path} has other state than the manifest says")
+        gone = [path for path in self._version.paths if not Path(path).exists()]
+        if gone:
+            raise CorruptError(
+                f"{gone[0]} is gone, and {folder} is pinned to the state in it; load another "
+                "checkpoint. Copy what is pinned out (save_checkpoint with async_save=True) "
+                "before its files are removed"
+            )
+        try:
+            files = stack.enter_context(
+                nvme.recover(self._version.paths, pinned=self._version.index)
+            )
+            self._reader = VersionReader(self._version, files)
+            stack.callback(self._reader.close)
+        except (nvme.StoreFormatError, OSError) as error:
+            raise CorruptError(f"{self._path}: {error}") from error
+
+    def read(self, at: int, numel: int) -> Tensor:
+        """[numel] elements, good until the next call. Raises CorruptError."""
+        try:
+            return self._reader.read(at, numel)
+        except (nvme.NvmeError, ValueError) as error:
+            self._refuse(error)
+
+    def verify(self) -> None:
+        """Read every block once. Raises CorruptError."""
+        try:
+            for i in range(len(self._version.blocks)):
+                self._reader.block(i)
+        except nvme.NvmeError as error:
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        raise CorruptError(
+            f"{self._version.paths[0]}, which {self._path} is pinned to, was written over or is "
+            f"damaged: {error}"
+        ) from error
+
+
+def verify_pinned(folder: Path, file: PinnedFile, say: Callable[[str, int], None]) -> None:
+    """Read all that a rank has pinned. Raises CorruptError."""
+    with ExitStack() as stack:
+        PinnedStream(folder, file, stack).verify()
+        say(file.name, file.nbytes)

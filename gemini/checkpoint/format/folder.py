@@ -1,42 +1,60 @@
 """The folder of a checkpoint: made beside its place, complete before it is renamed into it.
 
-    PARENT/.NAME.saving   while it is written, with a lock file of rank 0 (see `unfinished`)
+    PARENT/.NAME.saving   while it is written, with a lock file of rank 0
     PARENT/NAME           a checkpoint: its manifest is there, and was written last
     PARENT/latest         a symlink to the newest one
     PARENT/.latest.RANDOM the link, before it is renamed to `latest`
     PARENT/.NAME.deleting on its way out (`keep_last`)
 
 What is dead is recognised by its content and its lock, reported, and removed by the next save.
+Anybody may have a folder `.thesis.saving`, so a name says nothing. A folder is ours if it has our
+lock file, or a manifest: the lock file is the first that is made in one and the last that is
+removed, and is locked for as long as its owner lives.
 
 [Note: order on disk] A name is synced before anything that depends on it begins: the files of a
 checkpoint before it is renamed into its place, that before `latest` points to it and before what it
 replaced is removed, and a name that is to vanish before the files under it. So a disk that lost its
 power holds under every name a whole checkpoint or none.
+
+[Note: newborn folders] Between its making and its lock a folder looks dead. Who removes one holds
+its lock meanwhile, and who makes one looks, once it has the lock, whether it is there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
 import secrets
+import shutil
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from gemini.nvme.files import calls
 from gemini.optim.state.deferred_signals import DeferredSignals
 
-from . import unfinished
-from .errors import CheckpointError, FormatError, on_disk
-from .manifest import METADATA, NAME, Manifest, is_plain_name
-from .small_files import read_manifest
+from .manifest import (
+    METADATA,
+    NAME,
+    CheckpointError,
+    FormatError,
+    Manifest,
+    is_plain_name,
+    on_disk,
+    read_manifest,
+)
 
 log = logging.getLogger("gemini")
 
 LATEST = "latest"
+LOCK = "saving.lock"
+_MAGIC = b"gemini: this folder is being written\n"
 _SAVING, _DELETING = ".saving", ".deleting"
 _LINK = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}")
 
@@ -54,11 +72,11 @@ class SaveFolder:
             remove_dead(target.parent)
             try:
                 with DeferredSignals():  # else Ctrl-C may leave the lock to nobody
-                    self._lock = unfinished.make(self.path)
+                    self._lock = make_locked(self.path)
                     self._dropped = weakref.finalize(self, calls.close, self._lock)
                     self._dropped.atexit = False  # a save may go on until the process ends
             except FileExistsError:
-                unfinished.refuse(self.path, target, "save")
+                refuse(self.path, target, "save")
 
     def commit(self, manifest: Manifest, metadata: bytes, keep_last: int | None) -> None:
         """Make the folder a checkpoint. All data files are written and synced."""
@@ -85,7 +103,7 @@ class SaveFolder:
             calls.sync_folder(parent)
         self._let_go()
         if replaced:
-            unfinished.remove(self.path)
+            remove_folder(self.path)
         if keep_last is not None:
             older = [(path, found) for path, found in older if path != self.target]
             older.sort(key=lambda entry: entry[1].sequence)
@@ -94,14 +112,14 @@ class SaveFolder:
 
     def abandon(self) -> None:
         """Remove what was written, and what it has replaced already."""
-        unfinished.remove(self.path)
+        remove_folder(self.path)
         self._let_go()
 
     def _let_go(self) -> None:
         """Give the lock back; a checkpoint in its place does not need its file."""
         if self._dropped.detach():
             with contextlib.suppress(OSError):
-                calls.unlink(self.target / unfinished.LOCK)
+                calls.unlink(self.target / LOCK)
             calls.close(self._lock)
 
 
@@ -172,10 +190,10 @@ def dead(parent: Path) -> Iterator[Path]:
         if path.is_symlink():
             target = os.readlink(path)
             ours = _LINK.fullmatch(name) is not None and is_plain_name(target)
-            if ours and not unfinished.owner_lives(parent / target):
+            if ours and not owner_lives(parent / target):
                 yield path
         elif name.startswith(".") and name.endswith((_SAVING, _DELETING)) and path.is_dir():
-            with unfinished.locked_if_dead(path) as is_dead:
+            with locked_if_dead(path) as is_dead:
                 if is_dead:
                     yield path
 
@@ -191,7 +209,7 @@ def remove_dead(parent: Path) -> None:
         if path.is_symlink():
             calls.unlink(path)
         else:
-            unfinished.remove(path)
+            remove_folder(path)
 
 
 def _delete(path: Path) -> None:
@@ -203,7 +221,7 @@ def _delete(path: Path) -> None:
     except OSError as error:
         log.warning("%s was not deleted: %s", path, error)
         return
-    unfinished.remove(away)
+    remove_folder(away)
 
 
 def _point_latest_to(target: Path) -> None:
@@ -224,3 +242,122 @@ def _exchange(new: Path, old: Path) -> None:
         raise CheckpointError(
             f"cannot replace {old} in one step ({error.strerror}); save to a new path"
         ) from error
+
+
+# -- folders that are being written or removed --
+
+
+def make_locked(path: Path) -> int:
+    """Make a folder and hold its lock, a descriptor. See [Note: newborn folders].
+
+    Raises FileExistsError where there is one with content, OSError where it cannot be made.
+    """
+    while True:
+        with contextlib.suppress(OSError):
+            calls.rmdir(path)  # where it is empty: its owner died before it had its lock
+        calls.mkdir(path)
+        try:
+            lock = calls.open_file(
+                path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
+            )
+        except FileNotFoundError:
+            continue  # somebody took it for dead
+        except OSError:
+            remove_folder(path)
+            raise
+        try:
+            calls.pwritev(lock, [_MAGIC], 0)
+            calls.lock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock).st_nlink:
+                calls.fsync(lock)
+                calls.sync_folder(path)
+                return lock
+        except BaseException:
+            calls.close(lock)
+            remove_folder(path)
+            raise
+        calls.close(lock)
+
+
+@contextmanager
+def locked_if_dead(path: Path) -> Iterator[bool]:
+    """Whether a folder is ours and its owner died; locked for as long as this lasts."""
+    lock = _open_lock(path / LOCK)
+    try:
+        if lock is None:
+            yield _has_manifest(path)  # complete, and then replaced or about to be deleted
+        else:
+            yield _locks(lock) and _is_ours(lock, path)
+    finally:
+        if lock is not None:
+            calls.close(lock)
+
+
+def refuse(path: Path, target: Path, what: str) -> NoReturn:
+    """Raise CheckpointError: `path`, which `what` to `target` needs, is somebody's."""
+    if owner_lives(path):
+        raise CheckpointError(
+            f"another {what} to {target} is under way; wait for it, or give another path"
+        )
+    raise CheckpointError(
+        f"cannot {what} to {target}: {path} is in the way, and was not made by this program; move "
+        "it, or give another path"
+    )
+
+
+def owner_lives(path: Path) -> bool:
+    """Whether somebody holds the lock of a folder."""
+    lock = _open_lock(path / LOCK)
+    if lock is None:
+        return False
+    try:
+        return not _locks(lock)
+    finally:
+        calls.close(lock)
+
+
+def _locks(lock: int) -> bool:
+    """Lock the file, where nobody does."""
+    try:
+        calls.lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder of ours. What says that it is ours goes last, and stays where anything does:
+    whoever comes next goes on."""
+    with contextlib.suppress(OSError):
+        marks = {LOCK, NAME} & set(names := os.listdir(path))
+        for name in sorted(set(names) - marks):
+            inner = path / name
+            if inner.is_dir() and not inner.is_symlink():
+                shutil.rmtree(inner)
+            else:
+                calls.unlink(inner)
+        calls.sync_folder(path)
+        for name in sorted(marks):
+            calls.unlink(path / name)
+        calls.rmdir(path)
+
+
+def _is_ours(lock: int, path: Path) -> bool:
+    """By the content of the lock file; one that is empty and alone was just being made."""
+    content = os.pread(lock, len(_MAGIC) + 1, 0)
+    return content == _MAGIC or (not content and os.listdir(path) == [LOCK])
+
+
+def _open_lock(path: Path) -> int | None:
+    """Writable where it can be: on NFS only such a descriptor can be locked."""
+    for access in (os.O_RDWR, os.O_RDONLY):
+        with contextlib.suppress(OSError):
+            return calls.open_file(path, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    return None
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        return read_manifest(path) is not None
+    except CheckpointError:
+        return False

@@ -1,21 +1,31 @@
-"""`manifest.json`: what a checkpoint's files are and which checksums they have. Pure.
+"""What a checkpoint says of itself: its manifest, the index of its tensors, and what can be wrong.
 
-Two lines: a JSON object, and the crc32 of its bytes. A data file is a sequence of units, each
-written by one transfer and read whole, so that whatever is read is verified.
+`manifest.json` has two lines: a JSON object, and the crc32 of its bytes. A data file is a sequence
+of units, each written by one transfer and read whole, so that whatever is read is verified. The
+index says which part of which tensor lies in which bytes of which file. It comes from the manifest
+or from DCP's `.metadata` (`untrusted/metadata.py`), and both may be a stranger's: `check` compares
+an index with the files before memory is taken for a tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 import zlib
 from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+
+from gemini.nvme import cause_of
 from gemini.units import PAGE_BYTES
-
-from .errors import CorruptError, FormatError
 
 FORMAT_VERSION = 1
 PINNED_VERSION = 2  # of a checkpoint that is pinned to state in other files
@@ -24,6 +34,95 @@ METADATA = ".metadata"  # of torch.distributed.checkpoint
 JSON_BYTES = 1 << 20  # a manifest or an index is no larger, but for
 JSON_SHARE = 4096  # one byte in so many of the data that it describes
 MAX_UNIT_BYTES = 16 << 20  # of a file that any version wrote: what reads takes memory for a few
+ROOM_BYTES = 32 << 20  # of memory, for what is made of a small file
+_OBJECTS_SHARE = 16  # bytes of memory that objects take for each that they have in a pickle
+_MOST = 1 << 62  # bytes or elements
+_DTYPES = {
+    str(kind).removeprefix("torch."): kind
+    for kind in vars(torch).values()
+    if isinstance(kind, torch.dtype)
+}
+
+
+class CheckpointError(RuntimeError):
+    """Base of every error of this package; the same text on every rank."""
+
+
+class MismatchError(CheckpointError, ValueError):
+    """The checkpoint is of another model or optimizer; lists every difference."""
+
+
+class CorruptError(CheckpointError):
+    """A file that is missing or does not read back as it was written; names the file."""
+
+
+class FormatError(CheckpointError, ValueError):
+    """No checkpoint, or one of a format that this code does not read."""
+
+
+@contextmanager
+def on_disk(what: str, path: Path) -> Iterator[None]:
+    """An OSError inside becomes a CheckpointError: what could not be done, where, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot {what} {path}: {cause_of(error.errno)}") from error
+
+
+# -- small files, which may come from anybody --
+
+
+def memory_limit(pickle_bytes: int, data_bytes: int) -> int:
+    """Bytes of memory that a pickle may take, with `data_bytes` of data beside it."""
+    return ROOM_BYTES + _OBJECTS_SHARE * pickle_bytes + data_bytes
+
+
+def read_file(path: Path, limit: int | None = None) -> bytes:
+    """All of a regular file. Raises CorruptError for what is none, or has more than `limit`."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
+    except OSError as error:
+        raise CorruptError(f"{path} cannot be read: {cause_of(error.errno)}") from error
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise CorruptError(f"{path} cannot be read: it is no file")
+    with os.fdopen(fd, "rb") as file:
+        if limit is not None and status.st_size > limit:
+            raise CorruptError(
+                f"{path} has {status.st_size} bytes, expected at most {limit} for the files beside "
+                "it"
+            )
+        try:
+            return file.read()
+        except OSError as error:
+            raise CorruptError(f"{path} cannot be read: {cause_of(error.errno)}") from error
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of all files in a folder. Raises CorruptError."""
+    try:
+        with os.scandir(folder) as entries:
+            return sum(entry.stat().st_size for entry in entries if entry.is_file())
+    except OSError as error:
+        raise CorruptError(f"{folder} cannot be read: {cause_of(error.errno)}") from error
+
+
+def read_json(path: Path) -> bytes:
+    """A manifest or an index, bounded by what it describes: as objects it takes some 30 times its
+    size. Raises CorruptError."""
+    return read_file(path, JSON_BYTES + folder_bytes(path.parent) // JSON_SHARE)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """None where the folder has none. Raises FormatError or CorruptError."""
+    path = folder / NAME
+    if not os.path.lexists(path):
+        return None
+    return Manifest.decode(read_json(path), str(path))
+
+
+# -- the manifest --
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +151,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class PinnedFile:
-    """A small file that says where one rank's state is pinned; see `pinned_file.py`."""
+    """A small file that says where one rank's state is pinned."""
 
     name: str
     nbytes: int  # of the state, as one stream
@@ -182,3 +281,127 @@ def _file(name: str, body: Any) -> DataFile:
     if end != _whole(body["nbytes"]):
         raise ValueError(f"{name} has {end} bytes of units, expected {body['nbytes']!r:.40}")
     return DataFile(name, end, units)
+
+
+# -- the index --
+
+
+class SavedPart(NamedTuple):
+    """One item of a file: a box of a tensor, or all of a value."""
+
+    file: str
+    at: int  # first byte
+    nbytes: int  # with what stands before the elements
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class SavedValue(NamedTuple):
+    """A tensor, or a value that torch.save wrote."""
+
+    dtype: torch.dtype | None  # None: a value, which is one part
+    size: torch.Size
+    parts: tuple[SavedPart, ...]
+
+
+Index = Mapping[str, SavedValue]
+
+
+def encode_index(index: Index, files: Sequence[str]) -> dict[str, Any]:
+    """key -> [dtype, size, parts]; a part is its file's number, its first byte, its bytes, offsets
+    and sizes, and all parts are one list."""
+    numbers = {name: number for number, name in enumerate(files)}
+    return {
+        key: [
+            None if entry.dtype is None else str(entry.dtype).removeprefix("torch."),
+            list(entry.size),
+            [
+                number
+                for part in entry.parts
+                for number in (
+                    numbers[part.file], part.at, part.nbytes, *part.offsets, *part.sizes
+                )
+            ],
+        ]
+        for key, entry in index.items()
+    }  # fmt: skip
+
+
+def decode_index(body: Any, files: Mapping[str, int]) -> dict[str, SavedValue]:
+    """The way back. `files`: bytes by name, in order. Raises CorruptError."""
+    names, index = list(files), {}
+    try:
+        for key, (kind, size, numbers) in body.items():
+            dtype, every = None if kind is None else _DTYPES[kind], [0, *size, *numbers]
+            if set(map(type, every)) != {int} or min(every) < 0 or max(every) >= _MOST:
+                raise ValueError(f"{key:.80} has a place that is none")
+            n, parts = len(size), []
+            for i in range(0, len(numbers), 3 + 2 * n):
+                file, at, nbytes, *box = numbers[i : i + 3 + 2 * n]
+                if len(box) != 2 * n:
+                    raise ValueError(f"{key:.80} has half a place")
+                parts.append(SavedPart(names[file], at, nbytes, tuple(box[:n]), tuple(box[n:])))
+            index[key] = SavedValue(dtype, torch.Size(size), tuple(parts))
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+        raise CorruptError(f"its index says what no checkpoint has: {error!r:.200}") from error
+    check(index, files)
+    return index
+
+
+def check(index: Index, files: Mapping[str, int]) -> None:
+    """Raise CorruptError for an item outside of its file, or a tensor larger than its items.
+
+    files: bytes by name.
+    """
+    for key, entry in index.items():
+        whole, held = prod(entry.size), 0
+        if entry.dtype is None and len(entry.parts) != 1:
+            raise CorruptError(f"{key} has no place in any file")
+        for part in entry.parts:
+            end = part.at + part.nbytes
+            if end > files[part.file]:
+                raise CorruptError(
+                    f"{key} lies at bytes {part.at} to {end} of {part.file}, which has "
+                    f"{files[part.file]}"
+                )
+            if entry.dtype is None:
+                continue
+            if not len(part.offsets) == len(part.sizes) == len(entry.size):
+                raise CorruptError(f"a part of {key} lies outside of it")
+            for offset, count, size in zip(part.offsets, part.sizes, entry.size, strict=True):
+                if offset < 0 or count < 0 or offset + count > size:
+                    raise CorruptError(f"a part of {key} lies outside of it")
+            numel = prod(part.sizes)
+            held += numel
+            if part.nbytes < numel * entry.dtype.itemsize:
+                raise CorruptError(
+                    f"{key} has {part.nbytes} bytes in {part.file}, fewer than its {numel} elements"
+                    f" of {entry.dtype} take"
+                )
+        if entry.dtype is not None and held != whole:
+            raise CorruptError(f"{key} has {whole} elements, of which {held} were saved")
+
+
+def own_index(folder: Path, manifest: Manifest | None) -> Index | None:
+    """What the manifest of a folder says of its tensors. Raises CorruptError.
+
+    None in a folder of an older version or of others, or where `.metadata` was replaced.
+    """
+    own = None if manifest is None else manifest.index
+    if manifest is None or own is None or own.get("metadata") != manifest.metadata_crc32:
+        return None
+    try:
+        return decode_index(own.get("tensors"), manifest.sizes)
+    except CorruptError as error:
+        raise CorruptError(f"{folder / NAME}: {error}") from error
+
+
+def metadata_of(folder: Path, manifest: Manifest | None) -> bytes:
+    """`.metadata`, a pickle. Raises CorruptError where it is not what the manifest says."""
+    path = folder / METADATA
+    data = read_file(path)
+    if manifest is not None and (
+        len(data) != manifest.metadata_nbytes or zlib.crc32(data) != manifest.metadata_crc32
+    ):
+        raise CorruptError(f"{path} is damaged: its checksum does not match")
+    return data

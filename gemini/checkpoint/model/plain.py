@@ -19,18 +19,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.dcp.reader import RunFiller
-from gemini.checkpoint.dcp.sharded import can_be_raw
-from gemini.checkpoint.dcp.sources import CheckpointSource
-from gemini.checkpoint.format.errors import CheckpointError, MismatchError
-from gemini.checkpoint.format.keys import Keys
+from gemini.checkpoint.dcp.reader import CheckpointSource
+from gemini.checkpoint.format.data_file import can_be_raw
+from gemini.checkpoint.format.manifest import CheckpointError
 from gemini.module_face import saved_buffers
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.plain.target import PlainTarget
 from gemini.optim.state.lines import LINES
-from gemini.units import BLOCK_NUMEL
 
-from .state import RunState, RunVisitor, StatePart, WeightRun, names_of
+from .keys import Keys, check_fits, differences
+from .state import RunState, StatePart, cut, names_of
 
 
 def plain_state(
@@ -61,40 +59,27 @@ def load_plain(
     flat, paths = flatten_state_dict(template)
     names = [[name] for name in template["model"]] if weights else names_of(model)
     keys = Keys.find(source.sizes.keys(), names)
-    key_of = {name: _renamed(name, keys) for name in flat}
+    prefixes = {"model": keys.model, "optim": keys.optim}
+    key_of = {name: prefixes[name.partition(".")[0]] + name.partition(".")[2] for name in flat}
     for tied in names_of(model):  # saved under one of its names, it is there under each
         saved = [name for name in tied if f"{keys.model}{name}" in source.sizes]
         for name in tied if saved else ():
             if name not in saved:
                 key_of[f"model.{name}"] = f"{keys.model}{saved[0]}"
-    texts = []
-    for name, value in flat.items():
-        key = key_of[name]
-        if key not in source.sizes:
-            if isinstance(value, Tensor):
-                texts.append(f"missing {key}")
-        elif isinstance(value, Tensor) and source.sizes[key] not in (value.size(), None):
-            there = source.sizes[key]
-            texts.append(f"{key} is of shape {tuple(there or ())}, expected {tuple(value.size())}")
-    known = set(key_of.values())
-    texts += [
-        f"unexpected {key}"
-        for key, size in source.sizes.items()
-        if weights
-        and size is not None
-        and key not in known
-        and key.startswith(keys.model)
-        and not key.startswith(("gemini.", keys.optim))
-    ]
-    if strict and texts:
-        raise MismatchError(
-            f"{source.path} does not fit the model; strict=False loads what does: "
-            + "; ".join(texts)
-        )
+    sizes = source.sizes
+    wanted = {key_of[name]: v.size() for name, v in flat.items() if isinstance(v, Tensor)}
+    has_values = {key for key in wanted if key in sizes and sizes[key] is None}
+    texts = differences(sizes, {k: size for k, size in wanted.items() if k not in has_values})
+    if weights:
+        strangers = keys.unexpected(sizes, set(key_of.values()))
+        texts += [f"unexpected {key}" for key in strangers if sizes[key] is not None]
+    if strict:
+        check_fits(source.path, texts)
     loaded = {
         key_of[name]: value.detach().clone() if isinstance(value, Tensor) else value
         for name, value in flat.items()
-        if _fits(source, key_of[name], value)
+        if (key := key_of[name]) in sizes
+        and (not isinstance(value, Tensor) or sizes[key] in (value.size(), None))
     }
     ranks.together(lambda: source.load_into(loaded))
     flat = {name: loaded.get(key_of[name], value) for name, value in flat.items()}
@@ -104,19 +89,6 @@ def load_plain(
     if optimizer is not None:
         # a rule that keeps nothing has no state to flatten, and torch asks for the key
         set_optimizer_state_dict(model, optimizer, {"state": {}, **state["optim"]})
-
-
-def _fits(source: CheckpointSource, key: str, value: Any) -> bool:
-    if key not in source.sizes:
-        return False
-    return not isinstance(value, Tensor) or source.sizes[key] in (value.size(), None)
-
-
-def _renamed(name: str, keys: Keys) -> str:
-    """A key of ours as the checkpoint has it."""
-    if name.startswith("model."):
-        return keys.model + name.removeprefix("model.")
-    return keys.optim + name.removeprefix("optim.")
 
 
 def can_be_runs(module: nn.Module) -> bool:
@@ -139,7 +111,7 @@ class PlainRuns(RunState):
         self.names = names_of(module)
         params = {names[0]: module.get_parameter(names[0]).detach() for names in self.names}
         self.shapes = {name: param.size() for name, param in params.items()}
-        self._params = params if weights else {}
+        self._flat = {n: param.view(-1) for n, param in params.items()} if weights else {}
         self.buffers = dict(saved_buffers(module)) if weights else {}
         by_id = {id(module.get_parameter(names[0])): names[0] for names in self.names}
         targets = [target for target in optimizer.targets if isinstance(target, PlainTarget)]
@@ -162,8 +134,8 @@ class PlainRuns(RunState):
         super().__init__(
             keys,
             parts,
-            [run for name, param in self._params.items() for run in _cut(name, param.numel())],
-            {name: param.dtype for name, param in self._params.items()},
+            [run for n, flat in self._flat.items() for run in cut(n, 0, flat.numel(), n, 0)],
+            {name: flat.dtype for name, flat in self._flat.items()},
             with_optimizer=True,
             with_weights=weights,
         )
@@ -171,28 +143,9 @@ class PlainRuns(RunState):
     def small_state(self) -> Mapping[str, Mapping[str, Tensor]]:
         return self._whole
 
-    def visit_weights(self, look: RunVisitor) -> None:
-        for name, param in self._params.items():
-            flat = param.view(-1)
-            for _, start, numel in _cut(name, param.numel()):
-                values = flat[start : start + numel]
-                look(self._keys.weight(name), self.region(name), start, values)
-
-    def _fill_weights(self, put: RunFiller) -> None:
-        for name, param in self._params.items():
-            flat = param.view(-1)
-            for _, start, numel in _cut(name, param.numel()):
-                values = torch.empty(numel, dtype=param.dtype)
-                if put(self._keys.weight(name), start, values):
-                    flat[start : start + numel].copy_(values)
+    def _weights_at(self, home: Any) -> Tensor:
+        return self._flat[home]
 
 
 def _by_position(names: Sequence[str]) -> Callable[[str], str]:
     return lambda position: names[int(position)]
-
-
-def _cut(name: str, numel: int) -> list[WeightRun]:
-    """A parameter in runs of at most a block."""
-    return [
-        (name, first, min(BLOCK_NUMEL, numel - first)) for first in range(0, numel, BLOCK_NUMEL)
-    ]

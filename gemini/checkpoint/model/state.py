@@ -15,14 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from gemini.checkpoint.dcp.boxes import FlatRuns, Region
 from gemini.checkpoint.dcp.reader import RunFiller
-from gemini.checkpoint.dcp.sharded import FlatRuns
-from gemini.checkpoint.format.boxes import Region
-from gemini.checkpoint.format.errors import CheckpointError
-from gemini.checkpoint.format.keys import Keys
-from gemini.chunk.layout import ShardSegment
+from gemini.checkpoint.format.manifest import CheckpointError
 from gemini.chunk.local import region_of
-from gemini.chunk.storage import Chunk
 from gemini.ddp import GeminiDDP
 from gemini.dtypes import BYTES, DTYPES
 from gemini.optim.base import TieredOptimizer
@@ -34,9 +30,21 @@ from gemini.runtime.pipeline.joint_target import JointTarget
 from gemini.runtime.step.state.saved_state import PinnedRuns
 from gemini.units import BLOCK_NUMEL
 
+from .keys import Keys
+
 T = TypeVar("T")
 RunVisitor = Callable[[str, Region, int, Tensor], None]  # (key, region, first element of it, [n])
-WeightRun = tuple[str, int, int]  # (parameter's name, first element, number of elements)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRun:
+    """A run of a weight that is no master, and where it is."""
+
+    name: str
+    start: int  # in the parameter
+    numel: int
+    home: Any  # what the state knows a flat tensor by; see `RunState._weights_at`
+    offset: int  # in that tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ class RunState:
     """One process's part of a module and its optimizer: runs of weights, runs of planes.
 
     The truth of a weight is its fp32 master where the optimizer has one; then it is no run of its
-    own. Subclasses show and fill the other weights.
+    own. Subclasses say where the other weights are.
     """
 
     names: Sequence[tuple[str, ...]]  # of every parameter, tied ones with all they have
@@ -77,6 +85,7 @@ class RunState:
         Without weights, subclasses have no buffers and name no runs and dtypes of weights.
         """
         self._keys = keys
+        self._weights = weights
         self._parts = parts
         self._with_optimizer = with_optimizer
         self._with_weights = with_weights
@@ -103,7 +112,7 @@ class RunState:
             if (with_weights if plane.name == MASTER else with_optimizer)
             and plane.name in some.get(name, (plane.name,))
         }
-        listed = [(keys.weight(name), start, numel) for name, start, numel in weights]
+        listed = [(keys.weight(run.name), run.start, run.numel) for run in weights]
         listed += [(self._key(run.name, run.plane), run.start, run.numel) for run in runs]
         for place, (key, start, numel) in enumerate(listed):
             by_key.setdefault(key, []).append((start, numel, place))
@@ -114,11 +123,10 @@ class RunState:
         }
         self.tensors = {
             key: FlatRuns(
-                region_of_key[key].shape,
+                region_of_key[key],
                 dtype,
                 [(start, numel) for start, numel, _ in by_key.get(key, ())],
                 [place for _, _, place in by_key.get(key, ())],
-                region_of_key[key],
             )
             for key, dtype in found.items()
         }
@@ -175,11 +183,25 @@ class RunState:
 
     def snapshot(self) -> Snapshot:
         """The same as it is now, to be shown while training goes on."""
-        return Snapshot(self, [(part, part.target.snapshot_state()) for part in self._parts])
+        return Snapshot([self])
+
+    def snapshot_parts(self) -> list[tuple[StatePart, StateSnapshot]]:
+        return [(part, part.target.snapshot_state()) for part in self._parts]
 
     def visit_weights(self, look: RunVisitor) -> None:
         """Show the weights that are no masters."""
+        for home, runs in groupby(self._weights, key=lambda run: run.home):
+            values = self._weights_at(home)
+            for run in runs:
+                mine = values[run.offset : run.offset + run.numel]
+                look(self._keys.weight(run.name), self.region(run.name), run.start, mine)
+
+    def _weights_at(self, home: Any) -> Tensor:
+        """The flat tensor that holds runs of weights, as the checkpoint has them."""
         raise NotImplementedError
+
+    def _set_weights(self, home: Any, values: Tensor) -> None:
+        """What `_weights_at` gave was filled."""
 
     def shown(self, part: StatePart, look: RunVisitor) -> Callable[[StateRun], None]:
         def show(run: StateRun) -> None:
@@ -231,41 +253,38 @@ class RunState:
             part.target.fill_state(source, whole=whole)
 
     def _fill_weights(self, put: RunFiller) -> None:
-        raise NotImplementedError
+        for home, runs in groupby(self._weights, key=lambda run: run.home):
+            there = self._weights_at(home)
+            for run in runs:
+                values = torch.empty(run.numel, dtype=there.dtype)
+                if put(self._keys.weight(run.name), run.start, values):
+                    there[run.offset : run.offset + run.numel].copy_(values)
+            self._set_weights(home, there)
 
 
 class Snapshot:
-    """A state as it was when `RunState.snapshot` made this, while training goes on."""
+    """States as they were when this was made, while training goes on."""
 
-    def __init__(self, state: RunState, parts: Sequence[tuple[StatePart, StateSnapshot]]) -> None:
-        self._state = state
-        self._parts = parts
+    def __init__(self, states: Sequence[RunState]) -> None:
+        self._states = [(state, state.snapshot_parts()) for state in states]
 
     def visit_memory(self, look: RunVisitor) -> None:
         """What the next step changes in place."""
-        self._state.visit_weights(look)
-        for part, snapshot in self._parts:
-            snapshot.visit_resident(self._state.shown(part, look))
+        for state, parts in self._states:
+            state.visit_weights(look)
+            for part, snapshot in parts:
+                snapshot.visit_resident(state.shown(part, look))
 
     def visit_disk(self, look: RunVisitor) -> None:
         """What keeps its version until it was shown; in any thread."""
-        for part, snapshot in self._parts:
-            snapshot.visit_disk(self._state.shown(part, look))
+        for state, parts in self._states:
+            for part, snapshot in parts:
+                snapshot.visit_disk(state.shown(part, look))
 
     def close(self) -> None:
-        for _, snapshot in self._parts:
-            snapshot.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _ShardRun:
-    """A run whose truth lies in a chunk's shard."""
-
-    name: str
-    chunk: Chunk
-    start: int  # in the parameter
-    numel: int
-    offset: int  # in the shard
+        for _, parts in self._states:
+            for _, snapshot in parts:
+                snapshot.close()
 
 
 class ShardedState(RunState):
@@ -293,7 +312,7 @@ class ShardedState(RunState):
         self._engine = engine
         self._target = engine.target
         layout = engine.layout
-        # a base that is opaque is in no checkpoint, but for its digest: see `extras.base_of`
+        # a base that is opaque is in no checkpoint, but for its digest: see `save.base_of`
         self.names = [spec.names for spec in layout.params if spec.form is None]
         self._regions = {
             spec.name: Region(*region_of(param))
@@ -306,12 +325,7 @@ class ShardedState(RunState):
         chunks = [chunk for chunk in engine.chunks if chunk.spec.dtype != BYTES]
         shown = [chunk for chunk in chunks if chunk.counts or not once]
         bare = [chunk for chunk in shown if weights and not (has_masters and chunk.spec.trainable)]
-        self._weights = [
-            run
-            for chunk in bare
-            for part in layout.shard_segments(chunk.spec, chunk.rank)
-            for run in _cut(layout.params[part.param].name, chunk, part)
-        ]
+        segments = [(c, part) for c in bare for part in layout.shard_segments(c.spec, c.rank)]
         dtypes: dict[str, torch.dtype] = {}
         trained: list[str] = []
         for chunk in chunks:
@@ -326,7 +340,17 @@ class ShardedState(RunState):
         super().__init__(
             keys,
             parts,
-            [(run.name, run.start, run.numel) for run in self._weights],
+            [
+                run
+                for chunk, part in segments
+                for run in cut(
+                    layout.params[part.param].name,
+                    part.param_offset,
+                    part.numel,
+                    chunk,
+                    part.offset,
+                )
+            ],
             dtypes,
             with_optimizer=optimizer is not None,
             with_weights=weights,
@@ -350,26 +374,16 @@ class ShardedState(RunState):
         silent = self._silent  # a copy of a tied weight: another stage says it
         return {n: state for n, state in whole.items() if n in self.shapes and n not in silent}
 
-    def visit_weights(self, look: RunVisitor) -> None:
-        for chunk, runs in groupby(self._weights, key=lambda run: run.chunk):
-            source = weights_without_master(self._engine, chunk)
-            for run in runs:
-                values = source[run.offset : run.offset + run.numel]
-                look(self._keys.weight(run.name), self.region(run.name), run.start, values)
-
     def fill(self, put: RunFiller, given: Set[str] = frozenset()) -> None:
         super().fill(put, given)
         self._engine.manager.release_all()
         self._engine.shards_changed()
 
-    def _fill_weights(self, put: RunFiller) -> None:
-        for chunk, runs in groupby(self._weights, key=lambda run: run.chunk):
-            weights = weights_without_master(self._engine, chunk)
-            for run in runs:
-                values = torch.empty(run.numel, dtype=weights.dtype)
-                if put(self._keys.weight(run.name), run.start, values):
-                    weights[run.offset : run.offset + run.numel].copy_(values)
-            set_without_master(self._engine, chunk, weights)
+    def _weights_at(self, home: Any) -> Tensor:
+        return weights_without_master(self._engine, home)
+
+    def _set_weights(self, home: Any, values: Tensor) -> None:
+        set_without_master(self._engine, home, values)
 
 
 def parts_of(model: nn.Module) -> list[GeminiDDP]:
@@ -418,9 +432,7 @@ class StagesState(RunState):
                 runs = tensor.runs
                 if (other := self.tensors.get(key)) is not None:  # of a weight that stages tie
                     runs, order = other.runs + runs, [*other.order, *order]
-                self.tensors[key] = FlatRuns(
-                    tensor.size(), tensor.dtype, runs, order, tensor.region
-                )
+                self.tensors[key] = FlatRuns(tensor.region, tensor.dtype, runs, order)
             before += sum(len(tensor.runs) for tensor in state.tensors.values())
 
     def small_state(self) -> Mapping[str, Mapping[str, Tensor]]:
@@ -435,28 +447,11 @@ class StagesState(RunState):
             state.visit(look)
 
     def snapshot(self) -> Snapshot:
-        return _Snapshots([state.snapshot() for state in self._states])
+        return Snapshot(self._states)
 
     def fill(self, put: RunFiller, given: Set[str] = frozenset()) -> None:
         for state in self._states:
             state.fill(put, given)
-
-
-class _Snapshots(Snapshot):
-    def __init__(self, snapshots: Sequence[Snapshot]) -> None:
-        self._snapshots = snapshots
-
-    def visit_memory(self, look: RunVisitor) -> None:
-        for snapshot in self._snapshots:
-            snapshot.visit_memory(look)
-
-    def visit_disk(self, look: RunVisitor) -> None:
-        for snapshot in self._snapshots:
-            snapshot.visit_disk(look)
-
-    def close(self) -> None:
-        for snapshot in self._snapshots:
-            snapshot.close()
 
 
 def _merged(found: Sequence[Mapping[str, T]]) -> dict[str, T]:
@@ -477,30 +472,31 @@ def _check_parts(parts: Sequence[GeminiDDP], optimizer: TieredOptimizer) -> None
         )
 
 
-def _cut(name: str, chunk: Chunk, part: ShardSegment) -> Iterator[_ShardRun]:
-    """A segment in runs of at most a block."""
-    for first in range(0, part.numel, BLOCK_NUMEL):
-        numel = min(BLOCK_NUMEL, part.numel - first)
-        yield _ShardRun(name, chunk, part.param_offset + first, numel, part.offset + first)
+def cut(name: str, start: int, numel: int, home: Any, offset: int) -> Iterator[WeightRun]:
+    """A run of a weight in such of at most a block."""
+    for first in range(0, numel, BLOCK_NUMEL):
+        yield WeightRun(name, start + first, min(BLOCK_NUMEL, numel - first), home, offset + first)
+
+
+def _named(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
+    """Every parameter with all its names, in registration order."""
+    if isinstance(model, GeminiDDP):
+        engine = model.engine
+        specs = engine.layout.params
+        return [(p, spec.names) for p, spec in zip(engine.params, specs, strict=True)]
+    if isinstance(model, nn.ModuleList) and all(isinstance(part, GeminiDDP) for part in model):
+        return [named for part in model for named in _named(part)]
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return [(param, tuple(alike)) for param, alike in names.items()]
 
 
 def names_of(model: nn.Module) -> list[tuple[str, ...]]:
     """All names of every parameter, in registration order."""
-    if isinstance(model, GeminiDDP):
-        return [spec.names for spec in model.engine.layout.params]
-    if isinstance(model, nn.ModuleList) and all(isinstance(part, GeminiDDP) for part in model):
-        return [names for part in model for names in names_of(part)]
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    return [tuple(alike) for alike in names.values()]
+    return [names for _, names in _named(model)]
 
 
 def first_names(model: nn.Module) -> dict[int, str]:
     """The first name of every parameter, by its id."""
-    if isinstance(model, GeminiDDP):
-        params, specs = model.engine.params, model.engine.layout.params
-        return {id(param): spec.name for param, spec in zip(params, specs, strict=True)}
-    if isinstance(model, nn.ModuleList) and all(isinstance(part, GeminiDDP) for part in model):
-        return {i: name for part in model for i, name in first_names(part).items()}
-    return {id(param): name for name, param in model.named_parameters()}
+    return {id(param): names[0] for param, names in _named(model)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.checkpoint.format.errors import CorruptError, FormatError
-from gemini.checkpoint.format.manifest import is_plain_name
-from gemini.checkpoint.format.small_files import read_json
+from gemini.checkpoint.format.manifest import CorruptError, FormatError, is_plain_name, read_json
 
 from .torch_files import first_line, has_own_bytes, load_mapped
 
@@ -32,6 +31,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ class LazyTensors(Mapping[str, Tensor]):
         self._file_of: dict[str, Any] = {}
         for name in names:
             try:
-                file = _opened(folder / name, stack)
+                path = folder / name
+                file = _TorchFile(path) if name.endswith(".bin") else _Safetensors(path, stack)
             except Exception as error:
                 raise FormatError(f"{folder / name} cannot be read: {first_line(error)}") from error
             self._file_of.update((key, (file, key)) for key in file.keys())  # noqa: SIM118
@@ -73,6 +74,12 @@ class LazyTensors(Mapping[str, Tensor]):
             there = [name for name in names if name in self._file_of]
             for name in names if there else ():
                 self._file_of.setdefault(name, self._file_of[there[0]])
+
+    def with_others(self, others: Mapping[str, Any]) -> LazyTensors:
+        """These and further names, each with what makes its tensor: as a file of this module."""
+        found = copy.copy(self)
+        found._file_of = self._file_of | {name: (made, name) for name, made in others.items()}
+        return found
 
     def __getitem__(self, name: str) -> Tensor:
         file, key = self._file_of[name]
@@ -91,21 +98,16 @@ class LazyTensors(Mapping[str, Tensor]):
     def spec_of(self, name: str) -> TensorSpec:
         """Its dtype and shape, which take no reading. Raises FormatError for another dtype."""
         file, key = self._file_of[name]
-        found = file.get_slice(key)
-        dtypes = [dtype for dtype, said in DTYPE_NAMES.items() if said == found.get_dtype()]
-        if not dtypes:
+        dtype, shape = file.described(key)
+        if dtype not in _DTYPES:
             raise FormatError(
-                f"{name} in {self.folder} has dtype {found.get_dtype()}; expected one of "
-                f"{', '.join(DTYPE_NAMES.values())}"
+                f"{name} in {self.folder} has dtype {dtype}; expected one of {', '.join(_DTYPES)}"
             )
-        return TensorSpec(name, dtypes[0], tuple(found.get_shape()))
+        return TensorSpec(name, _DTYPES[dtype], tuple(shape))
 
     def sizes(self) -> dict[str, torch.Size]:
         """Of all, read from headers."""
-        return {
-            name: torch.Size(file.get_slice(key).get_shape())
-            for name, (file, key) in self._file_of.items()
-        }
+        return {name: file.described(key)[1] for name, (file, key) in self._file_of.items()}
 
     def copy(self) -> dict[str, Tensor]:
         """What a plain module's `load_state_dict` makes first; files are mapped, not read."""
@@ -122,12 +124,6 @@ def weight_files(folder: Path) -> list[str]:
         if names:
             return names
     return []
-
-
-def _opened(path: Path, stack: ExitStack) -> Any:
-    if path.suffix == ".bin":
-        return _TorchFile(path)
-    return _Safetensors(path, stack)
 
 
 class _Safetensors:
@@ -150,25 +146,22 @@ class _Safetensors:
     def keys(self) -> Iterable[str]:
         return self._entries.keys()
 
-    def get_slice(self, key: str) -> _Slice:
+    def described(self, key: str) -> tuple[str, torch.Size]:
+        """Dtype and shape."""
         entry = self._entries[key]
-        return _Slice(entry["dtype"], torch.Size(entry["shape"]))
+        return entry["dtype"], torch.Size(entry["shape"])
 
     def get_tensor(self, key: str) -> Tensor:
         entry = self._entries[key]
-        dtype = next((dtype for dtype, said in DTYPE_NAMES.items() if said == entry["dtype"]), None)
+        dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:  # of a few bits
             return self.mapped(key)
         begin, end = entry["data_offsets"]
         into = torch.empty(end - begin, dtype=torch.uint8)
-        view = memoryview(into.numpy().data)
-        with self._path.open("rb", buffering=0) as file:
+        with self._path.open("rb") as file:
             file.seek(self._start + begin)
-            while view:
-                done = file.readinto(view)
-                if not done:
-                    raise CorruptError(f"{self._path} ends before byte {self._start + end}")
-                view = view[done:]
+            if file.readinto(into.numpy()) < end - begin:  # type: ignore[arg-type]
+                raise CorruptError(f"{self._path} ends before byte {self._start + end}")
         return into.view(dtype).reshape(entry["shape"])
 
     def mapped(self, key: str) -> Tensor:
@@ -182,7 +175,7 @@ class _Safetensors:
 
 
 class _TorchFile:
-    """A state dict of torch.save, mapped, with the methods of a file of safetensors."""
+    """A state dict of torch.save, mapped, with the methods of `_Safetensors`."""
 
     def __init__(self, path: Path) -> None:
         content = load_mapped(path)
@@ -201,21 +194,9 @@ class _TorchFile:
 
     mapped = get_tensor
 
-    def get_slice(self, key: str) -> _Slice:
+    def described(self, key: str) -> tuple[str, torch.Size]:
         tensor = self._content[key]
-        return _Slice(DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tensor.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    dtype: str
-    shape: torch.Size
-
-    def get_dtype(self) -> str:
-        return self.dtype
-
-    def get_shape(self) -> torch.Size:
-        return self.shape
+        return DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tensor.shape
 
 
 def _names_in(index: Path) -> list[str]:

@@ -1,13 +1,12 @@
-"""The index of a checkpoint folder: our manifest's, or that of `.metadata`, a pickle of DCP's.
+"""The index that `.metadata` has, a pickle of DCP's.
 
-The pickle is read for folders that others wrote or that older versions did, with a list of what may
-be in it. What either says of tensors is compared with the bytes that the files have before any
-memory is taken for one.
+It is read of folders that others wrote or that older versions did, with a list of what may be in
+it. What it says of tensors is compared with the bytes that the files have before any memory is
+taken for one.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,22 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from gemini.checkpoint.format.errors import CorruptError, FormatError
-from gemini.checkpoint.format.index import Index, SavedPart, SavedValue, check, decode_index
-from gemini.checkpoint.format.manifest import METADATA, NAME, Manifest, is_plain_name
-from gemini.checkpoint.format.small_files import folder_bytes, memory_limit, read_file
+from gemini.checkpoint.format.manifest import (
+    METADATA,
+    NAME,
+    CorruptError,
+    FormatError,
+    Index,
+    Manifest,
+    SavedPart,
+    SavedValue,
+    check,
+    folder_bytes,
+    is_plain_name,
+    memory_limit,
+    metadata_of,
+    own_index,
+)
 
 from .pickles import OBJECT, PickleError, PickleMachine, no_collection
 
@@ -164,38 +175,23 @@ class _MetadataReader(PickleMachine):
 
 
 @no_collection()
-def read_index(folder: Path, manifest: Manifest | None) -> Index:
-    """Our manifest's, where it has one that says what `.metadata` does; else from `.metadata`.
-
-    Raises CorruptError where a file is not what the manifest says, FormatError for what it holds.
-    """
-    data = _read(folder / METADATA, manifest)
-    own = _own_index(folder, manifest)
-    return _index_of(_load(data, folder), folder, manifest) if own is None else own
+def read_index(pickled: bytes, folder: Path, manifest: Manifest | None) -> Index:
+    """Of the `.metadata` of a folder. Raises CorruptError where it is damaged or lies about its
+    files, FormatError for what it holds."""
+    return _index_of(_load(pickled, folder), folder, manifest)
 
 
 @no_collection()
 def read_metadata(folder: Path, manifest: Manifest | None) -> Metadata:
-    """What `.metadata` says, checked. Raises as `read_index`, and where that says otherwise."""
-    found = _load(_read(folder / METADATA, manifest), folder)
-    index, own = _index_of(found, folder, manifest), _own_index(folder, manifest)
+    """What `.metadata` says, checked. Raises as `read_index`, and where a manifest differs."""
+    found = _load(metadata_of(folder, manifest), folder)
+    index, own = _index_of(found, folder, manifest), own_index(folder, manifest)
     other = [
         key for key in (*index, *(own or {})) if own is not None and index.get(key) != own.get(key)
     ]
     if other:
         raise CorruptError(f"{folder / NAME} and {METADATA} do not say the same of {other[0]}")
     return found
-
-
-def _own_index(folder: Path, manifest: Manifest | None) -> Index | None:
-    """None in a folder of an older version or of others, or where `.metadata` was replaced."""
-    own = None if manifest is None else manifest.index
-    if manifest is None or own is None or own.get("metadata") != manifest.metadata_crc32:
-        return None
-    try:
-        return decode_index(own.get("tensors"), manifest.sizes)
-    except CorruptError as error:
-        raise CorruptError(f"{folder / NAME}: {error}") from error
 
 
 def index_of(found: Metadata) -> dict[str, SavedValue]:
@@ -208,20 +204,11 @@ def index_of(found: Metadata) -> dict[str, SavedValue]:
     return {_is(key, str, "a key"): _entry(key, entry, places) for key, entry in tensors.items()}
 
 
-def _read(path: Path, manifest: Manifest | None) -> bytes:
-    data = read_file(path)
-    if manifest is not None and (
-        len(data) != manifest.metadata_nbytes or zlib.crc32(data) != manifest.metadata_crc32
-    ):
-        raise CorruptError(f"{path} is damaged: its checksum does not match")
-    return data
-
-
-def _load(data: bytes, folder: Path) -> Metadata:
+def _load(pickled: bytes, folder: Path) -> Metadata:
     path = folder / METADATA
     try:
-        limit = memory_limit(len(data), folder_bytes(folder))
-        found = _MetadataReader(data, limit).load()
+        limit = memory_limit(len(pickled), folder_bytes(folder))
+        found = _MetadataReader(pickled, limit).load()
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
     except PickleError as error:

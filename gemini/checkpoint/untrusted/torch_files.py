@@ -14,8 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from gemini.checkpoint.format.errors import CorruptError
-from gemini.checkpoint.format.small_files import ROOM_BYTES, memory_limit
+from gemini.checkpoint.format.manifest import ROOM_BYTES, CorruptError, memory_limit
 
 from .pickles import ENTRY, PickleMachine
 
@@ -64,9 +63,6 @@ class FileSlice(io.RawIOBase):
         if start + offset < 0:
             raise ValueError("a place before the beginning")
         self._at = start + offset
-        return self._at
-
-    def tell(self) -> int:
         return self._at
 
     def readinto(self, buffer: Any) -> int:

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.export import export_weights
-from gemini.checkpoint.format.errors import FormatError
+from gemini.checkpoint.export import SAFETENSORS, TORCH, export_weights
+from gemini.checkpoint.format.manifest import FormatError
 from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.save import save_checkpoint
-from gemini.checkpoint.weight_files import SAFETENSORS, TORCH
 from gemini.integrations.parallel.pipelined import Pipelined
 from gemini.integrations.parts import accept, inner_of
 from gemini.integrations.plugins import lora

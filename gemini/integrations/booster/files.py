@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from gemini.checkpoint import background
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.export import save_config
-from gemini.checkpoint.format.errors import CheckpointError, FormatError, MismatchError, on_disk
+from gemini.checkpoint.export import Format, WeightsWriter, save_config, spec_of
+from gemini.checkpoint.format.manifest import CheckpointError, FormatError, MismatchError, on_disk
 from gemini.checkpoint.model.state import first_names, parts_of
-from gemini.checkpoint.save import raise_pending
+from gemini.checkpoint.save import in_background, settle
 from gemini.checkpoint.untrusted.lazy_tensors import TensorSpec
 from gemini.checkpoint.untrusted.torch_files import first_line, load_mapped
-from gemini.checkpoint.weight_files import Format, WeightsWriter, spec_of
 from gemini.ddp import GeminiDDP
 from gemini.integrations.parallel.pipelined import Pipelined, gathered_weights
 from gemini.integrations.parts import by_position, without_masters
@@ -40,8 +39,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0
 def begin(model: nn.Module, call: str) -> Ranks:
     """Before a save or a load: what is under way ends, and what failed is said on every rank."""
     ranks = Ranks(model, call, parts_of(model))
-    background.wait()
-    raise_pending(ranks)
+    settle(ranks)
     return ranks
 
 
@@ -60,7 +58,7 @@ def written(
 ) -> Ticket[None]:
     """By rank 0, now or in a thread; None where nothing is left to write. Collective."""
     if use_async and write is not None:
-        return Done(None) if ranks.rank else background.start(str(path), write)
+        return Done(None) if ranks.rank else in_background(str(path), write)
     if write is not None:
         ranks.together(lambda: None if ranks.rank else write())
     return Done(None)
@@ -102,14 +100,7 @@ def write_folder(
         spec_of(name, value.dtype, value.shape, None) for name, value in first.values()
     ]
     writer = WeightsWriter(folder, specs, limit, prefix or "", kind)
-    try:
-        for name, value in first.values():
-            writer.add(name, value)
-        save_config(model, writer.folder)
-        writer.commit()
-    except BaseException:
-        writer.abandon()
-        raise
+    writer.write(first.values(), partial(save_config, model))
     if one:
         take_out(folder, path)
 

@@ -10,10 +10,17 @@ from bench.shared.models import Tower
 from gemini.checkpoint import MismatchError
 from gemini.ddp import GeminiDDP
 from optim import HybridAdam, NvmeConfig
-from tests.support.checkpoints import ADAM, assert_same, batches, everything, make, train, whole
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
+from tests.support.checkpoints import (
+    ADAM,
+    assert_same,
+    batches,
+    everything,
+    load_with_dcp,
+    make,
+    torch_state,
+    train,
+    whole,
+)
 
 # -- resume -----------------------------------------------------------------------------------
 
@@ -103,10 +110,7 @@ def plain_whole(module, optimizer):
 def test_a_plain_module_and_adamw_are_loaded(how, placement, tmp_path):
     module, optimizer = plain(batches(0, 2))
     if how == "dcp":
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        weights, state = get_state_dict(module, optimizer)
-        dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "a")
+        dcp.save(torch_state(module, optimizer), checkpoint_id=tmp_path / "a")
     elif how == "torch.save":
         state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state, tmp_path / "a")
@@ -126,17 +130,7 @@ def test_a_plain_module_and_adamw_load_what_was_saved_wrapped(how, tmp_path):
     gemini.save_checkpoint(tmp_path / "a", model, optimizer)
     module, its_optimizer = plain([], seed=5)
     if how == "dcp":
-        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-        weights, state = get_state_dict(module, its_optimizer)
-        loaded = {"model": weights, "optim": state}
-        dcp.load(loaded, checkpoint_id=tmp_path / "a")
-        set_state_dict(
-            module,
-            its_optimizer,
-            model_state_dict=loaded["model"],
-            optim_state_dict=loaded["optim"],
-        )
+        load_with_dcp(tmp_path / "a", module, its_optimizer)
     else:
         gemini.load_checkpoint(tmp_path, module, its_optimizer)
     assert_same(plain_whole(module, its_optimizer), whole(model, optimizer))

@@ -8,11 +8,8 @@ import torch
 
 import gemini
 import nvme
-from gemini.checkpoint import background
 from tests.support.checkpoints import assert_same, batches, make, train, whole
 from tests.support.until import until
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def test_a_step_waits_for_the_block_that_it_would_overwrite(tmp_path, monkeypatch):
@@ -50,17 +47,6 @@ def test_a_step_waits_for_the_block_that_it_would_overwrite(tmp_path, monkeypatc
         values = torch.cat([runs[start] for start in sorted(runs)])
         key = f"model.{name}" if plane == "master" else f"{name}.{plane}"
         assert torch.equal(values, want[key].reshape(-1)), key
-
-
-@pytest.fixture
-def held(monkeypatch):
-    """Saves in the background do not begin before it is set."""
-    goes_on, start = threading.Event(), background.start
-    monkeypatch.setattr(
-        background, "start", lambda path, work: start(path, lambda: (goes_on.wait(), work()))
-    )
-    yield goes_on
-    goes_on.set()
 
 
 @pytest.mark.parametrize("placement", ["resident", "nvme"])

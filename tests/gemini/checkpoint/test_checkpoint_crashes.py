@@ -13,8 +13,6 @@ from tests.support.disks.hostile import small
 from tests.support.disks.lives import SAVES, drawn_saves, recorded_life
 from tests.support.disks.recording import recorded
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def test_a_power_loss_while_saving_leaves_whole_checkpoints(tmp_path):
     log, check = recorded_life(tmp_path, "saves", SAVES)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,18 +13,18 @@ from hypothesis import strategies as st
 import gemini
 from gemini.checkpoint import CorruptError, FormatError
 from gemini.checkpoint.__main__ import main
-from gemini.checkpoint.dcp.sharded import in_run
-from gemini.checkpoint.format.boxes import Region, boxes_of_region, boxes_of_run
-from gemini.checkpoint.format.manifest import DataFile, Manifest, Unit
+from gemini.checkpoint.dcp.boxes import PartsOf, Region, boxes_of_region, boxes_of_run, in_run
+from gemini.checkpoint.format.manifest import DataFile, Manifest, SavedPart, Unit
 from gemini.checkpoint.untrusted.lazy_tensors import INDEX
 from gemini.chunk.local import part_of
 from gemini.ddp import GeminiDDP
 from tests.support.checkpoints import assert_same, batches, make, train, whole
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
 # -- runs as boxes, manifests -----------------------------------------------------------------
+
+
+def slices(offsets, sizes):
+    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 
 @given(st.data())
@@ -35,10 +36,7 @@ def test_boxes_of_a_run_are_few_and_hold_its_elements_in_order(data):
     stop = data.draw(st.integers(start, numel))
     boxes = boxes_of_run(shape, start, stop)
     whole_tensor = torch.arange(numel).view(shape)
-    found = [
-        whole_tensor[tuple(slice(o, o + s) for o, s in zip(b.offsets, b.sizes, strict=True))]
-        for b in boxes
-    ]
+    found = [whole_tensor[slices(box.offsets, box.sizes)] for box in boxes]
     for box, elements in zip(boxes, found, strict=True):
         assert int(elements.reshape(-1)[0]) == box.start and elements.numel() == box.numel
     together = torch.cat([e.reshape(-1) for e in found]) if found else torch.empty(0)
@@ -61,11 +59,40 @@ def test_boxes_of_segments_hold_the_elements_that_runs_of_them_do(data):
     stop = data.draw(st.integers(start, len(mine)))
     found = torch.full_like(mine[start:stop], -1)
     for box in boxes_of_region(region, start, stop):
-        slices = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
         there = in_run(found, start, box, region)
         assert (there == -1).all()  # no two boxes have one element
-        there.copy_(whole.view(shape)[slices])
+        there.copy_(whole.view(shape)[slices(box.offsets, box.sizes)])
     assert torch.equal(found, mine[start:stop])
+
+
+def cuts(data, numel):
+    places = data.draw(st.lists(st.integers(0, numel), max_size=5))
+    ends = sorted({0, numel, *places})
+    return list(pairwise(ends))
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_any_box_is_found_in_the_parts_of_any_other_runs(data):
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    numel = math.prod(shape)
+    values = torch.arange(numel).view(shape)
+    parts = [
+        SavedPart("a", box.start, 0, box.offsets, box.sizes)
+        for start, stop in cuts(data, numel)
+        for box in boxes_of_run(shape, start, stop)
+    ]
+    parts = data.draw(st.permutations(parts))
+    saved = PartsOf(parts)
+    for start, stop in cuts(data, numel):
+        for box in boxes_of_run(shape, start, stop):
+            there = torch.full(box.sizes, -1)
+            for overlap in saved.overlaps(box.offsets, box.sizes):
+                item = values[slices(overlap.part.offsets, overlap.part.sizes)]
+                target = there[slices(overlap.in_box, overlap.sizes)]
+                assert (target == -1).all()
+                target.copy_(item[slices(overlap.in_part, overlap.sizes)])
+            assert torch.equal(there, values[slices(box.offsets, box.sizes)])
 
 
 def test_a_manifest_comes_back_and_every_flipped_bit_of_it_is_seen():

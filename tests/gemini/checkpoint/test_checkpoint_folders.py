@@ -12,17 +12,10 @@ import pytest
 import gemini
 from gemini.checkpoint import CheckpointError, FormatError
 from gemini.checkpoint.__main__ import main
-from gemini.checkpoint.format.folder import remove_dead
-from gemini.checkpoint.format.unfinished import LOCK
+from gemini.checkpoint.format.folder import LOCK, remove_dead
 from nvme.files import calls
-from tests.support.checkpoints import assert_same, batches, make, train, whole
+from tests.support.checkpoints import assert_same, batches, make, names, train, whole
 from tests.support.disks.faults import failing
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_latest_follows_and_keep_last_deletes_what_is_older(tmp_path):

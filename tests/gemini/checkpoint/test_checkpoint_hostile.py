@@ -24,22 +24,6 @@ from tests.support import corpus
 from tests.support.disks.hostile import change, refused, small, unpacked
 from tests.support.disks.sealed import manifest_of, put_manifest, put_metadata, seal, seal_text
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("original")
-    gemini.save_checkpoint(folder / "a", *small(), extra=[1, "two"])
-    return folder / "a"
-
-
-@pytest.fixture
-def saved(original, tmp_path):
-    shutil.copytree(original, tmp_path / "a")
-    return tmp_path / "a"
-
-
 # -- code -------------------------------------------------------------------------------------
 
 
@@ -191,12 +175,8 @@ def test_a_folder_of_dcp_alone_may_lie_no_more_than_ours(saved, tmp_path):
 NAMES = ["../a/__0_0.distcp", "/etc/passwd", "", ".", "..", "b/c", "a\0b", "..\\a", "missing"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_manifest_names_files_of_its_folder_alone(name, saved):
-    body = manifest_of(saved)
-    body["files"][name] = body["files"].pop("__0_0.distcp")
-    put_manifest(saved, body)
-    assert refused(saved, CorruptError) == [1, 1, 1]
+def rename(name):
+    return lambda body: body["files"].update({name: body["files"].pop("__0_0.distcp")})
 
 
 def test_a_manifest_names_no_file_beside_its_folder_although_nothing_asks_for_it(saved):
@@ -244,6 +224,7 @@ WRONG = {
     "about that is none": lambda body: body.update(about=[1]),
     "no format": lambda body: body.pop("format"),
     "a format of words": lambda body: body.update(format={"a": [1] * 100}),
+    **{f"a file {name!r}": rename(name) for name in NAMES},
 }
 
 
@@ -293,6 +274,71 @@ def test_latest_leads_to_a_checkpoint_beside_it(saved, tmp_path):
     (folder / "latest").symlink_to(saved)
     with pytest.raises(FormatError, match="latest leads out of its folder"):
         gemini.load_checkpoint(folder, *small())
+
+
+# -- an index from strangers --------------------------------------------------------------------
+
+
+def entry(body):
+    return body["index"]["tensors"]["model.weight"]
+
+
+def set_place(number, value):
+    return lambda body: entry(body)[2].__setitem__(number, value)
+
+
+WRONG_INDEX = {
+    "no tensors": lambda body: body["index"].pop("tensors"),
+    "a list of tensors": lambda body: body["index"].update(tensors=[]),
+    "an index that is none": lambda body: body.update(index=5),
+    "a tensor that is none": lambda body: body["index"]["tensors"].update({"model.weight": 3}),
+    "half a tensor": lambda body: entry(body).pop(),
+    "another dtype": lambda body: entry(body).__setitem__(0, "Tensor"),
+    "a dtype of numbers": lambda body: entry(body).__setitem__(0, [1]),
+    "a size of words": lambda body: entry(body).__setitem__(1, ["3", 7]),
+    "a size of true": lambda body: entry(body).__setitem__(1, [True, 21]),
+    "a larger size": lambda body: entry(body).__setitem__(1, [1 << 40, 1 << 40]),
+    "half a place": lambda body: entry(body)[2].pop(),
+    "no places": lambda body: entry(body)[2].clear(),
+    "a place in no file": set_place(0, 7),
+    "a place before the first file": set_place(0, -1),
+    "a place behind the end": set_place(1, 1 << 50),
+    "a place of a half": set_place(1, 0.5),
+    "more bytes than the file": set_place(2, 1 << 50),
+    "fewer bytes than elements": set_place(2, 1),
+    "a part outside": set_place(3, 1),
+    "a part too large": set_place(5, 1 << 61),
+    "a part twice": lambda body: entry(body)[2].extend(entry(body)[2]),
+    "a value of no parts": lambda body: body["index"]["tensors"].update(a=[None, [], []]),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_INDEX)
+def test_what_an_index_says_is_compared_with_the_files(kind, saved):
+    body = manifest_of(saved)
+    WRONG_INDEX[kind](body)
+    put_manifest(saved, body)
+    assert refused(saved, CorruptError, "manifest.json") == [1, 1, 1]
+
+
+def test_a_long_index_takes_little_memory(saved):
+    body = manifest_of(saved)
+    tensors = {f"{i:x}": ["int8", [0], []] for i in range(36_000)}
+    body["index"]["tensors"] = tensors | {"last": ["int8", [1], []]}
+    put_manifest(saved, body)
+    assert refused(saved, CorruptError, "last has 1 elements") == [1, 1, 1]
+
+
+CUT = [b"\x80\x02" + rest for rest in (
+    b"", b".", b"J\1\2", b"U\5ab", b"\x8b\xff\xff\xff\xff", b"X\xff\xff\xff\xff", b"cab", b"ca\nb",
+    b"U\1\ncab", b"q\5.", b"h\5.", b"\x86.", b"t.", b"N\x8a\x21" + b"\1" * 33 + b".", b"I5\n.",
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", CUT)
+def test_a_pickle_that_ends_in_an_instruction_or_has_another_is_refused(data, saved):
+    put_metadata(saved, data)
+    assert refused(saved, CorruptError, r"\.metadata cannot be read") == [1, 1, 1]
 
 
 # -- what is right stays right ----------------------------------------------------------------

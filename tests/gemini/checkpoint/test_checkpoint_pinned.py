@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ from torch import nn
 import gemini
 import nvme
 from bench.shared.workers import run_processes, run_ranks
-from gemini.checkpoint import CheckpointError, CorruptError, background
+from gemini.checkpoint import CheckpointError, CorruptError
 from gemini.checkpoint.__main__ import main
-from gemini.checkpoint.format.small_files import read_manifest
+from gemini.checkpoint.format.manifest import read_manifest
 from nvme.files import calls
 from optim import HybridAdam, NvmeConfig
 from optim.rules.state_layout import Plane, StateLayout
@@ -24,7 +23,6 @@ from optim.state.disk.state_version import StateVersion
 from tests.support.checkpoints import assert_same, batches, bits, make, train, whole
 from tests.support.disks.hostile import assert_takes_little
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 KEPT = 3
 
 
@@ -153,11 +151,7 @@ def test_keep_last_lets_old_pins_go(tmp_path):
     optimizer.close()
 
 
-def test_it_is_complete_at_once_and_copied_out_in_the_background(tmp_path, monkeypatch):
-    goes_on, start = threading.Event(), background.start
-    monkeypatch.setattr(
-        background, "start", lambda path, work: start(path, lambda: (goes_on.wait(), work()))
-    )
+def test_it_is_complete_at_once_and_copied_out_in_the_background(tmp_path, held):
     model, optimizer = kept(tmp_path / "disk")
     train(model, optimizer, batches(0, 2))
     want = whole(model, optimizer)
@@ -166,7 +160,7 @@ def test_it_is_complete_at_once_and_copied_out_in_the_background(tmp_path, monke
     assert read_manifest(path).pinned
     train(model, optimizer, batches(2, 8))
     assert main(["verify", str(path)]) == 0
-    goes_on.set()
+    held.set()
     ticket.wait()
     assert not read_manifest(path).pinned
     optimizer.close()
@@ -224,21 +218,13 @@ def test_a_block_that_was_written_over_is_refused(tmp_path):
     optimizer.close(keep_masters=False)
 
 
-def changed(path, name, change):
-    (file,) = path.glob(name)
-    data = bytearray(file.read_bytes())
-    change(data)
-    file.write_bytes(data)
-
-
 @pytest.mark.parametrize("at", [0, 20, -1])
 def test_a_damaged_index_is_refused(at, tmp_path):
     _, optimizer, _ = pinned(tmp_path)
-
-    def flip(data):
-        data[at] ^= 4
-
-    changed(tmp_path / "a", "*.pinned", flip)
+    (file,) = (tmp_path / "a").glob("*.pinned")
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)
     with pytest.raises(CorruptError, match=r"\.pinned is damaged: its checksum does not match"):
         loaded(tmp_path / "a")
     assert main(["verify", str(tmp_path / "a")]) == 1

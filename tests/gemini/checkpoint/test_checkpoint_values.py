@@ -1,7 +1,6 @@
 """Values, files of torch.save and safetensors from strangers: read in words, and little memory."""
 
 import io
-import json
 import shutil
 import zipfile
 
@@ -13,17 +12,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 import gemini
 from gemini.checkpoint import CheckpointError, CorruptError, FormatError
 from gemini.checkpoint import save as save_module
-from gemini.checkpoint.model.extras import encode
+from gemini.checkpoint.model.keys import encode
 from tests.support.disks.hostile import assert_takes_little, change, refused, small
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture
-def saved(tmp_path):
-    gemini.save_checkpoint(tmp_path / "a", *small())
-    return tmp_path / "a"
-
 
 # -- values -----------------------------------------------------------------------------------
 
@@ -134,39 +124,24 @@ def test_nesting_ends(tmp_path):
 
 
 INDICES = [
-    {"weight_map": {"weight": "../a.safetensors"}},
-    {"weight_map": {"weight": "/etc/passwd"}},
-    {"weight_map": {"weight": 5}},
-    {"weight_map": {"weight": ["a"]}},
-    {"weight_map": [1]},
-    {"weight_map": None},
-    {},
-    [],
-    "a",
-    5,
-]
+    b'{"weight_map": {"weight": "../a.safetensors"}}', b'{"weight_map": {"weight": "/etc/passwd"}}',
+    b'{"weight_map": {"weight": 5}}', b'{"weight_map": {"weight": ["a"]}}',
+    b'{"weight_map": [1]}', b'{"weight_map": null}', b"{}", b"[]", b'"a"', b"5",
+    b"{", b"\xff", b"[" * 100_000, b"[" + b"[]," * 2_000_000 + b"[]]",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("index", INDICES)
-def test_an_index_of_safetensors_names_files_of_its_folder_alone(index, tmp_path):
+def test_an_index_of_safetensors_names_files_of_its_folder_alone(tmp_path):
+    """And one that is no JSON, or too long, is refused in words."""
     model, _ = small()
     gemini.export_safetensors(tmp_path / "out", model)
     shutil.copy(tmp_path / "out/model-00001-of-00001.safetensors", tmp_path / "a.safetensors")
     path = tmp_path / "out/model.safetensors.index.json"
-    path.write_text(json.dumps(index))
-    with pytest.raises(FormatError, match=r"index\.json"):
-        gemini.checkpoint.import_safetensors(tmp_path / "out", model)
 
+    def load():
+        with pytest.raises((FormatError, CorruptError), match=r"index\.json"):
+            gemini.checkpoint.import_safetensors(tmp_path / "out", model)
 
-def test_an_index_that_is_no_json_or_too_long_is_refused_in_words(tmp_path):
-    model, _ = small()
-    gemini.export_safetensors(tmp_path / "out", model)
-    path = tmp_path / "out/model.safetensors.index.json"
-    for text in (b"{", b"\xff", b"[" * 100_000, b"[" + b"[]," * 2_000_000 + b"[]]"):
+    for text in INDICES:
         path.write_bytes(text)
-
-        def load():
-            with pytest.raises((FormatError, CorruptError), match=r"index\.json"):
-                gemini.checkpoint.import_safetensors(tmp_path / "out", model)
-
         assert_takes_little(load, path)

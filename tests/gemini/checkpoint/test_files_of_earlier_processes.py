@@ -15,8 +15,6 @@ from gemini import load_checkpoint, save_checkpoint
 from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import ADAM, batches, make, train
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def make_plain():
     module = Tower()

@@ -11,7 +11,7 @@ import gemini
 from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP
-from gemini.checkpoint.format.errors import CheckpointError, MismatchError
+from gemini.checkpoint.format.manifest import CheckpointError, MismatchError
 from gemini.chunk.layout import specs_of
 from gemini.chunk.parameter import ChunkView
 from gemini.dtypes import DTYPES

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from bench.shared.reference import everything, same
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, load_checkpoint, save_checkpoint
-from gemini.checkpoint.format.keys import Keys
+from gemini.checkpoint.model.keys import Keys
 from gemini.checkpoint.save import runs_of
 from optim import HybridAdam
 from tests.integrations.cases.hybrid_runs import (

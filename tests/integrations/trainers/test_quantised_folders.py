@@ -192,7 +192,7 @@ def test_experts_are_stacked_as_transformers_stacks_them(family, kind, of_expert
         (name, *_) = [name for name in module.state_dict() if "experts.gate_up" in name]
         assert files.spec_of(name).shape == module.state_dict()[name].shape and not read
         assert torch.equal(files[name], module.state_dict()[name])
-        assert len(read) == 2 * len(module.state_dict()[name])  # two of each expert
+        assert read == [name, *read[1:]] and len(read) == 1 + 2 * len(module.state_dict()[name])
     found = load_pretrained(of_experts[family], quantize=kind, **SMALL).state_dict()
     plain = whole(of_experts[family], kind)
     assert same(found, (of_4_bits(plain) if kind == "nf4" else plain).state_dict())

@@ -1,0 +1,286 @@
+"""Runs of a flattened tensor as boxes of its N-dimensional shape: DCP knows boxes, shards are runs.
+
+A run [start, stop) is a part of a row, whole rows and a part of a row, and so on inwards: at most
+2N - 1 boxes (offsets and sizes). They come in the order of the run, and each is contiguous in it.
+Where a rank has several segments of a dimension (fused matrices that torch has split), a box is cut
+into those, which are strided in it.
+
+A `FlatRuns` stands for a whole parameter, or a plane of its state, of which this rank holds some
+runs. It tells DCP their boxes. Mostly it holds no values: those are streamed by the writer and the
+reader of this package, which finds what was saved of a box in `PartsOf` a tensor.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, product
+from math import prod
+from operator import mul
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from gemini.checkpoint.format.manifest import SavedPart
+from gemini.chunk.local import part_of
+from gemini.units import Segments
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Elements [offsets, offsets + sizes) of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int  # of its first element in the flattened tensor
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The part of a tensor of which a rank has runs: all of it, or what torch has split off."""
+
+    shape: tuple[int, ...]  # of the whole
+    segments: tuple[Segments, ...]  # by dimension
+    sizes: tuple[int, ...] = field(init=False, compare=False)  # of the region
+    strides: tuple[int, ...] = field(init=False, compare=False)  # of it, contiguous
+
+    def __post_init__(self) -> None:
+        sizes = tuple([sum([size for _, size in segments]) for segments in self.segments])
+        strides = list(accumulate(reversed(sizes[1:]), mul, initial=1))[::-1]
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "strides", tuple(strides[: len(sizes)]))
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Region:
+        return cls(tuple(shape), tuple([((0, size),) for size in shape]))
+
+    @property
+    def num_boxes(self) -> int:
+        return prod(map(len, self.segments))
+
+
+def boxes_of_region(region: Region, start: int, stop: int) -> tuple[Box, ...]:
+    """Boxes of the whole tensor of elements [start, stop) of the flattened region; the `start` of
+    each counts in the region, in which it has the region's strides."""
+    boxes = boxes_of_run(region.sizes, start, stop)
+    if region.sizes == region.shape:
+        return boxes  # all of the tensor
+    return tuple(
+        Box(
+            tuple(offset for _, offset, _ in parts),
+            tuple(size for *_, size in parts),
+            sum(at * stride for (at, *_), stride in zip(parts, region.strides, strict=True)),
+        )
+        for box in boxes
+        for parts in product(*map(_overlaps, region.segments, box.offsets, box.sizes))
+    )
+
+
+def is_contiguous(box: Box, region: Region) -> bool:
+    """Whether the elements of a box follow each other in the flattened region."""
+    expected = 1
+    for size, stride in zip(reversed(box.sizes), reversed(region.strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _overlaps(segments: Segments, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+    """(place in the region, offset in the whole, size) of what [start, start + numel) has of each
+    segment."""
+    before = 0
+    for offset, size in segments:
+        first, last = max(start, before), min(start + numel, before + size)
+        if first < last:
+            yield first, offset + first - before, last - first
+        before += size
+
+
+def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """The boxes of elements [start, stop) of a flattened tensor of `shape`, in order."""
+    assert 0 <= start <= stop <= prod(shape)
+    if start == stop:
+        return ()
+    return tuple(_cut(tuple(shape), start, stop, (), 0))
+
+
+def _cut(
+    shape: tuple[int, ...], start: int, stop: int, outer: tuple[int, ...], base: int
+) -> Iterator[Box]:
+    """Boxes of [start, stop) of one inner tensor, which begins at `base` of the whole one."""
+    ones = (1,) * len(outer)
+    if len(shape) <= 1:
+        sizes = (stop - start,) if shape else ()
+        yield Box((*outer, start) if shape else outer, ones + sizes, base + start)
+        return
+    inner = prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if first == last and stop - start < inner:
+        row = first * inner
+        yield from _cut(shape[1:], start - row, stop - row, (*outer, first), base + row)
+        return
+    head, tail = -(-start // inner), stop // inner  # whole rows [head, tail)
+    if start < head * inner:
+        row = first * inner
+        yield from _cut(shape[1:], start - row, inner, (*outer, first), base + row)
+    if head < tail:
+        zeros = (0,) * (len(shape) - 1)
+        yield Box((*outer, head, *zeros), (*ones, tail - head, *shape[1:]), base + head * inner)
+    if tail * inner < stop:
+        row = tail * inner
+        yield from _cut(shape[1:], 0, stop - row, (*outer, tail), base + row)
+
+
+class Overlap(NamedTuple):
+    """Elements that a box has in common with a part: the same ones, counted in each."""
+
+    part: SavedPart
+    in_part: tuple[int, ...]
+    in_box: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class PartsOf:
+    """Parts of one tensor, to be found by a box that is wanted."""
+
+    def __init__(self, parts: Sequence[SavedPart]) -> None:
+        self._alike = {(part.offsets, part.sizes): part for part in parts}
+        self._parts: list[SavedPart] = []
+        self._all = parts
+
+    def overlaps(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Overlap]:
+        """What the parts have of a box, in the order of their places in it."""
+        same = self._alike.get((offsets, sizes))
+        if same is not None:  # saved as it is asked for: the usual case
+            zeros = (0,) * len(sizes)
+            return [Overlap(same, zeros, zeros, sizes)]
+        if not sizes:
+            return []
+        if not self._parts:
+            self._parts = sorted(self._all, key=lambda part: part.offsets)
+            self._starts = [part.offsets[0] for part in self._parts]
+            # of all parts up to each, the last row: grows, so that it can be searched
+            self._ends = list(accumulate((p.offsets[0] + p.sizes[0] for p in self._parts), max))
+        first = bisect_right(self._ends, offsets[0])
+        last = bisect_left(self._starts, offsets[0] + sizes[0])
+        found = []
+        for part in self._parts[first:last]:
+            low = tuple(map(max, part.offsets, offsets))
+            ends = [
+                min(a + n, b + m)
+                for a, n, b, m in zip(part.offsets, part.sizes, offsets, sizes, strict=True)
+            ]
+            counts = tuple(end - start for start, end in zip(low, ends, strict=True))
+            if min(counts) > 0:
+                found.append(
+                    Overlap(
+                        part,
+                        tuple(a - b for a, b in zip(low, part.offsets, strict=True)),
+                        tuple(a - b for a, b in zip(low, offsets, strict=True)),
+                        counts,
+                    )
+                )
+        return found
+
+
+# -- what this rank has, for DCP --
+
+FlatRun = tuple[int, int]  # first element, and how many
+
+
+class FlatRuns(Tensor):
+    """A tensor of which this rank has `runs`; see the top of the file."""
+
+    runs: tuple[FlatRun, ...]
+    order: tuple[int, ...]  # of each run among all runs of this rank, as they are stored
+    held: dict[int, Tensor]  # [n] by first element; empty where they are streamed
+    region: Region  # in whose elements runs count
+
+    @staticmethod
+    def __new__(
+        cls,
+        region: Region,
+        dtype: torch.dtype,
+        runs: Sequence[FlatRun],
+        order: Sequence[int],
+    ) -> FlatRuns:
+        self: FlatRuns = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(region.shape), dtype=dtype, device=torch.device("cpu")
+        )
+        self.runs, self.order, self.region = tuple(runs), tuple(order), region
+        self.held = {}
+        return self
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"FlatRuns(shape={tuple(self.shape)}, dtype={self.dtype}, runs={len(self.runs)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            (self,) = args
+            copy = FlatRuns(self.region, self.dtype, self.runs, self.order)
+            copy.held = self.held
+            return copy
+        raise RuntimeError(
+            f"{func} on a FlatRuns: it describes a part of a tensor to "
+            "torch.distributed.checkpoint and holds no values"
+        )
+
+    def flat_part(self, whole: Tensor) -> Tensor:
+        """The elements in which runs count, flat, of values of `shape`."""
+        return part_of(whole, self.region.segments).reshape(-1)
+
+    def boxes_by_run(self) -> list[tuple[int, tuple[Box, ...]]]:
+        """(first element, boxes) of all runs, in order."""
+        return [(s, boxes_of_region(self.region, s, s + n)) for s, n in self.runs]
+
+    def boxes(self) -> list[Box]:
+        """Of all runs, in order."""
+        return [box for _, boxes in self.boxes_by_run() for box in boxes]
+
+    # -- the protocol of torch.distributed._checkpointable --
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(_chunk(box), properties, self.size()),
+            )
+            for box in self.boxes()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box in self.boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        if not self.held:
+            raise RuntimeError(f"{index.fqn} is streamed by the writer of gemini.checkpoint only")
+        box = next(box for box in self.boxes() if torch.Size(box.offsets) == index.offset)
+        start, _ = next(run for run in self.runs if run[0] <= box.start < run[0] + run[1])
+        return in_run(self.held[start], start, box, self.region)
+
+
+def in_run(values: Tensor, start: int, box: Box, region: Region) -> Tensor:
+    """A box in the elements [start, start + n) of a flattened region, `values` [n]: a view."""
+    return values[box.start - start :].as_strided(box.sizes, region.strides)
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
