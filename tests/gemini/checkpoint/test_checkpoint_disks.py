@@ -12,9 +12,24 @@ import gemini
 from bench.shared.workers import start_process
 from gemini.checkpoint import CheckpointError
 from nvme.files import calls
+from tests.nvme.common import mounted
 from tests.support.checkpoints import assert_same, batches, bits, make, names, train
 from tests.support.disks.faults import failing, flip
 from tests.support.until import until
+
+
+def test_a_full_file_system_leaves_the_last_checkpoint_and_nothing_else(tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    model, optimizer = make()
+    with mounted(folder, "-t", "tmpfs", "-o", "size=1m", "none"):
+        gemini.save_checkpoint(folder / "a", model, optimizer)
+        (folder / "rest").write_bytes(bytes(os.statvfs(folder).f_bavail * 4096 - 65536))
+        for async_save in (False, True):
+            with pytest.raises(CheckpointError, match="ENOSPC"):
+                gemini.save_checkpoint(folder / "b", model, optimizer, async_save=async_save).wait()
+            assert names(folder) == ["a", "latest", "rest"]
+        gemini.load_checkpoint(folder, model, optimizer)
 
 
 @pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.ci)])
