@@ -11,6 +11,10 @@ fio/write            direct writes, and reads, of 4 MiB pieces: what the disk ca
 
 async_stall_fraction: seconds for which an asynchronous save held training up (the call, and steps
 that waited for a block to be saved), state on NVMe, over the seconds of a synchronous save.
+pinned_stall_seconds: of a save that pins state on NVMe (ADR 0020); pinned_stall_of_step: over a
+step of that model, whose passes take nothing.
+nvme_over_mixed: a save and a load of state on NVMe read and write every byte: their speed over half
+of what the disk moves when reads and writes are mixed.
 extra_ram_blocks: peak resident memory of a synchronous save above that before it, in blocks of
 2**20 elements of 12 bytes.
 """
@@ -38,10 +42,11 @@ from torch import nn
 
 import gemini
 from bench.support import fio
+from bench.support.disk import mixed_gb_per_s
 from bench.support.machine import MALLOC_ENVIRONMENT, write_result
 from gemini import GeminiDDP
 from gemini.nvme import PIECE_BYTES, default_folder
-from gemini.optim import HybridAdam
+from gemini.optim import HybridAdam, NvmeConfig
 from gemini.units import BLOCK_NUMEL
 
 STATE_ITEMSIZE = 12
@@ -60,11 +65,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def wrapped(layers: int, fraction: float, folder: Path) -> tuple[GeminiDDP, HybridAdam]:
+def wrapped(
+    layers: int, fraction: float, folder: Path, keep_versions: int = 0
+) -> tuple[GeminiDDP, HybridAdam]:
     model = GeminiDDP(network(layers), placement_policy="static")
     optimizer = HybridAdam(
-        model.parameters(), nvme_offload_fraction=fraction, nvme_offload_dir=folder
-    )
+        model.parameters(), nvme_offload_fraction=fraction, nvme_offload_dir=folder,
+        nvme=NvmeConfig(keep_versions=keep_versions),
+    )  # fmt: skip
     step(model, optimizer)
     return model, optimizer
 
@@ -72,9 +80,9 @@ def wrapped(layers: int, fraction: float, folder: Path) -> tuple[GeminiDDP, Hybr
 class Ours:
     """save_checkpoint of a wrapped module."""
 
-    def __init__(self, layers: int, fraction: float, folder: Path) -> None:
-        self.folder = folder / f"ours-{fraction}"
-        self.model, self.optimizer = wrapped(layers, fraction, folder)
+    def __init__(self, layers: int, fraction: float, folder: Path, keep_versions: int = 0) -> None:
+        self.folder = folder / f"ours-{fraction}-{keep_versions}"
+        self.model, self.optimizer = wrapped(layers, fraction, folder, keep_versions)
 
     def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -230,8 +238,20 @@ def async_stall(nvme: Ours) -> tuple[float, float]:
     return call + target.pinned_seconds - held, done
 
 
+def pinned_stall(kept: Ours) -> tuple[float, float]:
+    """(seconds of a pinned save, those over a step's)."""
+    kept.clear()
+    call = seconds_of(
+        lambda: gemini.save_checkpoint(
+            kept.folder / "p", kept.model, kept.optimizer, pinned=True
+        ).wait()
+    )
+    return call, call / seconds_of(lambda: step(kept.model, kept.optimizer))
+
+
 def measure(layers: int, folder: Path) -> dict[str, Any]:
     resident, nvme = Ours(layers, 0.0, folder), Ours(layers, 1.0, folder)
+    kept = Ours(layers, 1.0, folder, keep_versions=1)
     numel = sum(p.numel() for p in resident.model.parameters())
     nbytes = numel * STATE_ITEMSIZE
     forms: dict[str, Form] = {
@@ -244,6 +264,8 @@ def measure(layers: int, folder: Path) -> dict[str, Any]:
     save: dict[str, list[float]] = {name: [] for name in forms}
     load: dict[str, list[float]] = {name: [] for name in forms}
     stalls: list[float] = []
+    pins: list[tuple[float, float]] = []
+    mixed: list[float] = []
     ram: list[float] = []
     for turn in range(ROUNDS + 1):
         for name, form in forms.items():
@@ -254,8 +276,10 @@ def measure(layers: int, folder: Path) -> dict[str, Any]:
                 save[name].append(seconds_of(form.save))
             load[name].append(seconds_of(form.load))
         stalls.append(async_stall(nvme)[0])
+        pins.append(pinned_stall(kept))
+        mixed.append(mixed_gb_per_s(folder))
         if not turn:  # does not count
-            for seconds in (*save.values(), *load.values(), stalls, ram):
+            for seconds in (*save.values(), *load.values(), stalls, pins, mixed, ram):
                 seconds.clear()
     rows = [
         {
@@ -271,6 +295,16 @@ def measure(layers: int, folder: Path) -> dict[str, Any]:
         "rows": rows,
         "async_stall_fraction": stall / sync,
         "async_stall_seconds": stall,
+        "pinned_stall_seconds": statistics.median(call for call, _ in pins),
+        "pinned_stall_of_step": statistics.median(share for _, share in pins),
+        "mixed_disk_gb_per_s": statistics.median(mixed),
+        "nvme_over_mixed": {
+            kind: statistics.median(
+                nbytes / took / (speed * 1e9 / 2)
+                for took, speed in zip(seconds["ours/nvme"], mixed, strict=True)
+            )
+            for kind, seconds in (("save", save), ("load", load))
+        },
         "over_fio": {  # speeds, round by round
             f"{name} {kind} over fio's": statistics.median(
                 theirs / ours for ours, theirs in zip(seconds[name], seconds[FIO], strict=True)
@@ -302,6 +336,10 @@ def main() -> None:
         print(f"{row['name']:18} save {row['save_gb_s']:5.2f}  load {row['load_gb_s']:5.2f} GB/s")
     print(
         f"stall of an asynchronous save: {result['async_stall_fraction']:.1%} of a synchronous one"
+    )
+    print(
+        f"stall of a pinned save: {result['pinned_stall_seconds'] * 1e3:.0f} ms, "
+        f"{result['pinned_stall_of_step']:.1%} of a step"
     )
     print(f"extra RAM of a synchronous save: {result['extra_ram_blocks']:.2f} blocks")
     fio.check_ceilings(result["over_fio"])
