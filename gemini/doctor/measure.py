@@ -1,4 +1,4 @@
-"""What a machine has and how fast it is, measured in a few seconds; leaves nothing behind."""
+"""Measurement of a machine in a few seconds: what it has, and its speeds. Leaves no files."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def examine(
     copy_bytes: int = COPY_BYTES,
     probe_seconds: float = PROBE_SECONDS,
 ) -> Facts:
-    """Measure RAM, every CUDA device and `folders`; without any, the default folder for files.
+    """Measure RAM, every CUDA device and `folders`, by default the default folder for files.
 
-    copy_bytes: of every copy that is timed.
-    probe_seconds: about as long as each folder takes.
+    copy_bytes: bytes of every copy that is timed.
+    probe_seconds: seconds that each folder takes, about.
     """
     return Facts(
         versions=_versions(),
@@ -113,6 +113,7 @@ def _device(index: int, nbytes: int) -> DeviceFacts:
     with torch.cuda.device(device):
         backend = make_backend(device)
         free, total = torch.cuda.mem_get_info(device)
+        # three buffers of this size are on the device at once
         nbytes = min(nbytes, free // 4)
         on_device = backend.allocate(nbytes, torch.uint8)
         pinned = backend.allocate_host(nbytes, torch.uint8)
@@ -129,13 +130,14 @@ def _device(index: int, nbytes: int) -> DeviceFacts:
 
 
 def _copy_speed(backend: Backend, nbytes: int) -> float:
-    """Bytes a second of a copy within the device, counted once."""
+    """Copy speed within the device, bytes a second; each byte is counted once."""
+    # both are written before they are timed: first touches of their pages would count as copying
     source = backend.allocate(nbytes, torch.uint8).fill_(1)
     return _speed(backend, backend.allocate(nbytes, torch.uint8).fill_(0), source)
 
 
 def _speed(backend: Backend, dst: Tensor, src: Tensor) -> float:
-    """The fastest of `ROUNDS`, after one that warms up."""
+    """Copy speed from `src` to `dst`, bytes a second: the best of `ROUNDS` after a warm-up."""
 
     def copy() -> None:
         backend.copy(dst, src).wait()
@@ -147,7 +149,7 @@ def _speed(backend: Backend, dst: Tensor, src: Tensor) -> float:
 
 
 def _flops(dtype: torch.dtype) -> float:
-    """A second, of a matrix product on the CPU, the fastest of `ROUNDS`."""
+    """FLOP a second of a matrix product on the CPU, the best of `ROUNDS`."""
     matrix = torch.ones(MATRIX, MATRIX, dtype=dtype)
     return 2 * MATRIX**3 / min(_seconds(lambda: matrix @ matrix) for _ in range(ROUNDS))
 

@@ -1,6 +1,6 @@
-"""What was found on a machine, and what follows from it: frozen values, judged and printed. Pure.
+"""Report on a machine: facts as frozen values, findings from them, and their text. Pure.
 
-Speeds are bytes a second, sizes are bytes. A figure that could not be had is None.
+Speeds are bytes a second, sizes are bytes. None is a figure that could not be measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALL_DISK = 16 * GIB
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What one CUDA device has and can."""
+    """Facts about one CUDA device: memory and speeds."""
 
     name: str
     capability: str  # "9.0"
@@ -37,7 +37,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """One folder that files may go to. `error` says why it cannot be used; then nothing else is."""
+    """Facts about one folder for files. `error`: why it cannot be used; the rest is unset then."""
 
     path: str
     error: str | None = None
@@ -51,13 +51,13 @@ class FolderFacts:
 
     @property
     def mixed(self) -> float:
-        """Read and written one after the other, as a step does."""
+        """Speed of reading and writing the same bytes one after the other, as a step does."""
         return 2 / (1 / self.read + 1 / self.write)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything that `gemini.doctor.measure.examine` finds."""
+    """Facts about a machine, as `gemini.doctor.measure.examine` finds them."""
 
     versions: tuple[tuple[str, str | None], ...]  # (package, version); None is not installed
     cores: int
@@ -79,7 +79,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something slow or missing. `level` is `"error"` (does not run) or `"slow"` or `"note"`."""
+    """Finding on a machine and its remedy. level: `"error"` (does not run), `"slow"`, `"note"`."""
 
     level: str
     what: str
@@ -88,20 +88,21 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Facts, and what was found wrong, worst first."""
+    """Facts and findings about a machine, the worst finding first."""
 
     facts: Facts
     findings: tuple[Finding, ...]
 
     @property
     def ok(self) -> bool:
-        """Nothing is missing without which it does not run."""
+        """Whether the library runs here: no finding is an error."""
         return all(finding.level != "error" for finding in self.findings)
 
     def bandwidths(self) -> dict[str, float]:
-        """What was measured, by the names of `gemini.placement.sizes.Bandwidths`.
+        """Measured speeds by the names of `gemini.placement.sizes.Bandwidths`, bytes a second.
 
-        Of several devices or folders, the slowest. `python -m gemini plan --machine` reads it.
+        Of several devices or folders the slowest counts. `python -m gemini plan --machine` reads
+        this.
         """
         facts = self.facts
         found = {"host_memory": facts.ram_copy_bytes_per_s}
@@ -118,7 +119,7 @@ class Report:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values: facts, findings, `bandwidths` and `ok`."""
+        """Report as plain values for JSON: facts, findings, `bandwidths` and `ok`."""
         return {
             **asdict(self.facts),
             "versions": dict(self.facts.versions),
@@ -129,7 +130,7 @@ class Report:
 
 
 def judge(facts: Facts) -> Report:
-    """What is slow or missing, and what to do about it."""
+    """Findings that follow from facts: what is slow or missing, and its remedy."""
     order = {"error": 0, "slow": 1, "note": 2}
     found = [*_software(facts), *_memory(facts), *_devices(facts)]
     for folder in facts.folders:
@@ -265,7 +266,7 @@ def _folder(folder: FolderFacts) -> Iterator[Finding]:
 
 
 def render(report: Report) -> str:
-    """The report as people read it."""
+    """Text of a report."""
     return "\n".join(_lines(report))
 
 

@@ -1,7 +1,7 @@
-"""Doors: other libraries' loops reach the memory manager through here. The engine imports none.
+"""Doors through which other libraries' loops reach the memory manager. The engine imports none.
 
-A file or a folder a door. It imports its own optional package, and says which extra installs
-it. Names are imported on first use.
+Each door is a file or a folder. It imports its own optional package, and names the extra that
+installs it. Names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""accelerate's loop over a sharded model: `GeminiAccelerator` where `Accelerator` was."""
+"""Door of accelerate: `GeminiAccelerator` in place of `Accelerator`, over a sharded model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ except ImportError as error:
         "gemini.integrations.accelerate needs accelerate; pip install accelerate"
     ) from error
 
-# what shards or scales by itself, and cannot do so around this
+# options of accelerate that shard or scale the model themselves
 _REFUSED = (
     "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin",
     "torch_tp_plugin", "parallelism_config",
@@ -40,7 +40,7 @@ _ALONE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_G
 
 
 class GeminiOptimizerOfAccelerate(AcceleratedOptimizer):  # type: ignore[misc]
-    """accelerate's optimizer; a step that was skipped for an overflow moves no schedule."""
+    """Optimizer of accelerate for which a step skipped by an overflow moves no schedule."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -49,16 +49,17 @@ class GeminiOptimizerOfAccelerate(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class GeminiAccelerator(Accelerator):  # type: ignore[misc]
-    """`accelerate.Accelerator` whose `prepare` shards models and places their state.
+    """Accelerator whose `prepare` shards models and places their state.
 
-    Models become `GeminiDDP`; torch's optimizers go on as this project's (`torch_optimizers`), and
-    no state travels. The loop stays.
+    Models become `GeminiDDP`; torch's optimizers become this project's (`torch_optimizers`), and
+    their state is not moved. The training loop stays as it is.
 
-    gemini: options of `GeminiDDP`. Its precision is `mixed_precision`, with outputs in fp32, and
-        without one the dtype of the model's parameters. As under torch's DDP, buffers are rank 0's.
+    gemini: options of `GeminiDDP`. Its precision is `mixed_precision`, with outputs in fp32;
+        without `mixed_precision` it is the dtype of the model's parameters. As under torch's DDP,
+        buffers are rank 0's.
     adam: where state lives, see `torch_optimizers.PLACES`; `nvme_offload_fraction=1.0`, say.
 
-    Raises ValueError for plugins that shard too, for fp8, for two different precisions, and where
+    Raises ValueError for plugins that shard too, for fp8, for two different precisions, and if
     accelerate and torch.distributed do not see the same ranks.
     """
 
@@ -90,7 +91,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         gemini: Mapping[str, Any] | None = None,
         adam: Mapping[str, Any] | None = None,
     ) -> GeminiAccelerator:
-        """`accelerator`, which has prepared nothing yet, as one of these. Raises ValueError."""
+        """Turn an Accelerator that has prepared nothing yet into this class. Raises ValueError."""
         if type(accelerator) is not Accelerator:
             raise ValueError(
                 f"a {type(accelerator).__name__} cannot be taken over; expected accelerate's own "
@@ -133,7 +134,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         self.native_amp, self.scaler = False, None  # the engine casts, and scales the loss
 
     def _options(self, model: nn.Module) -> dict[str, Any]:
-        """Of `GeminiDDP` for this model."""
+        """Options of `GeminiDDP` for this model. Raises ValueError for a `comm_hook`."""
         options: dict[str, Any] = {"broadcast_buffers": any(True for _ in model.buffers())}
         handler = self.ddp_handler
         if handler is not None:
@@ -156,9 +157,9 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """`model` as a `GeminiDDP`, once; without parameters it is accelerate's to place.
+        """Wrap a model once; accelerate places one without parameters. Returns a `GeminiDDP`.
 
-        Raises ValueError for options beside a model that was wrapped without them.
+        Raises ValueError for options with a model that was wrapped without them.
         """
         if not any(True for _ in model.parameters()):
             plain: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
@@ -174,7 +175,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         return model
 
     def _compile(self, model: nn.Module) -> None:
-        """In place, below the wrapper, where the dynamo plugin asks for it. Raises ValueError."""
+        """Compile the inner module in place, if the dynamo plugin says so. Raises ValueError."""
         plugin = self.state.dynamo_plugin
         if plugin.backend == DynamoBackend.NO:
             return
@@ -186,7 +187,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         model.compile(**plugin.to_kwargs())
 
     def _check_options_of(self, model: GeminiDDP) -> None:
-        """Of one that its user wrapped. Raises ValueError where this would have other options."""
+        """Raise ValueError if a model that its user wrapped has other options than these."""
         precision = model.engine.precision_settings.precision
         if self._gemini or self.mixed_precision not in ("no", precision):
             raise ValueError(
@@ -198,13 +199,13 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """One of this project's over the same parameters; see `torch_optimizers.convert`."""
+        """Convert an optimizer into one of this project's; see `torch_optimizers.convert`."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         return self.accept(convert(optimizer, **self._adam))
 
     def accept(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
-        """An optimizer of this project's as accelerate's. No state travels."""
+        """Wrap an optimizer of this project in accelerate's class. No state is moved."""
         prepared = GeminiOptimizerOfAccelerate(optimizer, device_placement=False)
         prepared._is_accelerate_prepared = True
         self._optimizers.append(prepared)
@@ -214,7 +215,8 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """accelerate's, for plain models. Raises ValueError for uneven batches of a sharded one."""
+        """Join of accelerate for plain models. For a sharded one it does nothing, and raises
+        ValueError for uneven batches."""
         if not any(isinstance(model, GeminiDDP) for model in joinables):
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
@@ -228,16 +230,16 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         yield
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The inner module, which stays wrapped, in the precision it computes in.
+        """Inner module, still wrapped and in its compute dtype.
 
-        For fp32 values: `get_state_dict(model)`. `model.unwrap()` ends the wrapping.
+        `get_state_dict(model)` returns fp32 values. `model.unwrap()` ends the wrapping.
         """
         inner = model.module if isinstance(model, GeminiDDP) else model
         unwrapped: nn.Module = super().unwrap_model(inner, *args, **kwargs)
         return unwrapped
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """fp32 weights, whole on rank 0 and empty on the others. All ranks call."""
+        """Weights in fp32, whole on rank 0 and empty on the others. All ranks call."""
         if isinstance(model, GeminiDDP):
             return model.state_dict()
         found: dict[str, Any] = super().get_state_dict(model, unwrap)
@@ -250,7 +252,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Weights where `from_pretrained` finds them; safetensors are written a chunk at a time."""
+        """Save weights for `from_pretrained`; safetensors are written a chunk at a time."""
         if isinstance(model, GeminiDDP) and safe_serialization:
             write_weights(save_directory, model, max_shard_size=max_shard_size)
         else:
@@ -262,11 +264,12 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         safe_serialization: bool = True,
         **save_model_func_kwargs: Any,
     ) -> Path:
-        """accelerate's own small files, and every model with its optimizer as a checkpoint.
+        """Save accelerate's own small files, and every model with its optimizer as a checkpoint.
 
-        `gemini_0`, `gemini_1`, ... are sharded, of any world size (`gemini.save_checkpoint`). All
-        ranks call.
+        The folders `gemini_0`, `gemini_1`, ... are of `gemini.save_checkpoint`: sharded, and loaded
+        at any world size. All ranks call.
         """
+        # hooks run after it: inside they would be given the plain models alone
         hooks, self._save_model_state_pre_hook = self._save_model_state_pre_hook, {}
         try:
             with self._ours_aside():
@@ -287,9 +290,10 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """What `save_state` saved, at any world size. All ranks call."""
+        """Load a folder of `save_state`, at any world size. All ranks call."""
         found: list[str] = []
         hooks = self._load_model_state_pre_hook
+        # accelerate may choose the folder itself, and tells it to hooks alone
         self._load_model_state_pre_hook = {0: lambda _, folder: found.append(folder)}
         try:
             with self._ours_aside():
@@ -308,7 +312,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         return [model for model in self._models if isinstance(model, GeminiDDP)]
 
     def _optimizer_of(self, model: GeminiDDP) -> TieredOptimizer | None:
-        """The one whose state is in the model's shards."""
+        """Optimizer whose state is of the model's shards; None if there is none."""
         for prepared in self._optimizers:
             optimizer = prepared.optimizer
             if isinstance(optimizer, TieredOptimizer) and any(
@@ -319,7 +323,8 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _ours_aside(self) -> Iterator[None]:
-        """What accelerate would gather whole is not its own to save."""
+        """Context that hides sharded models and their optimizers from accelerate, which would
+        gather them whole to save them."""
         models, optimizers = self._models, self._optimizers
         self._models = [model for model in models if not isinstance(model, GeminiDDP)]
         self._optimizers = [
@@ -334,7 +339,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
 
 
 def _loss_scale(scaler: Mapping[str, Any]) -> LossScale:
-    """Of accelerate's options for torch's GradScaler. Raises ValueError."""
+    """Loss scale from accelerate's options for torch's GradScaler. Raises ValueError."""
     if not scaler.get("enabled", True):
         raise ValueError(
             "GradScalerKwargs(enabled=False) with fp16; expected a loss scale: a fixed one is "

@@ -1,4 +1,4 @@
-"""peft's adapters of a wrapped model: written and read under the names that peft gives them."""
+"""Files of peft's adapters for a wrapped model, under the names that peft gives them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether it is one of peft's models."""
+    """Whether a module is a model of peft."""
     try:
         from peft import PeftModel
     except ImportError:
@@ -26,7 +26,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def write_adapter(folder: Path, model: GeminiDDP) -> None:
-    """As peft's `save_pretrained`, with fp32 masters. All ranks call; rank 0 writes.
+    """Save adapters as peft's `save_pretrained`, with fp32 masters. All ranks call; rank 0 writes.
 
     Raises CheckpointError on every rank.
     """
@@ -43,9 +43,9 @@ def write_adapter(folder: Path, model: GeminiDDP) -> None:
 
 
 def load_adapter(folder: Path, model: GeminiDDP) -> None:
-    """What `write_adapter` wrote; the base model stays. All ranks call.
+    """Load adapters that `write_adapter` wrote; the base model stays. All ranks call.
 
-    Raises CheckpointError on every rank where it does not fit.
+    Raises CheckpointError on every rank for another adapter.
     """
     from safetensors.torch import load_file
 
@@ -66,10 +66,11 @@ def load_adapter(folder: Path, model: GeminiDDP) -> None:
 
 
 def _places(model: GeminiDDP) -> dict[str, str]:
-    """Of every parameter that an adapter saves: the name that peft gives it in the file."""
+    """Names in peft's file of the parameters that an adapter saves, by parameter name."""
     from peft import get_peft_model_state_dict
 
     names = [name for spec in model.engine.layout.params for name in spec.names]
+    # peft renames the keys of a state dict: values that are numbers say which name became which
     marks = {name: torch.tensor(i) for i, name in enumerate(names)}
     saved = get_peft_model_state_dict(model.module, state_dict=marks, save_embedding_layers=False)
     return {names[int(mark)]: key for key, mark in saved.items()}

@@ -1,8 +1,8 @@
 """Configurations of old scripts: a Python or YAML file, or a dict, of features and other names.
 
-`parallel`, `fp16` and `clip_grad_norm` are options of a plugin (`plugin_of`). All else is the
-script's own, and is read as `global_context.config.BATCH_SIZE`: `gradient_accumulation` too, which
-is how many backwards its loop has before a step.
+`parallel`, `fp16` and `clip_grad_norm` are options of a plugin (`plugin_of`). Other names are the
+script's own, read as `global_context.config.BATCH_SIZE`. One of them is `gradient_accumulation`,
+the number of backwards before a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # what is launched need not import plugins
 
 
 class AMP_TYPE:
-    """Which 16-bit training `fp16 = dict(mode=...)` of a configuration asks for."""
+    """Kinds of 16-bit training, for `fp16 = dict(mode=...)` of a configuration."""
 
     TORCH = "torch"
     NAIVE = "naive"
@@ -30,7 +30,7 @@ class AMP_TYPE:
 
 
 class Config(dict[str, Any]):
-    """The values of a configuration, which are attributes too."""
+    """Values of a configuration, by keys and by attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -39,7 +39,7 @@ class Config(dict[str, Any]):
 
 
 class ParallelMode(Enum):
-    """Which ranks together: those that do not, that split layers, that have stages."""
+    """Kinds of rank groups: all ranks, other data, parts of layers, stages of a pipeline."""
 
     GLOBAL = "global"
     DATA = "data"
@@ -49,7 +49,7 @@ class ParallelMode(Enum):
 
 
 class GlobalContext:
-    """What a process was launched with, for all of its modules."""
+    """Configuration that the process was launched with, for all of its modules."""
 
     def __init__(self) -> None:
         self.config = Config()
@@ -59,7 +59,7 @@ class GlobalContext:
         return self.get_world_size(ParallelMode.PIPELINE)
 
     def is_initialized(self, mode: ParallelMode) -> bool:
-        """Whether several ranks are together in this way."""
+        """Whether groups of this kind have several ranks."""
         return self.get_world_size(mode) > 1
 
     def get_global_rank(self) -> int:
@@ -72,7 +72,7 @@ class GlobalContext:
         return self._place(mode)[0]
 
     def _place(self, mode: ParallelMode) -> tuple[int, int]:
-        """(this rank's place, how many there are), as the configuration's plugin has them."""
+        """Place of this rank and number of places, by the sizes of the configuration's plugin."""
         if mode is ParallelMode.GLOBAL:
             return rank(), world_size()
         sizes = plugin_of(self.config, zero_stage=1).sizes
@@ -91,7 +91,7 @@ def is_using_pp() -> bool:
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
-    """Of a dict, or of a file that is one of yours: a `.py` file is run.
+    """Read a configuration from a dict or a trusted file: a `.py` file is run.
 
     Names that begin with an underscore, modules, functions and classes are left out.
     Raises ValueError for a file of another kind.
@@ -114,14 +114,14 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
 
 
 def plugin_of(config: Mapping[str, Any], **options: Any) -> HybridParallelPlugin:
-    """The plugin that a configuration describes.
+    """Make the plugin that a configuration describes.
 
-    config: of `read_config`. parallel: `dict(pipeline=2, tensor=dict(size=2, mode="1d"), moe=2)`,
-        of which each size may be `dict(size=)`. fp16: its `mode` and the loss scale; without it
-        computing is fp32. clip_grad_norm: of every step. NUM_MICRO_BATCHES: of a pipeline.
-    options: of `HybridParallelPlugin`, which come before.
-    Raises ValueError for a mode of tensor parallelism or of fp16 that is not here, and for names in
-    `parallel` and `fp16` that are none.
+    config: from `read_config`. parallel: `dict(pipeline=2, tensor=dict(size=2, mode="1d"), moe=2)`;
+        each size may be `dict(size=)`. fp16: its `mode` and the loss scale; without it modules
+        compute in fp32. clip_grad_norm: of every step. NUM_MICRO_BATCHES: of a pipeline.
+    options: for `HybridParallelPlugin`; they override the configuration.
+    Raises ValueError for an unknown mode of tensor parallelism or of fp16, and for unknown names in
+    `parallel` and `fp16`.
     """
     parallel = dict(config.get("parallel") or {})
     tensor = parallel.pop("tensor", 1)

@@ -1,4 +1,4 @@
-"""Starting a process of a group, from torchrun, Slurm, Open MPI or by hand; and who is who."""
+"""Start of a process in a group: from torchrun, Slurm, Open MPI or by hand. Loggers by rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Given = str | os.PathLike[str] | Mapping[str, Any] | None  # a configuration, or
 
 
 def _config_first(launcher: Callable[P, None]) -> Callable[P, None]:
-    """Old scripts begin with a configuration."""
+    """Decorator of a launcher that takes a configuration as its first argument, as old ones did."""
 
     @functools.wraps(launcher)
     def launched(*args: Any, **kwargs: Any) -> None:
@@ -57,12 +57,12 @@ def launch(
     local_rank: number of the CUDA device; None is LOCAL_RANK, else `rank` modulo the devices.
     seed: of all random numbers, the same on every rank.
 
-    config: a dict, which may come first, or a Python or YAML file: what
-        `gemini.integrations.config.global_context.config` is then. Nothing reads it but the script,
-        and `plugin_of`, by which it describes a plugin.
+    config: a dict, which may be the first argument, or a Python or YAML file. It becomes
+        `gemini.integrations.config.global_context.config`, which the script reads, and `plugin_of`
+        if the script describes its plugin so.
 
-    A second call for the same rank and world size does nothing else. Raises RuntimeError for
-    others.
+    A second call for the same rank and world size only takes the configuration. Raises RuntimeError
+    for another rank or world size.
     """
     _take_config(config)
     if _is_joined(rank, world_size):
@@ -75,7 +75,10 @@ def launch(
 def launch_from_torch(
     backend: str | None = None, seed: int = 1024, verbose: bool = True, config: Given = None
 ) -> None:
-    """As `launch`, from what torchrun has set; without that, a group of this process alone."""
+    """Launch with torchrun's variables; without them, as a group of this process alone.
+
+    See `launch`.
+    """
     _take_config(config)
     there = "RANK" in os.environ
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -96,7 +99,7 @@ def launch_from_slurm(
     verbose: bool = True,
     config: Given = None,
 ) -> None:
-    """As `launch`, with the rank from SLURM_PROCID, SLURM_NPROCS and SLURM_LOCALID."""
+    """Launch with ranks from SLURM_PROCID, SLURM_NPROCS and SLURM_LOCALID; see `launch`."""
     rank, size = (_from_environment(name, "srun") for name in ("SLURM_PROCID", "SLURM_NPROCS"))
     local = int(os.environ["SLURM_LOCALID"]) if "SLURM_LOCALID" in os.environ else None
     launch(rank, size, host, port, backend, local, seed, verbose, config)
@@ -111,14 +114,14 @@ def launch_from_openmpi(
     verbose: bool = True,
     config: Given = None,
 ) -> None:
-    """As `launch`, with the rank from OMPI_COMM_WORLD_RANK, _SIZE and _LOCAL_RANK."""
+    """Launch with ranks from OMPI_COMM_WORLD_RANK, _SIZE and _LOCAL_RANK; see `launch`."""
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
     rank, size, local = (_from_environment(name, "mpirun") for name in names)
     launch(rank, size, host, port, backend, local, seed, verbose, config)
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """For scripts that take the arguments of `launch`."""
+    """Parser for scripts that take the arguments of `launch`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--host", default="localhost")
     parser.add_argument("--port", type=int, default=29500)
@@ -131,19 +134,19 @@ def get_default_parser() -> argparse.ArgumentParser:
 
 
 class _RankHandler(logging.Handler):
-    """Prints to what stderr is by then, with the rank that this process has by then."""
+    """Handler that looks up stderr and this process's rank anew for each message."""
 
     def emit(self, record: logging.LogRecord) -> None:
         sys.stderr.write(f"[rank {rank()}] {self.format(record)}\n")
 
 
 class DistLogger(logging.Logger):
-    """A logger whose messages some ranks say: `logger.info("built", ranks=[0])`."""
+    """Logger whose messages can be limited to some ranks: `logger.info("built", ranks=[0])`."""
 
     def _log(  # type: ignore[override]
         self, level: int, msg: object, args: Any, *, ranks: Sequence[int] | None = None, **more: Any
     ) -> None:
-        """ranks: those that say it; None is all."""
+        """Log a message on some ranks; `ranks=None` is all."""
         if ranks is None or rank() in ranks:
             more["stacklevel"] = more.get("stacklevel", 1) + 1
             super()._log(level, msg, args, **more)
@@ -155,7 +158,7 @@ class DistLogger(logging.Logger):
         level: str = "INFO",
         suffix: str | None = None,
     ) -> None:
-        """Write to a file of this rank in the folder `path` too, from `level` on."""
+        """Also write messages from `level` on to a file of this rank in the folder `path`."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"rank_{rank()}" + ("" if suffix is None else f"_{suffix}")
@@ -165,7 +168,7 @@ class DistLogger(logging.Logger):
 
 
 def get_dist_logger(name: str = "gemini.training") -> DistLogger:
-    """A logger that prints from INFO on, and says which rank speaks."""
+    """Logger that prints from INFO on, with the rank before each message."""
     logger: Any = logging.getLogger(name)
     logger.__class__ = DistLogger
     made: DistLogger = logger
@@ -177,7 +180,7 @@ def get_dist_logger(name: str = "gemini.training") -> DistLogger:
 
 
 class DistCoordinator:
-    """Which rank this is, and what ranks do one after another or alone.
+    """Coordinator of ranks: which rank this is, and work that one does first or alone.
 
     Without a process group it is rank 0 of 1.
     """
@@ -195,7 +198,7 @@ class DistCoordinator:
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def is_master(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Whether this is the first rank, of the group."""
+        """Whether this is the first rank of the group."""
         if process_group is None:
             return self.rank == 0
         return dist.get_rank(process_group) == 0
@@ -221,13 +224,14 @@ class DistCoordinator:
     def priority_execution(
         self, executor_rank: int = 0, process_group: dist.ProcessGroup | None = None
     ) -> Iterator[None]:
-        """One rank runs the body first, then the others: so that one downloads, say.
+        """Context whose body one rank runs first, then the others: so that one downloads, say.
 
-        Collective. Where that rank fails, the others run it too.
+        Collective. If that rank fails, the others still run the body.
         """
         mine = self.rank if process_group is None else dist.get_rank(process_group)
         if mine != executor_rank:
             self.block_all(process_group)
+        # also after an error: the others wait in the barrier
         try:
             yield
         finally:
@@ -235,19 +239,19 @@ class DistCoordinator:
                 self.block_all(process_group)
 
     def block_all(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks of the group call this."""
         if self.world_size > 1:
             dist.barrier(process_group)
 
     def destroy(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """End the process group; None ends all. Models that use it are to be gone."""
+        """End the process group; None ends all. Delete models that use it before."""
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group(process_group)
 
     def on_master_only(
         self, process_group: dist.ProcessGroup | None = None
     ) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
-        """A decorator: the first rank runs the function, on the others it returns None."""
+        """Decorator: the first rank runs the function, on the others it returns None."""
 
         def decorator(function: Callable[P, T]) -> Callable[P, T | None]:
             @functools.wraps(function)
@@ -260,7 +264,7 @@ class DistCoordinator:
 
 
 def priority_execution(executor_rank: int = 0) -> Any:
-    """`DistCoordinator().priority_execution(executor_rank)`."""
+    """Context whose body one rank runs first; see `DistCoordinator.priority_execution`."""
     return DistCoordinator().priority_execution(executor_rank)
 
 

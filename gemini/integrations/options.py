@@ -1,4 +1,4 @@
-"""Options of doors as one table: the default of each, the case it is for, and what is said of it.
+"""Table of a door's options: the default of each, the case it is for, and why it is refused.
 
     bucket_cap_mb: int = option(25, only=DDP)  # in another case any other value is refused
     use_fp8: bool = option(False, absent=True)  # any other value is refused
@@ -18,7 +18,7 @@ from gemini.optim.rules.loss_scale import LossScale
 
 from .parts import accept
 
-# Loss scales that doors begin with. The first is this project's own and most of Colossal-AI's.
+# Default loss scales of doors. The first is this project's and that of most of Colossal-AI.
 SCALE = LossScale()
 ZERO_SCALE = LossScale(initial_scale=2.0**32)  # LowLevelZeroPlugin, ShardedOptimizerV2, fp16_naive
 OPTIMIZER_SCALE = LossScale(growth_interval=2000, max_scale=2.0**24)  # LowLevelZeroOptimizer
@@ -32,9 +32,9 @@ _RULE = "rule"  # in the metadata of a field
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """When options mean something, of the door that has them.
+    """Case in which options of a door have a meaning.
 
-    remedy: what is said where one is given in another case; values of the door go into its braces.
+    remedy: text of the error for an option in another case; values of the door fill its braces.
     """
 
     holds: Callable[[Any], bool]
@@ -43,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What is checked and said of one option; see `option`."""
+    """Checks and texts of one option; see `option`."""
 
     only: Case | None = None
     absent: bool = False
@@ -61,27 +61,27 @@ FP16 = Case(
 
 
 def option(default: Any = MISSING, **rule: Any) -> Any:
-    """A field of a door.
+    """Field of a door with a rule.
 
-    only: the case in which another value than the default is taken. absent: it never is.
-    ignored: why another value changes nothing; a function of the door may say it.
-    kind, valid, expected: the class of a value, if it is not the default; whether a value may be
-        given; and what is to be given instead of others.
-    name: what another door calls it, that it is `handed` to.
+    only: case in which values other than the default are taken. absent: they never are.
+    ignored: reason why another value changes nothing, or a function of the door that returns it.
+    kind, valid, expected: class of a value other than the default; whether a value may be given;
+        and text of the error that says what may.
+    name: the option's name in the door that it is `handed` to.
     """
     return field(default=default, metadata={_RULE: _Rule(**rule)})
 
 
 def size(default: Any = MISSING, **rule: Any) -> Any:
-    """A number of ranks or rows, 1 or more."""
+    """Field of a door that is a number of ranks or rows, 1 or more, or None."""
     valid = {"valid": lambda size: size is None or size >= 1, "expected": "1 or more"}
     return option(default, **valid, **rule)
 
 
 def check_options(door: Any, also: Callable[[], None] | None = None) -> None:
-    """Refuse values that have no meaning here, and say which change nothing.
+    """Refuse values without a meaning here, and log options that change nothing.
 
-    also: checks of several options together, before anything is said.
+    also: checks of several options together, before anything is logged.
     Raises ValueError, and NotImplementedError for what is absent.
     """
     changes_nothing = {}
@@ -117,7 +117,10 @@ def handed(door: Any, case: Case) -> dict[str, Any]:
 
 
 def documented(door: Any, table: Any = None) -> None:
-    """Add to the docstring of a door what its table refuses: its own, before it is a dataclass."""
+    """Add the rules of a door's table to its docstring.
+
+    table: dataclass with the options; None is the door itself, before it becomes a dataclass.
+    """
     said: dict[str, list[str]] = {}
     for name, found in (vars(door) if table is None else table.__dataclass_fields__).items():
         rule = found.metadata.get(_RULE, _Rule()) if isinstance(found, Field) else _Rule()

@@ -1,4 +1,4 @@
-"""What doors share: options that are refused or do nothing, devices, and loaders of data."""
+"""Helpers of all doors: options without effect, ranks, devices, and loaders of data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRECISIONS = {DTYPES[name]: precision for precision, name in DTYPE_OF.items()}  
 
 
 def accept(options: Mapping[str, str]) -> None:
-    """Options that change nothing here, each with why: said in one line, once, by rank 0."""
+    """Log options that change nothing here, with the reason of each: once, on rank 0."""
     new = [name for name in options if name not in said_already]
     said_already.update(new)
     if new and rank() == 0:
@@ -32,7 +32,7 @@ def accept(options: Mapping[str, str]) -> None:
 
 
 def precision_of(option: str, dtype: torch.dtype) -> str:
-    """The engine's name of a dtype that `option` says. Raises ValueError for one that has none."""
+    """Engine's name of the dtype that `option` was given. Raises ValueError for other dtypes."""
     if dtype not in PRECISIONS:
         known = ", ".join(f"torch.{name}" for name in DTYPE_OF.values())
         raise ValueError(f"{option}={dtype!r}; expected None, {known}")
@@ -48,7 +48,7 @@ def rank() -> int:
 
 
 def this_device(asked: torch.device | str | None = None) -> torch.device:
-    """`asked`, or the CUDA device of this process, or the CPU."""
+    """Device of this process: `asked`, or else its CUDA device, or else the CPU."""
     if asked is not None:
         return torch.device(asked)
     if torch.cuda.is_available():
@@ -57,7 +57,7 @@ def this_device(asked: torch.device | str | None = None) -> torch.device:
 
 
 def inner_of(model: nn.Module) -> nn.Module:
-    """The module that torch's DDP wraps, or itself."""
+    """Module inside torch's DDP; any other module is returned as it is."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model.module  # type: ignore[no-any-return]
     return model
@@ -66,7 +66,7 @@ def inner_of(model: nn.Module) -> nn.Module:
 def put_in_place(
     optimizer: torch.optim.Optimizer | None, instead: Mapping[int, torch.Tensor]
 ) -> None:
-    """An optimizer has these parameters for others, by their ids."""
+    """Replace parameters in an optimizer's groups; `instead` is by the id of the old one."""
     for group in () if optimizer is None else optimizer.param_groups:
         group["params"] = [instead.get(id(param), param) for param in group["params"]]
 
@@ -79,7 +79,7 @@ def without_masters(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def by_position(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """State and groups of an optimizer, by these names, as torch's optimizers have them."""
+    """Convert an optimizer's state from names to positions, as in torch's optimizers."""
     position = {name: i for i, name in enumerate(names)}
     planes = {position[name]: found for name, found in without_masters(state["state"]).items()}
     groups = [
@@ -93,14 +93,14 @@ def dataloader(
     dataset: Dataset[Any], place: tuple[int, int] | None = None, *, shuffle: bool, seed: int,
     drop_last: bool, num_workers: int, distributed_sampler_cls: type | None = None, **kwargs: Any,
 ) -> DataLoader[Any]:  # fmt: skip
-    """A loader that gives each data-parallel rank its own part of `dataset`.
+    """Loader that gives each data-parallel rank its own part of `dataset`.
 
-    place: (which part, of how many); None is the rank's among all.
-    seed: of the order, the same on all ranks, and of the random numbers of worker processes,
-        another one for each worker of each part.
+    place: (index of the part, number of parts); None is (rank, world size).
+    seed: of the order, equal on all ranks, and of the random numbers of worker processes, with
+        another value for each worker of each part.
     kwargs: for `torch.utils.data.DataLoader`.
 
-    Raises ValueError for a dataset without a length, and for a sampler beside its own.
+    Raises ValueError for a dataset without a length, and for a sampler in `kwargs`.
     """
     for name in ("sampler", "batch_sampler"):
         if kwargs.get(name) is not None:
@@ -117,6 +117,7 @@ def dataloader(
     sampler = (distributed_sampler_cls or DistributedSampler)(
         dataset, num_replicas=parts, rank=part, shuffle=shuffle, seed=seed, drop_last=drop_last
     )
+    # workers are counted through all parts, so that no two of them draw the same random numbers
     first = seed + part * max(1, num_workers)
     seeded = partial(_seed_worker, first, kwargs.pop("worker_init_fn", None))
     return DataLoader(
@@ -132,7 +133,7 @@ def _seed_worker(first: int, then: Any, worker: int) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Python's, NumPy's and torch's random numbers of this process."""
+    """Seed Python's, NumPy's and torch's random numbers of this process."""
     import numpy as np
 
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""Runs a script as `python SCRIPT` does; torchrun's summary has the error that ends it.
+"""Runner of a script, as `python SCRIPT`, whose last error is in torchrun's summary.
 
 python -m gemini.integrations.recorded [-m] SCRIPT ARGUMENTS, under torchrun; -m: it is a module
 """
@@ -15,14 +15,18 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 
 
 class InOrder(ErrorHandler):
-    """torch's error files, of which no two have one time: it counts seconds, and names the rank
-    with the least as root cause, where one failure ends other ranks at once."""
+    """Handler of torch's error files that gives each a time of its own.
+
+    torch counts whole seconds and names the rank with the least as root cause, and one failure may
+    end other ranks within the same second.
+    """
 
     def record_exception(self, e: BaseException) -> None:
         super().record_exception(e)
         own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
         if own.is_file():
             said = json.loads(own.read_text())
+            # ranks that failed before have a file already: one second later for each of them
             earlier = len(list(own.parents[1].glob(f"*/{own.name}"))) - 1
             info = said["message"]["extraInfo"]
             info["timestamp"] = str(int(info["timestamp"]) + earlier)

@@ -1,4 +1,4 @@
-"""`python -m gemini run`: torchrun, on this machine or on hosts that ssh reaches."""
+"""Command `python -m gemini run`: torchrun, on this machine or on hosts that ssh reaches."""
 
 from __future__ import annotations
 
@@ -35,9 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status: 0, or that of what failed. Raises ValueError for hosts that are none."""
+    """Run the script on all hosts; returns 0 or the status of the first command that failed.
+
+    Raises ValueError for a wrong choice of hosts.
+    """
+    # SIGTERM raises in place of ending this process, so that `finally` ends those it started
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:  # what it started ends with it
+    try:
         with tempfile.TemporaryDirectory(prefix="gemini-run-") as logs:
             if options.node_rank is not None:
                 return _run([_torchrun(options, options.node_rank, options.nnodes or 1, logs)])
@@ -51,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def chosen_hosts(options: argparse.Namespace) -> list[str]:
-    """In order; empty for this machine alone."""
+    """Hosts in order; empty for this machine alone. Raises ValueError."""
     if options.host and options.hostfile:
         raise ValueError("--host and --hostfile; expected one of the two")
     if (options.include or options.exclude) and not options.hostfile:
@@ -112,7 +116,7 @@ def _torchrun(options: argparse.Namespace, node: int, nodes: int, logs: str) -> 
 
 
 def _run(commands: Sequence[Sequence[str]]) -> int:
-    """Commands at once; where one fails, all are ended. Its status, or 0."""
+    """Run commands at the same time; one that fails ends all. Returns its status, or 0."""
     stdin = None if len(commands) == 1 else subprocess.DEVNULL
     environment = {**os.environ, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _LINE}
     processes = [
@@ -140,11 +144,13 @@ def _over_ssh(options: argparse.Namespace, host: str, node: int, nodes: int) -> 
     variables = [f"{name}={os.environ[name]}" for name in _SHARED if name in os.environ]
     there = f"cd {shlex.quote(str(Path.cwd()))} && exec env {shlex.join([*variables, *again])}"
     port = [] if options.ssh_port is None else ["-p", str(options.ssh_port)]
+    # BatchMode: ssh fails in place of asking for a password, for which it would wait forever
     return ["ssh", "-o", "BatchMode=yes", *port, host, there]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process with all that it started, and wait for it."""
+    """End a process and its children, and wait for it."""
+    # it was started as a session of its own, so its group has no process of ours
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)

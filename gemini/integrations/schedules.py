@@ -1,7 +1,7 @@
-"""Learning rates by their closed forms, under the names that Colossal-AI's users know.
+"""Schedules of learning rates by their closed forms, under the names of Colossal-AI.
 
-t is the step, from 0; T `total_steps`; W `warmup_steps`; each takes `total_steps` first. A rate
-depends on t alone, so a schedule goes on from its state dict. Behind T it stays as it is there.
+t is the step, from 0; T `total_steps`; W `warmup_steps`. Each schedule takes `total_steps` first. A
+rate depends on t alone, so a schedule resumes from its state dict. After T it stays constant.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 
 
 def _takes(schedule: Any, options: Mapping[str, Any]) -> None:
-    """A class takes these options, in their order with their defaults, behind `total_steps`."""
+    """Give a class these options with their defaults, in this order, after `total_steps`."""
     names = {"optimizer": Parameter.empty, "total_steps": Parameter.empty, **options}
     schedule.parameters = schedule.__signature__ = Signature(
         [
@@ -37,7 +37,7 @@ def _given(schedule: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 class Schedule(lr_scheduler.LRScheduler):
     """Warm-up, base (t + 1) / W for t < W; then `after` t' = t - W steps of T' = T - W.
 
-    Its arguments are attributes. Raises ValueError for steps and options that are none.
+    Its arguments are attributes. Raises ValueError for steps and options outside their range.
     """
 
     parameters: ClassVar[Signature]
@@ -81,9 +81,9 @@ class Schedule(lr_scheduler.LRScheduler):
             raise ValueError("milestones is empty; expected steps at which the rate falls")
 
     def rate(self, step: int, base: float) -> float:
-        """Of a group whose rate was `base`, at a step of at most `total_steps`.
+        """Rate of a group with initial rate `base`, at a step of at most `total_steps`.
 
-        A warm-up of as many steps, or more, goes on to the end.
+        A warm-up of `total_steps` or more goes on to the end.
         """
         warmup = self.warmup_steps
         if step < warmup or warmup >= self.total_steps:
@@ -91,7 +91,7 @@ class Schedule(lr_scheduler.LRScheduler):
         return self.after(step - warmup, self.total_steps - warmup, base)
 
     def after(self, step: int, total: int, base: float) -> float:
-        """The rate at a step of those that follow the warm-up."""
+        """Rate at step t' of T' after the warm-up."""
         raise NotImplementedError
 
     def get_lr(self) -> list[float | torch.Tensor]:
@@ -124,13 +124,13 @@ def _polynomial(self: Any, step: int, total: int, base: float) -> float:
 
 
 class LinearWarmupLR(Schedule, after=_linear, warmup_steps=0):
-    """base (t + 1) / (W + 1) for t < W; base (T - t) / (T - W) from there."""
+    """Rate base (t + 1) / (W + 1) for t < W, then base (T - t) / (T - W)."""
 
     peak_delay = 1
 
 
 class CosineAnnealingLR(Schedule, after=_cosine, eta_min=0.0):
-    """eta_min + (base - eta_min) (1 + cos(pi t / T)) / 2."""
+    """Rate eta_min + (base - eta_min) (1 + cos(pi t / T)) / 2."""
 
 
 class CosineAnnealingWarmupLR(Schedule, after=_cosine, warmup_steps=0, eta_min=0.0):
@@ -138,7 +138,7 @@ class CosineAnnealingWarmupLR(Schedule, after=_cosine, warmup_steps=0, eta_min=0
 
 
 class FlatAnnealingLR(Schedule, after=_flat, pct_start=0.72):
-    """base for F = int(pct_start T) steps, then a cosine to 0."""
+    """Rate base for F = int(pct_start T) steps, then a cosine to 0."""
 
     fixed = Schedule.fixed | {"eta_min": 0.0}
 
@@ -148,7 +148,7 @@ class FlatAnnealingWarmupLR(Schedule, after=_flat, warmup_steps=0, pct_start=0.7
 
 
 class MultiStepLR(Schedule, after=_steps, milestones=None, gamma=0.1):
-    """base gamma^n, where n milestones are at most t."""
+    """Rate base gamma^n, where n milestones are at most t."""
 
 
 class MultiStepWarmupLR(Schedule, after=_steps, warmup_steps=0, milestones=None, gamma=0.1):
@@ -156,7 +156,7 @@ class MultiStepWarmupLR(Schedule, after=_steps, warmup_steps=0, milestones=None,
 
 
 class PolynomialLR(Schedule, after=_polynomial, end_lr=0.0001, power=1.0):
-    """end_lr + (base - end_lr) (1 - t / T)^power."""
+    """Rate end_lr + (base - end_lr) (1 - t / T)^power."""
 
 
 class PolynomialWarmupLR(Schedule, after=_polynomial, warmup_steps=0, end_lr=0.0001, power=1.0):
@@ -164,7 +164,7 @@ class PolynomialWarmupLR(Schedule, after=_polynomial, warmup_steps=0, end_lr=0.0
 
 
 class _OfTorch:
-    """Comes before a schedule of torch's, which takes `total_steps` and its options here."""
+    """Base class put before a schedule of torch's, so that it takes `total_steps` too."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         if options:
@@ -174,7 +174,7 @@ class _OfTorch:
         super().__init__(**self.asked(**_given(self, args, kwargs)))
 
     def asked(self, total_steps: int, **options: Any) -> dict[str, Any]:
-        """Of torch's own."""
+        """Arguments for torch's schedule."""
         return options
 
 
@@ -182,7 +182,7 @@ class OneCycleLR(
     _OfTorch, lr_scheduler.OneCycleLR, pct_start=0.3, anneal_strategy="cos", cycle_momentum=True,
     base_momentum=0.85, max_momentum=0.95, div_factor=25.0, final_div_factor=10000.0,
 ):  # fmt: skip
-    """torch's, whose highest rates are those of the groups."""
+    """Schedule of torch with the groups' rates as the highest ones."""
 
     def asked(self, total_steps: int, **options: Any) -> dict[str, Any]:
         highest = [group["lr"] for group in options["optimizer"].param_groups]
@@ -190,7 +190,7 @@ class OneCycleLR(
 
 
 class LambdaLR(_OfTorch, lr_scheduler.LambdaLR, lr_lambda=None):
-    """base lr_lambda(t), as torch's."""
+    """Rate base lr_lambda(t), by torch's schedule."""
 
     def asked(self, total_steps: int, **options: Any) -> dict[str, Any]:
         if options["lr_lambda"] is None:
@@ -199,8 +199,8 @@ class LambdaLR(_OfTorch, lr_scheduler.LambdaLR, lr_lambda=None):
 
 
 class StepLR(_OfTorch, lr_scheduler.StepLR, step_size=1, gamma=0.1):
-    """base gamma^(t // step_size), as torch's."""
+    """Rate base gamma^(t // step_size), by torch's schedule."""
 
 
 class ExponentialLR(_OfTorch, lr_scheduler.ExponentialLR, gamma=1.0):
-    """base gamma^t, as torch's."""
+    """Rate base gamma^t, by torch's schedule."""

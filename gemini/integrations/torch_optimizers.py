@@ -1,4 +1,4 @@
-"""torch's optimizers, as trainers make them, turned into this project's."""
+"""Conversion of torch's optimizers, as trainers make them, into this project's."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ TAKEN = (
     "torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam, Adadelta, "
     "Adafactor or Muon, a Lion, AdamW of bitsandbytes, AdamW8bit of torchao, or one of gemini.optim"
 )
-# where state lives and how it is updated: all that the given optimizer cannot say
+# where state lives and how it is updated, which the given optimizer has no options for
 PLACES = ("nvme_offload_fraction", "nvme_offload_dir", "nvme_write_budget", "nvme", "cpu_path")
-# how others compute it, which changes no update but by rounding
+# options of torch's implementations, which change updates by rounding alone
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def _as(ours: type[T], other: str) -> type[T]:
-    """Ours by the name that another has: monitors of rates and dashboards go by it."""
+    """Subclass of `ours` with another optimizer's name: monitors and dashboards show it."""
     name = other.replace(".", " ").split()[-1]
     said = {"__module__": __name__, "__doc__": f"One that was {other}.", "in_place_of": other}
     kind: Any = type(ours)
@@ -57,7 +57,7 @@ Lion, AdamW8bit = _as(HybridLion, "a Lion"), _as(HybridAdam, "an AdamW8bit")
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How options of one optimizer read as ours."""
+    """Kind of optimizer that can be converted: its class here, and how its options are read."""
 
     ours: type[TieredOptimizer]
     read: Callable[[Group], dict[str, Any]]
@@ -67,16 +67,16 @@ class _Kind:
 
 
 def convert(optimizer: torch.optim.Optimizer, **adam: Any) -> torch.optim.Optimizer:
-    """`optimizer`, which from now on is one of this project's; the same object.
+    """Turn `optimizer` in place into one of this project's; returns the same object.
 
-    So schedulers, hooks and whoever else holds it follow, made before or after. Parameters, groups
-    with their labels, and options stay; state that it has is taken over, by a collective where the
-    parameters are a wrapped module's. One of this project's is returned as it is.
+    Schedulers and hooks of it go on working, made before or after. Parameters, groups with their
+    labels, and options stay. Its state is taken over, by a collective if the parameters are a
+    wrapped module's. An optimizer of this project is returned as it is.
 
-    adam: where state lives (`PLACES`), as in `optim.HybridAdam`, also for the others.
+    adam: where state lives (`PLACES`), as in `optim.HybridAdam`, for every kind of optimizer.
 
-    Raises ValueError, before anything changes, for an optimizer or an option that has no meaning
-    here, for `adam` options that the optimizer itself has, and for any with one of this project's.
+    Raises ValueError, before anything changes, for an optimizer or an option without a meaning
+    here, for `adam` options outside of `PLACES`, and for any with an optimizer of this project.
     """
     if isinstance(optimizer, TieredOptimizer):
         if adam:
@@ -111,7 +111,10 @@ def convert(optimizer: torch.optim.Optimizer, **adam: Any) -> torch.optim.Optimi
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> _Kind:
-    """Exact classes: what a subclass changes would be lost."""
+    """Kind of an optimizer by its exact class: a subclass's changes would be lost.
+
+    Raises ValueError for an unknown class, and for a replaced `step`.
+    """
     found = _TORCH.get(type(optimizer)) or _of_few_bits(type(optimizer))
     if found is None and type(optimizer).__name__ == "Lion" and "betas" in optimizer.defaults:
         found = _LION
@@ -129,7 +132,7 @@ def _kind(optimizer: torch.optim.Optimizer) -> _Kind:
 
 
 def _of_few_bits(known: type) -> _Kind | None:
-    """Of packages that need not be there."""
+    """Kind of an optimizer of torchao or bitsandbytes, neither of which is imported."""
     package, name = known.__module__.partition(".")[0], known.__name__
     if package == "torchao" and name == "AdamW8bit":
         return _EIGHT_BITS
@@ -184,12 +187,12 @@ def _sgd(group: Group) -> dict[str, Any]:
 
 
 def _alike(ours: type[ElementwiseOptimizer], **without: Any) -> _Kind:
-    """Options that both have by the same names."""
+    """Kind whose options are all those of `ours`, by the same names."""
     return _named(ours, *ours.rule.options, **without)
 
 
 def _named(ours: type[TieredOptimizer], *names: str, **without: Any) -> _Kind:
-    """These options, by the same names."""
+    """Kind whose options are `names`, by the same names in `ours`."""
     return _Kind(
         ours, lambda group: {name: group[name] for name in names}, frozenset(names), without
     )

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer over a sharded model: `GeminiTrainer`, and a mixin for trainers on it."""
+"""Door of Hugging Face's Trainer: `GeminiTrainer`, and a mixin for trainers built on Trainer."""
 
 from __future__ import annotations
 
@@ -38,23 +38,22 @@ log = logging.getLogger("gemini")
 CHECKPOINT = "gemini"  # in a checkpoint of the trainer's: weights and optimizer, sharded
 _TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
-# which transformers has of other packages, and which are made of ours from the start
+# optimizers of other packages in transformers; here they are this project's from the start
 _OTHERS = ("lion_32bit", "schedule_free_adamw", "paged_adamw_32bit", "adafactor", *EIGHT_BITS)
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class GeminiTrainerMixin(_Base):  # type: ignore[misc]
-    """Before a trainer built on `transformers.Trainer`: `class T(GeminiTrainerMixin, SFTTrainer)`.
+    """Mixin for trainers on `transformers.Trainer`: `class T(GeminiTrainerMixin, SFTTrainer)`.
 
-    Everything stays the trainer's own, but that the model is a `GeminiDDP` while it trains and
-    evaluates, that its optimizer is this project's, and that saving is collective: weights where
-    `from_pretrained` finds them, written a chunk at a time, and a sharded checkpoint that resumes
-    at any world size.
+    The model is a `GeminiDDP` while it trains and evaluates, and its optimizer is this project's.
+    Saving is collective: it writes weights for `from_pretrained`, a chunk at a time, and a sharded
+    checkpoint that resumes at any world size. All else stays the trainer's own.
 
     gemini, adam: as in `GeminiAccelerator`.
 
-    model: also a `GeminiDDP`. What the trainer does to it, such as another forward, it does to the
-        inner module.
+    model: also a `GeminiDDP`. Changes that the trainer makes to a model, such as another forward,
+        are made to the inner module.
 
     Raises ValueError for an `args.optim` that has no sharded form, for `save_on_each_node`, and as
     `GeminiAccelerator` does.
@@ -88,18 +87,18 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
         GeminiAccelerator.of(self.accelerator, *self._asked)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """It need not fit there: wrapping places it, shard by shard."""
+        """Do nothing: the whole model need not fit on the device, and wrapping places shards."""
 
     @property
     def _sharded(self) -> GeminiDDP | None:
-        """The model, once it is wrapped."""
+        """Wrapped model, None before wrapping and after unwrapping."""
         wrapped = getattr(self, "model_wrapped", None)
         if isinstance(wrapped, GeminiDDP) and not wrapped.engine.is_unwrapped:
             return wrapped
         return None
 
     def _shard(self) -> GeminiDDP:
-        """The model, wrapped now if it is not yet. `self.model` is the inner one from then on."""
+        """Wrapped model, wrapped now if it is not yet; `self.model` becomes the inner module."""
         wrapped = self._sharded
         if wrapped is None:
             wrapped = self.model_wrapped = self.accelerator.prepare_model(self.model)
@@ -108,7 +107,7 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
         return wrapped
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The trainer's own, over the wrapped model, or one that is ours from the start."""
+        """Make the optimizer over the wrapped model. Raises ValueError for an unknown `optim`."""
         self._shard()
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             check_optim(str(self.args.optim.value))
@@ -118,6 +117,7 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
         return found
 
     def _create_other(self) -> torch.optim.Optimizer:
+        # the pair is set for this call alone: Trainer makes the optimizer of it, in its own groups
         kind, options = _other(self.args)
         self.optimizer_cls_and_kwargs = (kind, options | dict(self._asked[1] or {}))
         made = super().create_optimizer(self.model)
@@ -129,32 +129,33 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> nn.Module:
-        """The wrapped model, also to evaluate with."""
+        """Wrapped model, for training and for evaluation."""
         if isinstance(model, GeminiDDP) or model is self.model:
             return self._shard()
         wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
         return wrapped
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
-        """After memory ran out: the model stays wrapped, and goes on without its gradients."""
+        """Take a smaller batch after memory ran out: the model stays wrapped, gradients go."""
         self._train_batch_size = batch_size
         if self._sharded is not None:
             self._sharded.zero_grad()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Weights (or the adapter's) where `from_pretrained` finds them. All ranks call."""
+        """Save weights, or an adapter's, for `from_pretrained`. All ranks call."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         model = self._shard()
         if is_adapted(model.module):
             write_adapter(folder, model)
         else:
             write_weights(folder, model)
+        # an error of the rank that writes is raised on all ranks
         Ranks(model, "save_model()").together(lambda: self._save_beside(folder))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_beside(self, folder: Path) -> None:
-        """What else the trainer writes with weights, on the rank that writes."""
+        """Save the tokenizer and the arguments next to the weights, on the rank that writes."""
         if not self.args.should_save:
             return
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -190,12 +191,15 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
 
 
 class GeminiTrainer(GeminiTrainerMixin, Trainer):  # type: ignore[misc]
-    """`transformers.Trainer(model, args, ...)` with `gemini=` and `adam=`; see the mixin."""
+    """Trainer of transformers with `gemini=` and `adam=`; see `GeminiTrainerMixin`."""
 
 
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]
-    """`trainer.add_callback(MetricsCallback(trainer))`: where the trainer logs a loss, it also logs
-    `gemini.Metrics`, to its history, tensorboard, wandb and whatever `report_to` names."""
+    """Callback that logs `gemini.Metrics` whenever the trainer logs a loss.
+
+    `trainer.add_callback(MetricsCallback(trainer))`; the log goes to the trainer's history and to
+    all that `report_to` names.
+    """
 
     def __init__(self, trainer: GeminiTrainerMixin) -> None:
         self._trainer = trainer
@@ -212,7 +216,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def check_optim(name: str) -> None:
-    """Raises ValueError for an `args.optim` that has no sharded form."""
+    """Raise ValueError for an `args.optim` that has no sharded form."""
     if name not in (*_TORCH_OPTIMIZERS, *_OTHERS):
         raise ValueError(
             f"args.optim={name!r} has no form whose state is sharded; expected one of "
@@ -221,7 +225,7 @@ def check_optim(name: str) -> None:
 
 
 def _other(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """A class of ours, and the options that transformers gives the class of that name."""
+    """Optimizer of this project for `args.optim`, and the options that transformers gives it."""
     options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
     name = str(args.optim.value)
     if name == "lion_32bit":

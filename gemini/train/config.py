@@ -1,4 +1,4 @@
-"""What a run of `python -m gemini train` is: flags and YAML are one schema."""
+"""Config of `python -m gemini train`: one schema for flags and YAML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gemini.placement.timetable.updates import AUTO, UPDATES
 from gemini.plan.quantised import KINDS as QUANTISED
 from gemini.units import parse_bytes
 
-# May differ when a run goes on: where and how it computes, and not what
+# fields that may change when a run goes on: where and how it computes, not what
 OF_THE_MACHINE = (
     "out", "device_mem", "host_mem", "nvme", "checkpointing", "update", "save_every", "keep",
     "log_every", "samples", "sample_tokens", "report_to",
@@ -25,9 +25,9 @@ def _says(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What one run is: its fields are the flags, and the keys of a YAML file.
+    """Config of one run: its fields are the flags, and the keys of a YAML file.
 
-    Raises ValueError for values that cannot be.
+    Raises ValueError for a value outside its range.
     """
 
     model: str = _says("", "a folder that from_pretrained reads, or an id on the hub")
@@ -85,7 +85,7 @@ class TrainConfig:
                 parse_bytes(getattr(self, name))
 
     def batch_of_rank(self, world_size: int) -> int:
-        """Raises ValueError for ranks that cannot share a batch."""
+        """Sequences of one rank's forward. Raises ValueError if ranks do not divide the batch."""
         if self.batch % world_size:
             raise ValueError(
                 f"--batch {self.batch} on {world_size} ranks; expected a multiple of them"
@@ -93,7 +93,7 @@ class TrainConfig:
         return self.batch // world_size
 
     def changed_from(self, other: TrainConfig) -> list[str]:
-        """Names of fields that make it another run."""
+        """Names of changed fields that make this another run than `other`."""
         mine, others = asdict(self), asdict(other)
         return [k for k in mine if k not in OF_THE_MACHINE and mine[k] != others[k]]
 
@@ -108,7 +108,7 @@ def _flag(name: str) -> str:
 
 
 def parser() -> Any:
-    """Of the command line, an `argparse.ArgumentParser`."""
+    """Parser of the command line, an `argparse.ArgumentParser`."""
     from transformers.hf_argparser import HfArgumentParser
 
     kind: Any = TrainConfig
@@ -123,9 +123,9 @@ def parser() -> Any:
 
 
 def parse(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
-    """A run, and whether it shall only be printed. Raises ValueError for what is no run.
+    """Parse flags and a YAML file; returns the config, and whether to print it and end.
 
-    Ends the process, as argparse does, for a flag that is none.
+    Raises ValueError for wrong values. Ends the process, as argparse does, for an unknown flag.
     """
     made = parser()
     file = made.parse_args(arguments).config
@@ -135,19 +135,19 @@ def parse(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
 
 
 def check(config: TrainConfig) -> None:
-    """Raises ValueError for what is missing."""
+    """Raise ValueError for a missing model, data or output folder."""
     for name in ("model", "data", "out"):
         if not getattr(config, name):
             raise ValueError(f"no {_flag(name)}; expected it as a flag, or as a key in the YAML")
 
 
 def _as_flags(path: Path) -> list[str]:
-    """Of a YAML file. So its values are read as those of flags are."""
+    """Flags for the values of a YAML file, so that both are parsed alike. Raises ValueError."""
     return [f"{_flag(name)}={value}" for name, value in _read(path).items()]
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a YAML file gives. Raises ValueError for a key that is none."""
+    """Read a YAML file. Raises ValueError for an unknown key, and for a list or dict."""
     import yaml
 
     try:
@@ -168,14 +168,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> TrainConfig:
-    """Of a file that `as_yaml` gave. Raises ValueError."""
+    """Read a file that `as_yaml` wrote. Raises ValueError."""
     (config,) = parser().parse_args_into_dataclasses(_as_flags(path))[:1]
     assert isinstance(config, TrainConfig)
     return config
 
 
 def as_yaml(config: TrainConfig) -> str:
-    """All of it, as `config.yaml` takes it."""
+    """YAML of all fields, which `read_config` reads."""
     import yaml
 
     text: str = yaml.safe_dump(asdict(config), sort_keys=False)

@@ -1,4 +1,4 @@
-"""Data of a run: JSONL of text, of prompts and completions, or of chats; held-out rows, prompts."""
+"""Data of a run: JSONL of text, prompts and completions, or chats; held-out rows and prompts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PROMPT_TOKENS = 32  # of a text that is continued
 
 @dataclass(frozen=True)
 class Data:
-    """Rows as trl takes them.
+    """Rows of a run, in trl's format.
 
-    kind: of `KINDS`.
-    held_out: None evaluates nothing.
+    kind: one of `KINDS`.
+    held_out: rows to evaluate on; None evaluates nothing.
     """
 
     kind: str
@@ -25,7 +25,7 @@ class Data:
     held_out: Any | None
 
     def prompts(self, tokenizer: Any, count: int) -> list[list[int]]:
-        """Tokens of the first held-out rows, each up to where a model goes on."""
+        """Tokens of the first `count` held-out rows, each up to where the model continues."""
         rows = self.train if self.held_out is None else self.held_out
         return [self._prompt(rows[i], tokenizer) for i in range(min(count, len(rows)))]
 
@@ -46,7 +46,7 @@ class Data:
 
 
 def load(config: TrainConfig, tokenizer: Any) -> Data:
-    """Rows to train on, and those held out. Raises ValueError for data that is none of `KINDS`."""
+    """Load training and held-out rows. Raises ValueError for data of no kind in `KINDS`."""
     train = _rows(config.data, "--data")
     kind = _kind(train, config.data)
     if config.eval_data is not None:

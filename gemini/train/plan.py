@@ -1,4 +1,4 @@
-"""What `gemini.plan` is asked about a run: how it trains, and its machine, measured."""
+"""Questions of a run to `gemini.plan`: how it trains, and its machine, measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OPTIMIZER |= dict.fromkeys(("adagrad", "rmsprop"), ("sgd", "fp32"))  # one plan
 
 
 def training_of(config: TrainConfig, world_size: int) -> Training:
-    """Raises ValueError for a batch that ranks cannot share."""
+    """Training that a config describes. Raises ValueError if ranks do not divide the batch."""
     usual = ("adamw", "8bit" if "8bit" in config.optim else "fp32")
     optimizer, state = _OPTIMIZER.get(config.optim, usual)
     return Training(
@@ -40,7 +40,10 @@ def training_of(config: TrainConfig, world_size: int) -> Training:
 
 
 def hardware(config: TrainConfig, comm: Communicator, device: torch.device) -> Hardware:
-    """Memory that is given, or most of what is left; speeds of rank 0. All ranks call."""
+    """Machine to plan for: memory as given, or most of the free bytes. All ranks call.
+
+    Sizes are the smallest of all ranks, and speeds are rank 0's: so all ranks make one plan.
+    """
     backend = make_backend(device)
     machine = look_at_machine(backend, ranks_here(comm))
     mine = {"device_mem": machine.device_bytes_left, "host_mem": machine.host_bytes_left}
@@ -54,6 +57,7 @@ def hardware(config: TrainConfig, comm: Communicator, device: torch.device) -> H
     if config.nvme is not None:
         sizes["nvme"] = free_bytes(nvme.check_folder(config.nvme))
         sources["nvme"] = f"free in {config.nvme}"
+        # one rank: probes at the same time on one disk would measure each other
         if comm.rank == 0:
             best = nvme.probe(config.nvme, seconds=_PROBE_SECONDS)
             speeds = replace(speeds, nvme_read=best.read, nvme_write=best.write)
@@ -68,7 +72,7 @@ def hardware(config: TrainConfig, comm: Communicator, device: torch.device) -> H
 
 
 def _flops(device: torch.device) -> float:
-    """A second, of forward and backward of a layer in bf16; the best of three."""
+    """FLOP a second of a layer's forward and backward in bf16; the best of three."""
     size = _WIDTH[device.type]
     layer = torch.nn.Linear(size, size, bias=False, dtype=torch.bfloat16, device=device)
     rows = torch.ones(size, size, dtype=torch.bfloat16, device=device, requires_grad=True)

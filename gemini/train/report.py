@@ -1,4 +1,4 @@
-"""`report.html`: what a run did, with pictures in it; nothing is fetched to read it."""
+"""Report of a run, `report.html`, with pictures inside: a browser fetches nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS = {"predicted": "--", "measured": "-"}  # lines
 def write_report(
     path: Path, log: Log, *, title: str, plan: str, config: str, samples: Sequence[tuple[str, str]]
 ) -> None:
-    """All of a run: its plan, pictures of its log, its samples and its config."""
+    """Write a run's plan, pictures of its log, samples and config into one HTML file."""
     parts = [_PAGE.format(title=html.escape(title)), _text("As planned", plan)]
     for name, draw in PICTURES.items():
         svg = _drawn(draw, log)
@@ -45,7 +45,7 @@ def _text(title: str, text: str) -> str:
 
 
 def _drawn(draw: Callable[[Any, Log], None], log: Log) -> str | None:
-    """As SVG; None where there is nothing to see."""
+    """Picture as SVG; None if the log has no points for it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -65,7 +65,7 @@ def _drawn(draw: Callable[[Any, Log], None], log: Log) -> str | None:
 
 
 def _points(log: Log, key: str) -> tuple[list[int], list[float]]:
-    """Steps, and what the log has of them."""
+    """Steps whose log entries have `key`, and its values."""
     found = [(entry["step"], entry[key]) for entry in log if key in entry]
     return [step for step, _ in found], [value for _, value in found]
 

@@ -1,4 +1,4 @@
-"""A run from its flags to the folder that `from_pretrained` reads: this puts the parts together."""
+"""Run of `python -m gemini train`, from its flags to a folder that `from_pretrained` reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRECISION = "bf16"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m gemini train`. The exit status is 2 for a run that is refused."""
+    """Command `python -m gemini train`. The exit status is 2 for a refused run."""
     try:
         config, shown = parse(arguments)
         if shown:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @dataclass
 class Job:
-    """A run that has not been refused."""
+    """Run that was planned and loaded, ready to train."""
 
     config: TrainConfig
     trainer: Any
@@ -71,6 +71,7 @@ class Job:
         ):
             trainer.evaluate()
         trainer.save_model(self.config.out)
+        # on all ranks: each forward gathers parameters from all of them
         samples = self._samples()
         if self.comm.rank:
             return
@@ -90,7 +91,8 @@ class Job:
 
     @torch.no_grad()
     def _samples(self) -> list[tuple[str, str]]:
-        """Prompts of held-out data, and how the model goes on. All ranks call, with the same."""
+        """Prompts from the held-out rows, and the model's continuations. All ranks call, with
+        equal prompts."""
         model = self.trainer.model_wrapped.eval()
         found = []
         for ids in self.data.prompts(self.tokenizer, self.config.samples):
@@ -106,7 +108,7 @@ class Job:
 def prepare(config: TrainConfig) -> Job:
     """Plan a run, print the plan, and load what it needs. All ranks call.
 
-    Raises ValueError for a run that is refused: what does not fit, with the cheapest change.
+    Raises ValueError for a refused run; if it does not fit, with the cheapest change.
     """
     from transformers import AutoTokenizer
 
@@ -155,7 +157,7 @@ def prepare(config: TrainConfig) -> Job:
 
 
 def check_same_run(config: TrainConfig, out: Path) -> None:
-    """Raises ValueError where `out` has checkpoints of another run."""
+    """Raise ValueError if `out` has checkpoints of another run."""
     before = read_config(out / CONFIG)
     changed = config.changed_from(before)
     if changed:
@@ -166,7 +168,7 @@ def check_same_run(config: TrainConfig, out: Path) -> None:
 
 
 def _loaded_model(folder: str, config: TrainConfig, options: dict[str, Any]) -> nn.Module:
-    """Wrapped, with its weights and adapters: it is never whole in memory. All ranks call."""
+    """Wrapped model with weights and adapters, which is never whole in memory. All ranks call."""
     adapters = adapters_of(build(folder), config.lora) if config.lora else None
     torch.manual_seed(config.seed)  # the same adapters on all ranks
     return load_pretrained(
@@ -176,12 +178,12 @@ def _loaded_model(folder: str, config: TrainConfig, options: dict[str, Any]) -> 
 
 
 def _world_size() -> int:
-    """As torchrun says it; Trainer is given the batch of a rank before it connects them."""
+    """World size by torchrun's variable: Trainer needs a rank's batch before ranks connect."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _reports(job: Job) -> Any:
-    """A report with every checkpoint: of a run that is killed, there is one too."""
+    """Callback that writes a report with every checkpoint, so that a killed run has one too."""
     from transformers import TrainerCallback
 
     class Reports(TrainerCallback):  # type: ignore[misc]

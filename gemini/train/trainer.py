@@ -1,4 +1,4 @@
-"""trl's trainer over a sharded model, with what steps took in its log."""
+"""Trainer of trl over a sharded model, with seconds and memory of steps in its log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PADDED_PARTS = 8  # sequences are padded to so many lengths, each of which is pl
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """Where the seconds of steps go, since it was asked last."""
+    """Callback that sums the seconds of steps by phase, since `take` was called last."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()
@@ -48,7 +48,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         self._steps += 1
 
     def take(self) -> dict[str, float]:
-        """Seconds of a step, by what they went to."""
+        """Mean seconds of a step by phase; begin anew."""
         steps = max(1, self._steps)
         found = {f"seconds_{name}": value / steps for name, value in self._seconds.items()}
         self._seconds, self._steps = dict.fromkeys(self._seconds, 0.0), 0
@@ -56,7 +56,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 
 
 class TuningTrainer(GeminiTrainerMixin, SFTTrainer):  # type: ignore[misc]
-    """`SFTTrainer` as the mixin has it. Its log also says seconds and memory."""
+    """Trainer `SFTTrainer` with the mixin, whose log also has seconds and memory."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._clock = Clock()
@@ -75,7 +75,7 @@ class TuningTrainer(GeminiTrainerMixin, SFTTrainer):  # type: ignore[misc]
 
 
 def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> SFTConfig:
-    """A run as trl's. Raises ValueError for ranks that cannot share a batch."""
+    """Arguments of trl for a config. Raises ValueError if ranks do not divide the batch."""
     batch = config.batch_of_rank(world_size)
     evaluates = bool(config.held_out or config.eval_data)
     return SFTConfig(
@@ -113,8 +113,10 @@ def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> SFTConfi
 
 
 def last_checkpoint(out: Path) -> Path | None:
-    """The newest that was written to its end: one that a kill cut short has no state of Trainer's,
-    which is written last."""
+    """Newest complete checkpoint, or None.
+
+    A checkpoint that was cut short lacks the state of Trainer, which is written last.
+    """
     found = [
         (int(path.name.rpartition("-")[2]), path)
         for path in (out / "checkpoints").glob(f"{PREFIX_CHECKPOINT_DIR}-*")

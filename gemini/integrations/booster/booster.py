@@ -1,4 +1,4 @@
-"""Booster: one call that wraps what a training loop has, by a plugin."""
+"""Booster: one call that wraps the objects of a training loop by a plugin."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ Boosted = tuple[nn.Module, Any, Any, Any, Any]
 
 
 class Booster:
-    """Wraps modules and optimizers by a plugin, runs their backwards, saves and loads them.
+    """Wrapper of modules and optimizers by a plugin, which also runs backwards, saves and loads.
 
-    device: where a module computes, for plugins that do not say so themselves.
+    device: where a module computes, for plugins that do not choose the device.
     mixed_precision: `"fp16"`, `"bf16"`, `"fp16_naive"` or an object of
         `gemini.integrations.plugins.precision`, for plugins without a precision of their own.
-    plugin: None trains alone, in plain torch.
+    plugin: None trains in this process alone, in plain torch.
 
-    Raises ValueError for what the plugin decides.
+    Raises ValueError for a device or precision that the plugin chooses itself.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Booster:
             )
         self.plugin = plugin or PlainPlugin()
         self._precision, self._device = self.plugin.checked(mixed_precision, device)
-        # an optimizer's state is saved with the names of its module
+        # an optimizer's state is saved by its module's names. Weak: a Booster keeps no model alive
         self._models: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[nn.Module]]
         self._models = weakref.WeakKeyDictionary()
 
@@ -70,9 +70,9 @@ class Booster:
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """(model, optimizer, criterion, dataloader, lr_scheduler), of which the model is wrapped.
+        """Wrap the model; returns (model, optimizer, criterion, dataloader, lr_scheduler).
 
-        The optimizer is the object that was given, so that whoever holds it follows.
+        The optimizer stays the same object, so that schedulers and hooks of it go on working.
         Raises TypeError for arguments in another order, ValueError for what the plugin cannot wrap.
         """
         _check_order(model, optimizer, criterion, dataloader)
@@ -86,7 +86,7 @@ class Booster:
         return wrapped, optimizer, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """`loss.backward()`, with the optimizer's loss scale."""
+        """Run `loss.backward()` with the optimizer's loss scale."""
         run: Callable[[Tensor], None] | None = getattr(optimizer, "backward", None)
         if run is None:
             loss.backward()
@@ -96,7 +96,10 @@ class Booster:
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Backwards inside reduce nothing: gradients add up until one outside."""
+        """Context whose backwards reduce nothing: gradients add up until a backward outside.
+
+        Raises ValueError without a model and an optimizer.
+        """
         if model is None and optimizer is None:
             raise ValueError("no_sync() of nothing; expected the boosted model, or its optimizer")
         return self.plugin.no_sync(self._model_of(optimizer) if model is None else model)  # type: ignore[arg-type]
@@ -110,7 +113,7 @@ class Booster:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> Any:
-        """One batch through a model that `HybridParallelPlugin(pp_size=)` has cut into stages.
+        """Run one batch through a model that `HybridParallelPlugin(pp_size=)` has cut into stages.
 
         data_iter: of this rank's data-parallel place; the next batch is taken from it, on every
             place of the pipeline. For transformers `input_ids`, or a dict with them; for
@@ -119,8 +122,8 @@ class Booster:
             is differentiated. Gradients of several calls add up until `optimizer.step()`.
         optimizer: None, under `torch.no_grad()`, runs no backward.
 
-        Returns `{"loss": 0-d, "outputs": ...}` on the ranks of the last stage, where they are asked
-        for, and None for both elsewhere. Outputs have the rows of all micro-batches.
+        Returns `{"loss": 0-d, "outputs": ...}` with what was asked for on the ranks of the last
+        stage, and None for both on others. Outputs have the rows of all micro-batches.
         Raises ValueError for another model, and for a batch that cannot be cut.
         """
         if not isinstance(model, Pipelined):
@@ -163,7 +166,7 @@ class Booster:
         use_async: return when the values are in rank 0's memory, and write in a thread; the ticket
             says when it is done, and the next save or load waits for it.
 
-        Raises CheckpointError on every rank.
+        Raises ValueError for options that contradict each other, CheckpointError on every rank.
         """
         _check_gathers(gather_dtensor)
         model, path = inner_of(model), _absolute(checkpoint)
@@ -179,12 +182,14 @@ class Booster:
         as_safetensors = use_safetensors or (path.suffix == ".safetensors" and not shard)
         kind = SAFETENSORS if as_safetensors else TORCH
         is_cut = isinstance(model, Pipelined)  # whose weights come as copies, tied ones one tensor
+        # written a chunk at a time; a thread, and a cut model, need all weights on rank 0 first
         if (shard or as_safetensors) and not (use_async or is_cut):
             folder = path if shard else files.beside(path)
             export_weights(folder, model, kind, max_shard_size=limit, prefix=prefix or "")
             taken = None if shard else lambda: files.take_out(folder, path)
             return files.written(ranks, path, taken)
         state = files.full_weights(model, ranks)
+        # a thread writes copies: the next step may change the tensors themselves meanwhile
         if use_async and not is_cut:
             state = files.copied(state)
 
@@ -204,8 +209,10 @@ class Booster:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> nn.Module:
-        """Load what `save_model` wrote, a folder of Hugging Face's, or a checkpoint of gemini's or
-        torch.distributed.checkpoint's; into a boosted model or a plain one. Returns it.
+        """Load a checkpoint into a boosted model or a plain one. Returns the model.
+
+        checkpoint: written by `save_model`, by Hugging Face, by gemini or by
+            torch.distributed.checkpoint.
 
         Values are read one by one, whatever `low_cpu_mem_mode` and `num_threads` are.
         Raises CheckpointError or RuntimeError for a checkpoint of another model (`strict`).
@@ -262,9 +269,9 @@ class Booster:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> None:
-        """Load what `save_optimizer` wrote under any plugin, or a whole checkpoint's state.
+        """Load a checkpoint of `save_optimizer` under any plugin, or a whole checkpoint's state.
 
-        Raises as `save_optimizer`.
+        Raises ValueError for an optimizer that was not boosted here, CheckpointError on every rank.
         """
         _check_reading(low_cpu_mem_mode, num_threads)
         model, path = inner_of(self._model_of(optimizer)), _absolute(checkpoint)
@@ -274,13 +281,13 @@ class Booster:
             files.set_scale(optimizer, load_checkpoint(path, model, optimizer, weights=False))
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: Checkpoint) -> None:
-        """Save its state dict; rank 0 writes."""
+        """Save the scheduler's state dict; rank 0 writes. All ranks call."""
         path, state = _absolute(checkpoint), lr_scheduler.state_dict()
         ranks = Ranks(nn.Module(), "save_lr_scheduler()")
         files.written(ranks, path, lambda: files.write_file(path, state))
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: Checkpoint) -> None:
-        """Load what `save_lr_scheduler` wrote. Raises FormatError."""
+        """Load a file of `save_lr_scheduler`. Raises FormatError."""
         path = _absolute(checkpoint)
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -298,7 +305,7 @@ class Booster:
         bnb_quantization_config: Any = None,
         quantize: bool = False,
     ) -> nn.Module:
-        """The module with LoRA layers of peft, before `boost`.
+        """Add LoRA layers of peft to a module, before `boost`. Returns the new module.
 
         lora_config: a `peft.LoraConfig`; or pretrained_dir: a folder that was saved before.
         bnb_quantization_config: the base's linear layers become bitsandbytes' first, of a

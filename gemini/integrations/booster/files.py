@@ -1,4 +1,4 @@
-"""What a Booster saves and loads, whatever the plugin: whole on rank 0, by names of parameters."""
+"""Files of a Booster, the same under any plugin: whole on rank 0, by names of parameters."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0
 
 
 def begin(model: nn.Module, call: str) -> Ranks:
-    """Before a save or a load: what is under way ends, and what failed is said on every rank."""
+    """Ranks of a save or load that begins. Waits for the last async save, and raises its error on
+    every rank. Collective."""
     ranks = Ranks(model, call, parts_of(model))
     settle(ranks)
     return ranks
 
 
 def full_weights(model: nn.Module, ranks: Ranks) -> Mapping[str, Any]:
-    """The state dict, whole on rank 0. Collective."""
+    """State dict of a model, whole on rank 0. Collective."""
     if isinstance(model, Pipelined):
         return gathered_weights(model, ranks)
     if hasattr(model, "set_requires_gradient_sync"):
@@ -56,22 +57,24 @@ def full_weights(model: nn.Module, ranks: Ranks) -> Mapping[str, Any]:
 def written(
     ranks: Ranks, path: Path, write: Callable[[], None] | None, use_async: bool = False
 ) -> Ticket[None]:
-    """By rank 0, now or in a thread; None where nothing is left to write. Collective."""
+    """Write on rank 0, now or in a thread; `write` is None if all is written. Collective."""
     if use_async and write is not None:
         return Done(None) if ranks.rank else in_background(str(path), write)
+    # an error of rank 0 is raised on all ranks, which would go on as if the file were whole
     if write is not None:
         ranks.together(lambda: None if ranks.rank else write())
     return Done(None)
 
 
 def write_file(path: Path, state: Any) -> None:
-    """As torch.save; complete when it appears. Raises CheckpointError."""
+    """Save a file of torch.save that is complete when it appears. Raises CheckpointError."""
     if path.is_dir():
         raise CheckpointError(f"cannot save to {path}: it is a folder; give a file, or shard=True")
     unfinished = beside(path)
     with on_disk("save to", path):
         calls.make_folders(path.parent)
         torch.save(state, unfinished)
+        # synced before it has its name, and the folder after: a crash leaves the old file or this
         calls.sync_file(unfinished)
         calls.rename(unfinished, path)
         calls.sync_folder(path.parent)
@@ -91,7 +94,7 @@ def write_folder(
     *,
     one: bool,
 ) -> None:
-    """A state dict as a folder of weights; `one`: as one file of this name."""
+    """Write a state dict as a folder of weights at `path`, or (`one`) as one file."""
     folder = beside(path) if one else path
     first: dict[int, tuple[str, Tensor]] = {}  # a tied tensor under its first name
     for name, value in state.items():
@@ -106,7 +109,7 @@ def write_folder(
 
 
 def take_out(folder: Path, path: Path) -> None:
-    """The one file of weights of `folder` becomes `path`."""
+    """Move the one file of weights in `folder` to `path`, and remove the folder."""
     with on_disk("save to", path):
         (file,) = folder.glob("*.safetensors")
         calls.rename(file, path)
@@ -117,7 +120,7 @@ def take_out(folder: Path, path: Path) -> None:
 
 
 def copied(value: Any) -> Any:
-    """Tensors in it are copies, on the CPU."""
+    """Copy of nested dicts and lists, with all tensors copied to the CPU."""
     if isinstance(value, Mapping):
         return {key: copied(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -129,7 +132,7 @@ def copied(value: Any) -> Any:
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """As `optimizer.state_dict()` with names for positions; whole on rank 0. Collective."""
+    """State dict of an optimizer with names for positions, whole on rank 0. Collective."""
     if isinstance(model, GeminiDDP):
         return optimizer.state_dict()
     if hasattr(model, "set_requires_gradient_sync"):
@@ -148,10 +151,11 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 def load_full_state(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> None:
-    """From a file of `full_state`, or of an optimizer's own state dict. Collective.
+    """Load a file of `full_state`, or of an optimizer's own state dict. Collective.
 
     Raises FormatError for another file, MismatchError for the state of another optimizer.
     """
+    # together: a rank that fails alone would leave the others waiting in the load's collectives
     state = ranks.together(lambda: _read(path))
     if isinstance(optimizer, TieredOptimizer) and isinstance(model, GeminiDDP):
         optimizer.load_state_dict(state)
@@ -169,7 +173,7 @@ def load_full_state(
 
 
 def scale_of(optimizer: torch.optim.Optimizer) -> dict[str, float] | None:
-    """Where the loss scale is, of an optimizer of plain parameters that has one."""
+    """State of an optimizer's loss scale; None for one of shards, or without a scale."""
     scaling = optimizer._extras.scaling if isinstance(optimizer, Boosted) else None
     if scaling is None:
         return None
@@ -182,7 +186,7 @@ def scale_of(optimizer: torch.optim.Optimizer) -> dict[str, float] | None:
 
 
 def set_scale(optimizer: torch.optim.Optimizer, saved: Any) -> None:
-    """Go on with it, where both have one."""
+    """Set the optimizer's loss scale to the saved one, if both have one."""
     scaling = optimizer._extras.scaling if isinstance(optimizer, Boosted) else None
     if scaling is not None and isinstance(saved, Mapping) and "scale" in saved:
         scaling.state = ScaleState(
@@ -203,13 +207,13 @@ def _read(path: Path) -> State:
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Of the optimizer's parameters, by position."""
+    """Names of the optimizer's parameters, by position."""
     names = first_names(model)
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
 def _named(path: Path, state: State, names: list[str]) -> State:
-    """The same by names, where it is by position."""
+    """State with names for positions. Raises MismatchError for another optimizer's parameters."""
 
     def name_of(key: Any) -> str:
         if isinstance(key, int) and not 0 <= key < len(names):
@@ -236,7 +240,7 @@ def _named(path: Path, state: State, names: list[str]) -> State:
 def _own_groups(
     path: Path, optimizer: torch.optim.Optimizer, names: list[str], saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Saved options where this optimizer has them, and its own parameters."""
+    """Groups of this optimizer with its own parameters, and the saved values of its options."""
     own = optimizer.param_groups
     if [len(group["params"]) for group in own] != [len(group["params"]) for group in saved]:
         raise MismatchError(

@@ -1,4 +1,4 @@
-"""ReduceScatterBucketer: many small reduce-scatters as few large ones. Stands alone."""
+"""ReduceScatterBucketer: many small reduce-scatters as few large ones. It uses no engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass
 class _Bucket:
-    """What waits: for each rank the first `filled` of [S] elements."""
+    """Bucket of waiting tensors: for each rank the first `filled` of S elements."""
 
     data: Tensor  # [W, S]
     filled: int = 0
@@ -25,7 +25,7 @@ class _Bucket:
 
 
 class ReduceScatterBucketer:
-    """Sums small tensors over ranks together, where each rank wants another part of them.
+    """Bucketer of reduce-scatters: sums small tensors over ranks, many in one collective.
 
     bucket_size_mb: MiB of one bucket over all ranks; 0 or less reduces each call by itself. There
         is a bucket for each process group, dtype and device.
@@ -44,10 +44,11 @@ class ReduceScatterBucketer:
         group: dist.ProcessGroup | None = None,
         callback_fn: Callback | None = None,
     ) -> None:
-        """Give this rank's tensors, one for each rank of `group`, of one shape, dtype and device.
+        """Take this rank's tensors, one for each rank of `group`, of one shape, dtype and device.
 
-        callback_fn: called with the sum over ranks of what they gave for this one, behind `flush`
-            at the latest; at once for what is larger than a bucket. The order may be another.
+        callback_fn: called with the sum of all ranks' tensors for this rank: at once for a tensor
+            larger than a bucket, else by `flush` at the latest. Callbacks may run in another order
+            than calls.
 
         Raises ValueError for another number of tensors, and for tensors that are not alike.
         """
@@ -73,7 +74,8 @@ class ReduceScatterBucketer:
                 callback_fn(result)
             return
         key = (group, first.dtype, first.device)
-        while True:  # what callbacks give may fill it again
+        # a loop: emptying runs callbacks, which may call this and fill the bucket again
+        while True:
             bucket = self._buckets.get(key)
             if bucket is None or bucket.filled + first.numel() <= capacity:
                 break
@@ -88,7 +90,7 @@ class ReduceScatterBucketer:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Reduce what is in buckets, and what callbacks put there meanwhile."""
+        """Reduce all waiting tensors, and those that callbacks add meanwhile."""
         while True:
             waiting = [(key, bucket) for key, bucket in self._buckets.items() if bucket.waiting]
             if not waiting:
@@ -98,7 +100,7 @@ class ReduceScatterBucketer:
                     self._empty(key, bucket)
 
     def free(self) -> None:
-        """Free the memory of all buckets. Raises RuntimeError where something waits in them."""
+        """Free the memory of all buckets. Raises RuntimeError if a tensor waits in one."""
         if any(bucket.waiting for bucket in self._buckets.values()):
             raise RuntimeError(
                 "tensors wait in the buckets and would be lost; call flush() before free()"
@@ -106,8 +108,9 @@ class ReduceScatterBucketer:
         self._buckets.clear()
 
     def _empty(self, key: tuple[Any, torch.dtype, torch.device], bucket: _Bucket) -> None:
-        """Reduce a bucket; it is free before its callbacks run."""
+        """Reduce a bucket, then run its callbacks."""
         result = _reduced(bucket.data[:, : bucket.filled], key[0])
+        # emptied before callbacks run, as they may add to this bucket
         waiting, bucket.waiting, bucket.filled = bucket.waiting, [], 0
         for callback, shape, start in waiting:
             if callback is not None:
@@ -115,7 +118,7 @@ class ReduceScatterBucketer:
 
 
 def _reduced(data: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[n] of this rank: the sum over ranks of row `rank` of [W, n]."""
+    """Sum over ranks of row `rank` of `data` [W, n]: [n]."""
     result = torch.empty(data.shape[1], dtype=data.dtype, device=data.device)
     if data.shape[1]:
         _reduce_scatter(result, data.contiguous().view(-1), group=group)

@@ -1,4 +1,4 @@
-"""`colossalai.initialize` and what it gives: a Booster whose plugin a configuration describes."""
+"""Function `colossalai.initialize` and its engine: a Booster by a configuration's plugin."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .handlers import GRADIENT_HANDLER
 
 
 class LoopEngine:
-    """Model, optimizer and criterion of a loop of old scripts.
+    """Engine of an old script's loop: model, optimizer and criterion.
 
-    accumulation: so many backwards are one step. Between them `step` and `zero_grad` do nothing,
-    and each loss counts as a part of their mean.
+    accumulation: backwards of one step. Before the last of them `step` and `zero_grad` do nothing,
+    and each loss is divided by their number.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class LoopEngine:
         criterion: Callable[..., Any] | None,
         accumulation: int = 1,
     ) -> None:
-        """model, optimizer: as `booster.boost` gives them."""
+        """Take a model and an optimizer that `booster.boost` returned."""
         self.model, self.optimizer, self.criterion = model, optimizer, criterion
         self.booster = booster
         self._accumulation, self._backwards = accumulation, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """Run the model's forward."""
         with self._sync():
             return self.model(*args, **kwargs)
 
@@ -58,7 +58,7 @@ class LoopEngine:
         self._backwards += 1
 
     def step(self) -> bool:
-        """Whether parameters were updated."""
+        """Step after the last backward of an accumulation; returns whether it did."""
         if self._backwards < self._accumulation:
             return False
         self.optimizer.step()
@@ -72,9 +72,10 @@ class LoopEngine:
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[Any, Any, Tensor | None]:
-        """(output, label, loss) of the next (data, label), with its backward; through stages too.
+        """Run the next (data, label), with its backward; returns (output, label, loss).
 
-        What is not asked for is None, and in a pipeline all of it but on the last stage's ranks.
+        Values that are not asked for are None. With a pipeline all values are None on ranks
+        without the last stage.
         """
         with torch.no_grad() if forward_only else nullcontext():
             if isinstance(self.model, Pipelined):
@@ -112,7 +113,7 @@ class LoopEngine:
         return loss
 
     def _sync(self) -> AbstractContextManager[None]:
-        """Gradients are reduced in the last backward of a step."""
+        """Context of a forward or backward: only the last backward of a step reduces gradients."""
         is_last = self._backwards + 1 >= self._accumulation
         if is_last or not torch.is_grad_enabled() or isinstance(self.model, Pipelined):
             return nullcontext()
@@ -127,11 +128,12 @@ def initialize(
     test_dataloader: Any = None,
     lr_scheduler: Any = None,
 ) -> tuple[LoopEngine, Any, Any, Any]:
-    """(engine, train_dataloader, test_dataloader, lr_scheduler), as the configuration says.
+    """Wrap a model and an optimizer by the configuration that the process was launched with.
 
-    It is what the process was launched with. Its `parallel`, `fp16` and `clip_grad_norm` are those
-    of `plugin_of`, with optimizer state sharded (ZeRO-1); `gradient_accumulation` is how many
-    backwards a step has, and `gradient_handler` names classes of `GRADIENT_HANDLER`.
+    Returns (engine, train_dataloader, test_dataloader, lr_scheduler). `parallel`, `fp16` and
+    `clip_grad_norm` are those of `plugin_of`, with optimizer state sharded (ZeRO-1).
+    `gradient_accumulation` is the number of backwards of a step, and `gradient_handler` names
+    classes of `GRADIENT_HANDLER`.
     Raises ValueError for what the plugin cannot wrap.
     """
     config = global_context.config
@@ -156,10 +158,10 @@ def convert_to_amp(
     mode: str,
     amp_config: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any] | None]:
-    """(model, optimizer, criterion) in fp16, by a Booster without a plugin; `optimizer.backward`
-    scales the loss.
+    """Wrap a model for fp16 by a Booster without a plugin; `optimizer.backward` scales the loss.
 
-    amp_config: of `FP16TorchMixedPrecision` or `FP16NaiveMixedPrecision`.
+    Returns (model, optimizer, criterion).
+    amp_config: options of `FP16TorchMixedPrecision` or `FP16NaiveMixedPrecision`.
     Raises ValueError for another mode than `AMP_TYPE.TORCH` and `AMP_TYPE.NAIVE`.
     """
     if mode not in _AMP:

@@ -1,4 +1,4 @@
-"""Gradient handlers: what is done to reduced gradients before every step."""
+"""Gradient handlers: changes of reduced gradients before every step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Handler = TypeVar("Handler", bound="type[BaseGradientHandler]")
 
 
 class BaseGradientHandler:
-    """A subclass says in `handle_gradient` what every step begins with.
+    """Base of gradient handlers: every step begins with the subclass's `handle_gradient`.
 
-    model: a wrapped module, with the optimizer over it.
-    Raises ValueError for others.
+    model: a wrapped module; optimizer: the one over it.
+    Raises ValueError for a plain module.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -33,15 +33,15 @@ class BaseGradientHandler:
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def handle_gradient(self) -> None:
-        """Called on every rank before a step, when all backwards have ended."""
+        """Change gradients; called on every rank before a step, after all backwards."""
         raise NotImplementedError
 
     def map_gradients(self, change: ChangeGradient) -> None:
-        """See `GeminiDDP.map_gradients`."""
+        """Change every gradient; see `GeminiDDP.map_gradients`."""
         self._model.map_gradients(change)
 
     def remove(self) -> None:
-        """Steps go on without it."""
+        """Remove the handler: later steps run without it."""
         self._hook.remove()
 
     def _before_step(self, *_: Any) -> None:
@@ -49,18 +49,18 @@ class BaseGradientHandler:
 
 
 class HandlerRegistry:
-    """Handlers by the names of their classes."""
+    """Registry of handlers by the names of their classes."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, type[BaseGradientHandler]] = {}
 
     def register_module(self, kind: Handler) -> Handler:
-        """A decorator of a class."""
+        """Decorator that registers a class."""
         self._kinds[kind.__name__] = kind
         return kind
 
     def get_module(self, name: str) -> type[BaseGradientHandler]:
-        """Raises ValueError for a name that is none."""
+        """Class by its name. Raises ValueError for an unknown name."""
         if name not in self._kinds:
             raise ValueError(
                 f"no gradient handler {name!r}; expected one of {sorted(self._kinds)}, registered "

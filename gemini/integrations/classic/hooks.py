@@ -1,4 +1,4 @@
-"""Hooks of `Trainer`: what is done, measured, said and saved as a fit goes on."""
+"""Hooks of `Trainer`: they measure, log and save during a fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class BaseHook:
-    """Called through a fit, those of a lower `priority` first. A subclass has what it needs."""
+    """Base of hooks, called through a fit in the order of `priority`, lowest first.
+
+    A subclass overrides the methods that it needs.
+    """
 
     def __init__(self, priority: int = 10) -> None:
         self.priority = priority
@@ -35,7 +38,7 @@ class BaseHook:
     def before_train_iter(self, trainer: Trainer) -> None: ...
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
-        """What the iteration gave; None for what was not asked for."""
+        """Take the values of a training iteration; those that nobody asked for are None."""
 
     def before_test(self, trainer: Trainer) -> None: ...
 
@@ -48,18 +51,18 @@ class BaseHook:
     def before_test_iter(self, trainer: Trainer) -> None: ...
 
     def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
-        """The same of an evaluation."""
+        """Take the values of an iteration of an evaluation."""
 
 
 class Accuracy(nn.Module):
-    """How many rows of `logits` [n, classes] have `targets` [n] as their largest: 0-d."""
+    """Number of rows of `logits` [n, classes] whose largest is at `targets` [n]: 0-d."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         return (logits.argmax(-1) == targets).sum()
 
 
 class _MeanHook(BaseHook):
-    """`trainer.metrics[name]`: the mean of an epoch so far, over ranks that have a value."""
+    """Hook that writes `trainer.metrics[name]`: the mean of an epoch, over ranks with a value."""
 
     name = ""
 
@@ -74,6 +77,7 @@ class _MeanHook(BaseHook):
     def _say(self, trainer: Trainer, part: str) -> None:
         total = self._sums.clone()
         if dist.is_initialized() and dist.get_world_size() > 1:
+            # every rank takes part, also one without a value, whose count is 0
             device = "cuda" if dist.get_backend() == "nccl" else "cpu"
             total = total.to(device)
             dist.all_reduce(total)
@@ -88,7 +92,7 @@ class _MeanHook(BaseHook):
 
 
 class LossHook(_MeanHook):
-    """The mean loss of an epoch."""
+    """Hook that measures the mean loss of an epoch."""
 
     name = "loss"
 
@@ -106,7 +110,8 @@ class LossHook(_MeanHook):
 
 
 class AccuracyHook(_MeanHook):
-    """The accuracy of an evaluation. accuracy_func: (output, label) -> how many are right."""
+    """Hook that measures an evaluation's accuracy. accuracy_func: (output, label) -> number of
+    right rows."""
 
     name = "accuracy"
 
@@ -120,7 +125,7 @@ class AccuracyHook(_MeanHook):
 
 
 class LRSchedulerHook(BaseHook):
-    """`lr_scheduler.step()` after every epoch, or after every iteration."""
+    """Hook that calls `lr_scheduler.step()` after every epoch, or after every iteration."""
 
     def __init__(self, lr_scheduler: Any, by_epoch: bool, priority: int = 1) -> None:
         super().__init__(priority)
@@ -153,7 +158,7 @@ class ThroughputHook(BaseHook):
 
 
 class LogMetricByEpochHook(BaseHook):
-    """A logger says the metrics after every `interval` epochs; after others' hooks."""
+    """Hook that logs the metrics after every `interval` epochs; by default after other hooks."""
 
     def __init__(self, logger: logging.Logger, interval: int = 1, priority: int = 10) -> None:
         super().__init__(priority)
@@ -172,14 +177,14 @@ class LogMetricByEpochHook(BaseHook):
 
 
 class LogMetricByStepHook(BaseHook):
-    """`trainer.step_metrics` is of the last iteration, for a progress bar."""
+    """Hook that copies metrics to `trainer.step_metrics` each iteration, for a progress bar."""
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
         trainer.step_metrics = dict(trainer.metrics)
 
 
 class LogMemoryByEpochHook(BaseHook):
-    """A logger says `memory_report()` after every epoch, of a model that has one."""
+    """Hook that logs the model's `memory_report()`, if it has one, after every epoch."""
 
     def __init__(self, logger: logging.Logger, priority: int = 10) -> None:
         super().__init__(priority)
@@ -192,12 +197,12 @@ class LogMemoryByEpochHook(BaseHook):
 
 
 class SaveCheckpointHook(BaseHook):
-    """A checkpoint after every `interval` epochs, in `checkpoint_dir/epoch_N`. Collective."""
+    """Hook that saves every `interval` epochs, into `checkpoint_dir/epoch_N`. Collective."""
 
     def __init__(
         self, interval: int = 1, checkpoint_dir: str = ".", model: Any = None, priority: int = 10
     ) -> None:
-        """model: is the fit's, and may be left away."""
+        """Take a folder. model: without effect; the fit's is saved."""
         super().__init__(priority)
         self._interval, self._folder = interval, Path(checkpoint_dir)
 
@@ -209,7 +214,7 @@ class SaveCheckpointHook(BaseHook):
 
 
 class TensorboardHook(BaseHook):
-    """Metrics for TensorBoard: of iterations by `cur_step`, of epochs by `cur_epoch`.
+    """Hook that writes metrics for TensorBoard, by `cur_step` or `cur_epoch`.
 
     Each of `ranks` (None is all) writes to its own folder, `log_dir/rank_N`.
     """
@@ -217,7 +222,7 @@ class TensorboardHook(BaseHook):
     def __init__(
         self, log_dir: str | Path, ranks: Sequence[int] | None = None, priority: int = 10
     ) -> None:
-        """Raises ImportError without the package tensorboard."""
+        """Open the writer. Raises ImportError without the package tensorboard."""
         super().__init__(priority)
         try:
             from torch.utils.tensorboard import SummaryWriter

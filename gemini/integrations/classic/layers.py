@@ -1,8 +1,8 @@
-"""`colossalai.nn`'s layers of 1D tensor parallelism: torch's layers, split as they are made.
+"""Layers of `colossalai.nn` for 1D tensor parallelism: torch's layers, split as they are made.
 
 They are split over the ranks that the launch's configuration has for layers, by a word of the plans
-in `gemini.integrations.parallel`; without such ranks they are torch's. Values are the first rank's.
-A weight's `shape` is that of the whole, and its `to_local()` is this rank's part.
+in `gemini.integrations.parallel`; without such ranks they are plain. All ranks get the first rank's
+values. A weight's `shape` is that of the whole, and its `to_local()` is this rank's part.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ Dropout = Dropout1D = nn.Dropout
 LayerNorm = LayerNorm1D = nn.LayerNorm
 CrossEntropyLoss = nn.CrossEntropyLoss
 
-# features that the linear layer made last gives, a part on each rank
+# output features of the linear layer made last, if each rank has a part of them: so `Linear1D`
+# alternates columns and rows. A context variable, because threads may stand for ranks
 _PARTS: ContextVar[int | None] = ContextVar("_PARTS", default=None)
 
 
 def _split(layer: nn.Module, how: str, weight: nn.Parameter | None = None) -> None:
-    """How it is split; then it has another layer's weight, if there is one. Collective."""
+    """Split a layer by a word of plans, then give it another layer's weight. Collective."""
     sizes = plugin_of(global_context.config, zero_stage=1).sizes
     mesh = sizes.mesh(this_device()) if sizes.tp > 1 else None
     if mesh is not None:
@@ -36,7 +37,7 @@ def _split(layer: nn.Module, how: str, weight: nn.Parameter | None = None) -> No
 
 
 class Linear1D_Col(nn.Linear):
-    """Each rank computes a part of the output, of all of the input."""
+    """Linear layer split by columns: each rank computes a part of the output from all input."""
 
     def __init__(
         self,
@@ -47,14 +48,17 @@ class Linear1D_Col(nn.Linear):
         gather_output: bool = False,
         weight: nn.Parameter | None = None,
     ) -> None:
-        """gather_output: the parts are put together. weight: of a layer that is split alike."""
+        """Make and split the layer. Collective.
+
+        gather_output: the output is gathered. weight: that of another layer, split alike.
+        """
         super().__init__(in_features, out_features, bias, dtype=dtype)
         _split(self, "colwise_gather_output" if gather_output else "colwise", weight)
         _PARTS.set(None if gather_output else out_features)
 
 
 class Linear1D_Row(nn.Linear):
-    """Each rank has a part of the input, and what they compute of it is summed."""
+    """Linear layer split by rows: each rank takes a part of the input, and outputs are summed."""
 
     def __init__(
         self,
@@ -65,7 +69,10 @@ class Linear1D_Row(nn.Linear):
         parallel_input: bool = True,
         weight: nn.Parameter | None = None,
     ) -> None:
-        """parallel_input: ranks are given their parts. weight: of a layer that is split alike."""
+        """Make and split the layer. Collective.
+
+        parallel_input: the input is in parts already. weight: that of another layer, split alike.
+        """
         super().__init__(in_features, out_features, bias, dtype=dtype)
         _split(self, "rowwise" if parallel_input else "rowwise_split_input", weight)
         _PARTS.set(None)
@@ -78,7 +85,7 @@ def Linear1D(
     dtype: torch.dtype | None = None,
     gather_output: bool = False,
 ) -> Linear1D_Col | Linear1D_Row:
-    """`Linear1D_Row` where the layer made before gives parts of as many features, else `_Col`."""
+    """Linear layer: `Linear1D_Row` if the layer made last has its input in parts, else `_Col`."""
     if in_features == _PARTS.get():
         return Linear1D_Row(in_features, out_features, bias, dtype)
     return Linear1D_Col(in_features, out_features, bias, dtype, gather_output)
@@ -87,7 +94,7 @@ def Linear1D(
 def Classifier1D(
     in_features: int, num_classes: int, weight: nn.Parameter | None = None, bias: bool = True
 ) -> Linear1D_Row:
-    """A `Linear1D_Row`, which may have the weight of an `Embedding1D`; its output is whole."""
+    """Classifier with whole output: a `Linear1D_Row`, with an `Embedding1D`'s weight if given."""
     return Linear1D_Row(
         in_features, num_classes, bias, parallel_input=in_features == _PARTS.get(), weight=weight
     )
@@ -100,12 +107,12 @@ def VocabParallelClassifier1D(
     bias: bool = True,
     gather_output: bool = False,
 ) -> Linear1D_Col:
-    """A `Linear1D_Col`, which may have the weight of a `VocabParallelEmbedding1D`."""
+    """Classifier: a `Linear1D_Col`, with the weight of a `VocabParallelEmbedding1D` if given."""
     return Linear1D_Col(in_features, num_classes, bias, None, gather_output, weight)
 
 
 class Embedding1D(nn.Embedding):
-    """Each rank has some features of every row; the output is whole. Options are torch's."""
+    """Embedding of which each rank has some features; the output is whole. Options are torch's."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, **options: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, **options)
@@ -113,7 +120,7 @@ class Embedding1D(nn.Embedding):
 
 
 class VocabParallelEmbedding1D(nn.Embedding):
-    """Each rank has some of the rows; the output is whole. Options are torch's."""
+    """Embedding of which each rank has some rows; the output is whole. Options are torch's."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, **options: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, **options)

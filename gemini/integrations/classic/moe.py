@@ -1,11 +1,11 @@
-"""colossalai.nn.layer.moe: layers of experts, over the experts that are shared among ranks.
+"""Layers of experts by the names of `colossalai.nn.layer.moe`.
 
 n tokens · E experts · k of a token · H width · C capacity of an expert, in tokens
 
 `Experts` are stacked, as transformers' are: with `ep_size` of the plugins (`parallel =
 dict(moe=dict(size=))` in a config) each rank has E / ep_size of them. Routers are GShard's (k = 2,
 arXiv 2006.16668) and Switch Transformers' (k = 1, arXiv 2101.03961): an expert takes its first C
-tokens of a rank, and what is dropped passes it by.
+tokens of a rank; for a dropped token it adds nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Noise = Callable[[Tensor], Tensor]
 
 
 class NormalNoiseGenerator:
-    """Adds N(0, 1 / E^2) to what a router chooses by, in training."""
+    """Noise of a router in training: adds 1 / E^2 times N(0, 1) to the logits it chooses by."""
 
     def __init__(self, num_experts: int) -> None:
         self._scale = 1 / num_experts**2
@@ -35,7 +35,8 @@ class NormalNoiseGenerator:
 
 
 class UniformNoiseGenerator:
-    """Multiplies it with U(1 - eps, 1 + eps)."""
+    """Noise of a router in training: multiplies the logits it chooses by with
+    U(1 - eps, 1 + eps)."""
 
     def __init__(self, eps: float = 1e-2) -> None:
         self._eps = eps
@@ -45,7 +46,7 @@ class UniformNoiseGenerator:
 
 
 class _Router(nn.Module):
-    """Which k experts a token goes to, and with which weights."""
+    """Router: chooses the k experts of a token, and their weights."""
 
     k: int
 
@@ -59,21 +60,24 @@ class _Router(nn.Module):
         *,
         capacity_factor: float | None = None,
     ) -> None:
-        """capacity_factor: of training and evaluation. drop_tks: else an expert takes all."""
+        """Set the capacity. capacity_factor: for training and evaluation, in place of both.
+        drop_tks: drop tokens over an expert's capacity."""
         super().__init__()
         both = capacity_factor_train, capacity_factor_eval
         self._factors = both if capacity_factor is None else (capacity_factor, capacity_factor)
         self._least, self._noise, self._drops = min_capacity, noisy_func, drop_tks
 
     def capacity(self, tokens: int, experts: int) -> int:
-        """C = max(k * factor * n / E, least), an even number."""
+        """Capacity C = max(k * factor * n / E, least) of an expert, made an even number."""
         factor = self._factors[0 if self.training else 1]
         found = max(math.floor(self.k * factor * tokens / experts), self._least)
         return found + found % 2
 
     def forward(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of logits [n, E]: experts and weights [n, k], and the balancing loss, which is 1 where
-        tokens are spread evenly."""
+        """Route logits [n, E] -> experts [n, k], weights [n, k] and balancing loss, 0-d.
+
+        The loss is 1 if tokens are spread evenly.
+        """
         experts = logits.shape[1]
         probs = logits.softmax(1)
         choice = logits if self._noise is None or not self.training else self._noise(logits)
@@ -90,21 +94,21 @@ class _Router(nn.Module):
 
 
 class Top1Router(_Router):
-    """One expert a token, as Switch Transformers route."""
+    """Router of Switch Transformers: one expert for a token."""
 
     k = 1
 
 
 class Top2Router(_Router):
-    """Two experts a token, as GShard routes."""
+    """Router of GShard: two experts for a token."""
 
     k = 2
 
 
 class Experts(nn.Module):
-    """E of one class of modules, each made with `expert_args`; every parameter is [E, ...].
+    """Experts: E modules of one class, made with `expert_args`; every parameter is [E, ...].
 
-    Raises ValueError for a class with buffers, which no gradient keeps equal over ranks.
+    Raises ValueError for a class with buffers, which ranks would change apart.
     """
 
     def __init__(self, expert: type[nn.Module], num_experts: int, **expert_args: Any) -> None:
@@ -124,7 +128,7 @@ class Experts(nn.Module):
         self._template = (made[0].to("meta"),)  # a tuple: its parameters are none of this module
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """x [n, H] through the experts `index` [n, k], summed by `weights` [n, k]: [n, H]."""
+        """Outputs [n, H] of experts `index` [n, k] for x [n, H], summed by `weights` [n, k]."""
         (template,), found = self._template, torch.zeros_like(x)
         template.train(self.training)
         for i in range(self.num_experts):
@@ -136,7 +140,10 @@ class Experts(nn.Module):
 
 
 class MoeLayer(nn.Module):
-    """[..., H] through a gate, a router and experts. `gate`: [E, H], in fp32 as the router is."""
+    """Layer [..., H] -> [..., H] of a gate, a router and experts.
+
+    The gate's weight is [E, H]. The router gets fp32.
+    """
 
     def __init__(
         self, dim_model: int, num_experts: int, router: nn.Module, experts: Experts
@@ -155,18 +162,21 @@ class MoeLayer(nn.Module):
 
 
 class MoeContext:
-    """Balancing losses of the layers of one forward; each thread that stands for a rank has its
-    own. A layer that runs again for checkpointing counts once."""
+    """Balancing losses of one forward, by layer.
+
+    Each thread has its own, as threads may stand for ranks. A layer that runs again for activation
+    checkpointing counts once.
+    """
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     def add(self, layer: nn.Module, loss: Tensor) -> None:
-        """The layer's in this forward."""
+        """Note the loss of a layer in this forward."""
         self._losses()[layer] = loss
 
     def take(self) -> Tensor | float:
-        """Their sum; the next forward begins with none."""
+        """Sum of all losses; forgets them for the next forward."""
         losses = self._losses()
         found = sum(losses.values(), 0.0)
         losses.clear()
@@ -183,7 +193,7 @@ MOE_CONTEXT = MoeContext()
 
 
 class MoeLoss(nn.Module):
-    """`loss_fn(**options)` of outputs and targets, and `aux_weight` times the balancing losses."""
+    """Loss of `loss_fn(**options)`, plus `aux_weight` times the balancing losses."""
 
     def __init__(self, aux_weight: float, loss_fn: type[nn.Module], **options: Any) -> None:
         super().__init__()
@@ -195,5 +205,5 @@ class MoeLoss(nn.Module):
 
 
 def moe_set_seed(seed: int) -> None:
-    """Before experts are made: all ranks make all of them, and keep their own."""
+    """Seed torch before experts are made: all ranks make all of them, and keep their own."""
     torch.manual_seed(seed)

@@ -1,6 +1,6 @@
-"""Models that old scripts build for pipelines: layers in the order in which they run.
+"""Builders of old scripts' models for pipelines: layers in the order in which they run.
 
-`initialize` cuts what these give into stages, of the sizes that the configuration has.
+`initialize` cuts their layers into stages, by the sizes of the configuration.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Parts = list[list[tuple[int, int]]]
 
 
 class LayerSequence(nn.Sequential):
-    """Layers under the names that they have; num_chunks: stages of a rank."""
+    """Sequence of layers under their own names; num_chunks: stages of a rank."""
 
     num_chunks = 1
 
 
 class _Between(nn.Module):
-    """A function between layers."""
+    """Module that calls a function between layers."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class _Between(nn.Module):
 
 
 class PipelinableContext:
-    """Finds the module that is built inside of it, whose children become a sequence."""
+    """Context that finds the module built in it, and makes a sequence of its children."""
 
     def __init__(self) -> None:
         self._parents: dict[int, nn.Module] = {}
@@ -44,6 +44,7 @@ class PipelinableContext:
     def __enter__(self) -> PipelinableContext:
         here = threading.get_ident()
 
+        # torch's hook is global: other threads, which may stand for ranks, build their own models
         def noted(module: nn.Module, name: str, child: nn.Module | None) -> None:
             if child is not None and threading.get_ident() == here:
                 self._parents[id(module)] = module
@@ -56,8 +57,10 @@ class PipelinableContext:
         self._hook.remove()
 
     def to_layer_list(self, exec_seq: Sequence[Any] | None = None) -> None:
-        """exec_seq: names of children in the order in which they run; between them functions, or
-        (function, "front" or "behind"). None: all children, as they were made.
+        """Make the sequence of layers.
+
+        exec_seq: names of children in the order in which they run; between them functions, or
+            (function, "front" or "behind"). None: all children, in the order they were made.
 
         Raises ValueError where no one module was built.
         """
@@ -78,7 +81,7 @@ class PipelinableContext:
         self._parents.clear()
 
     def partition(self, num_chunks: int, pipeline_size: int, rank: int) -> LayerSequence:
-        """All layers: `initialize` cuts them into `num_chunks` stages a rank.
+        """Return all layers, which `initialize` cuts into `num_chunks` stages a rank.
 
         Raises ValueError before `to_layer_list`.
         """
@@ -90,14 +93,14 @@ class PipelinableContext:
 def build_pipeline_model(
     layers: nn.Sequential, num_chunks: int = 1, verbose: bool = False
 ) -> LayerSequence:
-    """The same layers: `initialize` cuts them into `num_chunks` stages a rank."""
+    """Sequence of the same layers, which `initialize` cuts into `num_chunks` stages a rank."""
     made = LayerSequence(OrderedDict(layers.named_children()))
     made.num_chunks = num_chunks
     return made
 
 
 def partition_uniform(num_items: int, pipeline_parallel_size: int, num_chunks: int) -> Parts:
-    """By rank (first, end) of each of its chunks, all as large as it goes, the last ones larger.
+    """Partition of layers: by rank (first, end) of each of its chunks. The last parts are larger.
 
     Raises ValueError for items that the chunks do not divide.
     """
@@ -113,7 +116,7 @@ def partition_uniform(num_items: int, pipeline_parallel_size: int, num_chunks: i
 def partition_balanced(
     weights: Sequence[float], pipeline_parallel_size: int, num_chunks: int
 ) -> Parts:
-    """The same, whose largest part weighs as little as it can.
+    """Partition as of `partition_uniform`, whose heaviest part is as light as possible.
 
     Raises ValueError for fewer layers than parts.
     """

@@ -1,4 +1,4 @@
-"""ShardedModelV2 and what belongs to it: the oldest names for ZeRO-3."""
+"""ShardedModelV2, its optimizer and its copies: Colossal-AI's oldest names for ZeRO-3."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FP16_BYTES = 2
 
 @dataclass(frozen=True)
 class _ModelOptions:
-    """What ShardedModelV2 takes beside the module, in its order."""
+    """Options of ShardedModelV2, in its order."""
 
     process_group: dist.ProcessGroup | None = None
     reduce_scatter_process_group: dist.ProcessGroup | None = None
@@ -60,11 +60,11 @@ class _ModelOptions:
 class ShardedModelV2(GeminiDDP):
     """ZeRO-3 in fp16: every rank keeps its shard of parameters, gradients and state.
 
-    shard_strategy: any; shards are parts of chunks here.
+    shard_strategy: any, without effect; shards are parts of chunks here.
     reduce_scatter_process_group: None, or `process_group`.
-    reduce_scatter_bucket_size_mb: MiB that are reduced at once: a chunk.
+    reduce_scatter_bucket_size_mb: MiB that are reduced at once, the size of a chunk.
     fp32_reduce_scatter: gradients travel between ranks, and are added, in fp32.
-    offload_config: `{"device": "cpu"}` has all of it in host memory.
+    offload_config: `{"device": "cpu"}` keeps all shards and state in host memory.
 
     Raises ValueError for other values than these:
     """
@@ -80,7 +80,7 @@ class ShardedModelV2(GeminiDDP):
         )  # fmt: skip
 
     def dump_memory_stats(self, filename: str | Path = "dump_mem_stats.log") -> None:
-        """Write what was sampled, as JSON: bytes at every moment of every kind of iteration."""
+        """Write sampled memory as JSON: bytes at every moment of every kind of iteration."""
         self.memory_stats.dump_memory_stats(filename)
 
 
@@ -91,7 +91,10 @@ documented(ShardedModelV2, _ModelOptions)
 def ShardedOptimizerV2(
     sharded_model: GeminiDDP, optimizer: torch.optim.Optimizer, loss_scale: LossScale
 ) -> torch.optim.Optimizer:
-    """The same optimizer over the sharded module, with this loss scale. Raises ValueError."""
+    """Bind an optimizer to the sharded module, with a loss scale; returns the same object.
+
+    Raises ValueError for a module that is not sharded, and for an optimizer without such a form.
+    """
     if not isinstance(sharded_model, GeminiDDP):
         raise ValueError(
             f"sharded_model is a {type(sharded_model).__name__}; expected a ShardedModelV2"
@@ -120,6 +123,7 @@ def col_model_deepcopy(sharded_model: GeminiDDP, other_model: nn.Module) -> None
                     "one that was sharded"
                 )
     engine.call("col_model_deepcopy()")
+    # values that the loop wrote into gathered parameters reach the masters before these are read
     engine.write_back_changes()
     for chunk in engine.chunks:
         values = full_chunk(engine, chunk)
@@ -135,15 +139,17 @@ def col_model_deepcopy(sharded_model: GeminiDDP, other_model: nn.Module) -> None
 
 @torch.no_grad()
 def static_copy(model: GeminiDDP, *, everywhere: bool) -> nn.Module | None:
-    """A plain copy of the inner module on the CPU, with fp32 masters in the dtypes they had before.
+    """Plain copy of the inner module on the CPU: fp32 masters in the dtypes before wrapping.
 
-    On rank 0, or on every rank; a chunk at a time. Hooks that are not the engine's are the same
-    functions. All ranks call.
+    everywhere: on every rank, else on rank 0 and None on others. Values are gathered a chunk at a
+    time. The copy has the user's hooks and none of the engine's. All ranks call.
     """
     engine = model.engine
     engine.call("get_static_torch_model()")
     plain = None
     if everywhere or engine.comm.rank == 0:
+        # memo: deepcopy takes these in place of parameters, whose payloads may be released, and of
+        # dicts with the engine's hooks
         memo: dict[int, Any] = {}
         for param, dtype in zip(engine.params, engine.original_dtypes, strict=True):
             empty = torch.empty(param.shape, dtype=dtype)

@@ -1,7 +1,7 @@
-"""`colossalai.tensor`: meshes, placements and DTensors of torch by the names that they had there.
+"""Names of `colossalai.tensor` for torch's meshes, placements and DTensors.
 
-Parameters of a module that is made in `ColoInitContext` are told how they are split. When the
-`GeminiDDP` of this package wraps the module, it becomes a plan by which torch splits its layers.
+Parameters of a module made in `ColoInitContext` take a spec of how they are split. When the
+`GeminiDDP` of this package wraps the module, the specs become a plan by which torch splits layers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from gemini.runtime.wrap.materialise import Materialiser
 
 
 class ProcessGroup:
-    """All ranks: `tp_degree` neighbours have parts of tensors, the others replicas of them.
+    """Group of all ranks: `tp_degree` neighbours have parts of tensors, others have replicas.
 
-    mesh: torch's, with "tp" and "shard" where they have several ranks; None where "tp" has one.
+    mesh: torch's, with those of "tp" and "shard" that have several ranks; None if "tp" has one.
     """
 
     def __init__(self, *, tp_degree: int | None = None, dp_degree: int | None = None) -> None:
-        """None: what the other leaves; without both, no tensor is split. Collective."""
+        """Make the mesh. A degree of None is what the other leaves; without both no tensor is
+        split. Collective. Raises ValueError for degrees whose product is not the world size."""
         ranks = world_size()
         tp = tp_degree or max(1, ranks // (dp_degree or ranks))
         if ranks % tp or dp_degree not in (None, ranks // tp):
@@ -59,7 +60,7 @@ class ProcessGroup:
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """Every rank has all of a tensor."""
+    """Spec of a tensor that every rank has whole."""
 
     @property
     def placement(self) -> Placement:
@@ -68,7 +69,10 @@ class ReplicaSpec:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A tensor is cut in one dimension into as many parts as `tp_world_size()` of its group."""
+    """Spec of a tensor that is cut in one dimension into `tp_world_size()` parts of its group.
+
+    Raises ValueError for several dimensions.
+    """
 
     dims: Sequence[int]
     num_partitions: Sequence[int]
@@ -84,7 +88,7 @@ class ShardSpec:
         return Shard(self.dims[0])
 
     def check(self, group: ProcessGroup) -> None:
-        """Raise ValueError for another number of parts than the group has ranks for."""
+        """Raise ValueError unless the parts are as many as the group's `tp_world_size()`."""
         if self.num_partitions[0] != group.tp_world_size():
             raise ValueError(
                 f"ShardSpec has num_partitions={list(self.num_partitions)}; expected "
@@ -96,14 +100,14 @@ Spec = ReplicaSpec | ShardSpec
 
 
 class ComputePattern(Enum):
-    """How a layer computes with a split parameter: there is one way."""
+    """Ways in which a layer computes with a split parameter; there is one."""
 
     TP1D = "1d"
 
 
 @dataclass
 class ComputeSpec:
-    """output_replicate: a layer's output is whole on every rank."""
+    """Spec of a layer's computation. output_replicate: its output is whole on every rank."""
 
     compute_pattern: ComputePattern = ComputePattern.TP1D
     output_replicate: bool = True
@@ -114,7 +118,7 @@ class ComputeSpec:
 
 @dataclass
 class ColoTensorSpec:
-    """Of a tensor: whose it is, how it is cut, and what computes with it."""
+    """Spec of a tensor: its group, how it is cut, and how a layer computes with it."""
 
     pg: ProcessGroup
     dist_attr: Spec = ReplicaSpec()
@@ -122,9 +126,9 @@ class ColoTensorSpec:
 
 
 class ColoTensor:
-    """A tensor of which ranks have parts. `dtensor` is torch's, and what computes with it.
+    """Tensor of which ranks have parts. `dtensor` is torch's, for computing.
 
-    shape, data: of this rank's part.
+    shape, data: those of this rank's part.
     """
 
     def __init__(self, dtensor: Tensor, spec: ColoTensorSpec) -> None:
@@ -132,7 +136,7 @@ class ColoTensor:
 
     @staticmethod
     def from_torch_tensor(tensor: Tensor, spec: ColoTensorSpec) -> ColoTensor:
-        """Of this rank's part. Raises ValueError for another number of parts than of ranks."""
+        """Make one from this rank's part. Raises ValueError unless each rank has one part."""
         if isinstance(spec.dist_attr, ShardSpec):
             spec.dist_attr.check(spec.pg)
         if spec.pg.mesh is not None:
@@ -152,13 +156,13 @@ class ColoTensor:
         return self.dtensor.shape
 
     def to_replicate(self) -> ColoTensor:
-        """The whole on every rank. Collective."""
+        """Copy that is whole on every rank. Collective."""
         whole = ColoTensor(self.dtensor, self._spec)
         whole.set_dist_spec(ReplicaSpec())
         return whole
 
     def set_dist_spec(self, spec: Spec) -> None:
-        """Cut otherwise, of which a backward is the reverse. Collective. Raises ValueError."""
+        """Cut the tensor anew; a backward does the reverse. Collective. Raises ValueError."""
         if isinstance(spec, ShardSpec):
             spec.check(self._spec.pg)
         dtensor: Any = self.dtensor
@@ -168,9 +172,9 @@ class ColoTensor:
 
 
 class ColoParameter:
-    """What a parameter of a module in `ColoInitContext` can be told.
+    """Methods that a parameter of a module in `ColoInitContext` gets.
 
-    process_group, dist_spec, compute_spec: what it was told, or None.
+    process_group, dist_spec, compute_spec: the values that were set last.
     """
 
     process_group: ProcessGroup | None
@@ -191,22 +195,22 @@ _TOLD = ("set_process_group", "set_dist_spec", "set_tensor_spec")
 
 
 def let_be_told(param: Any, group: ProcessGroup, spec: Spec) -> None:
-    """Give a parameter of torch what a `ColoParameter` has; it stays what it is."""
+    """Give a parameter of torch the methods of a `ColoParameter`; it stays the same object."""
     for name in _TOLD:
         setattr(param, name, MethodType(getattr(ColoParameter, name), param))
     param.process_group, param.dist_spec, param.compute_spec = group, spec, ComputeSpec()
 
 
-# by whether the output is whole, words of a plan for a weight that is cut in the dimension of what
-# comes out of its layer
+# words of a plan for a weight that is cut in its output dimension, by whether the output is whole
 _COLUMNS = {False: "colwise", True: "colwise_gather_output"}
 
 
 def split_as_told(module: nn.Module) -> DeviceMesh | None:
-    """Split layers in place, as their weights were told; None where none was. Collective.
+    """Split layers in place by the specs of their weights. Collective.
 
-    Values of parameters on the meta device are made before. What torch has split is in the mesh.
-    Raises ValueError, before anything is changed, for what no layer computes with.
+    Makes the values of parameters on the meta device first. Returns the mesh of split parameters,
+    None if there are none.
+    Raises ValueError, before anything is changed, for a spec that no layer can compute with.
     """
     plan, group = _plan(module)
     if group is None or group.mesh is None or not plan:
@@ -217,7 +221,10 @@ def split_as_told(module: nn.Module) -> DeviceMesh | None:
 
 
 def _plan(module: nn.Module) -> tuple[Mapping[str, str], ProcessGroup | None]:
-    """(words by names of layers, the group of what is cut)."""
+    """Plan by the specs of weights, in words by names of layers, and the group of cut weights.
+
+    Raises ValueError.
+    """
     plan: dict[str, str] = {}
     rows: list[str] = []
     group: ProcessGroup | None = None
@@ -244,7 +251,7 @@ def _plan(module: nn.Module) -> tuple[Mapping[str, str], ProcessGroup | None]:
             plan[name] = _COLUMNS[weight.compute_spec.output_replicate]
         else:
             rows.append(name)
-    # a layer by rows takes parts where one beside it gives them
+    # a layer split by rows gets its input in parts if a layer of the same parent returns parts
     parts = {name.rpartition(".")[0] for name, how in plan.items() if how == _COLUMNS[False]}
     for name in rows:
         is_part = name.rpartition(".")[0] in parts
@@ -257,7 +264,7 @@ def _spec_of(param: nn.Parameter) -> Spec | None:
 
 
 def _fill(module: nn.Module) -> None:
-    """Parameters of the meta device are new ones with values; those that are tied stay so."""
+    """Replace parameters on the meta device by new ones with values; ties stay."""
     make = Materialiser(module)
     make.check()
     empty = [param for param in module.parameters() if param.is_meta]

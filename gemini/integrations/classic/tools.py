@@ -1,4 +1,4 @@
-"""What old scripts take from `colossalai.utils`: timers, printing, loaders, loggers."""
+"""Tools that old scripts take from `colossalai.utils`: timers, printing, loaders, loggers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from gemini.integrations.parts import dataloader, rank
 
 
 class Timer:
-    """Seconds between `start` and `stop`, of which each pair is kept where that is asked."""
+    """Timer of seconds between `start` and `stop`, with a history of the pairs to keep."""
 
     def __init__(self) -> None:
         self._began, self._last = 0.0, 0.0
         self._history: list[float] = []
 
     def start(self) -> None:
-        """Begin anew. What a device has in its queue is waited for."""
+        """Begin anew, after a wait for the device's queue."""
         self._began = _now()
 
     def stop(self, keep_in_history: bool = False) -> float:
@@ -44,7 +44,7 @@ class Timer:
         return sum(self._history)
 
     def get_history_mean(self) -> float:
-        """Seconds of a pair that was kept; 0 where none was."""
+        """Mean seconds of the kept pairs; 0 without any."""
         return sum(self._history) / max(1, len(self._history))
 
     def reset(self) -> None:
@@ -53,7 +53,7 @@ class Timer:
 
 
 class MultiTimer:
-    """Several `Timer`s by name. `on=False` measures nothing."""
+    """Timers by name, which measure nothing if `on` is false."""
 
     def __init__(self, on: bool = True) -> None:
         self._on = on
@@ -64,14 +64,14 @@ class MultiTimer:
             self._timers.setdefault(name, Timer()).start()
 
     def stop(self, name: str, keep_in_history: bool = False) -> float:
-        """Seconds since the start of the same name; 0 where the timer is off."""
+        """Seconds since the start of the same name; 0 if timers are off."""
         return self._timers[name].stop(keep_in_history) if self._on else 0.0
 
     def get_timer(self, name: str) -> Timer:
         return self._timers[name]
 
     def reset(self, name: str | None = None) -> None:
-        """One of them, or all."""
+        """Reset one timer, or all for None."""
         for key, timer in self._timers.items():
             if name in (None, key):
                 timer.reset()
@@ -87,13 +87,14 @@ class MultiTimer:
 
 
 def _now() -> float:
+    # kernels run after their launch has returned: without a wait their time would be missing
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def print_rank_0(msg: str, logger: logging.Logger | None = None) -> None:
-    """Print by the first rank alone, or have a logger say it."""
+    """Print, or log, on the first rank alone."""
     if rank() == 0:
         if logger is None:
             sys.stdout.write(f"{msg}\n")
@@ -111,10 +112,10 @@ def get_dataloader(
     num_workers: int = 0,
     **kwargs: Any,
 ) -> DataLoader[Any]:
-    """A loader of this rank's part of `dataset`, or of all of it without `add_sampler`.
+    """Loader of this rank's part of `dataset`, or of all of it without `add_sampler`.
 
-    Ranks that the launch's configuration has for layers and stages see the same data. kwargs: for
-    `torch.utils.data.DataLoader`.
+    Ranks that split layers, and stages of one pipeline, see the same data, by the launch's
+    configuration. kwargs: for `torch.utils.data.DataLoader`.
     """
     place: tuple[int, int] | None = None if add_sampler else (0, 1)
     if add_sampler and global_context.config.get("parallel"):
@@ -130,7 +131,7 @@ def get_dataloader(
 def disable_existing_loggers(
     include: Sequence[str] | None = None, exclude: Sequence[str] = ("gemini",)
 ) -> None:
-    """Have loggers of others say warnings alone: those named, or all but `exclude` and below it."""
+    """Limit loggers to warnings: those of `include`, or all outside of `exclude`."""
     names = list(logging.root.manager.loggerDict) if include is None else list(include)
     for name in names:
         if include is not None or name.partition(".")[0] not in exclude:
@@ -138,9 +139,9 @@ def disable_existing_loggers(
 
 
 def spawn(func: Callable[..., None], nprocs: int = 1, **kwargs: Any) -> None:
-    """`func(rank, world_size=, port=, **kwargs)` in so many processes; one is this process.
+    """Run `func(rank, world_size=, port=, **kwargs)` in `nprocs` processes; for 1 in this one.
 
-    port: one that is free, for `launch`.
+    port: a free one, for `launch`.
     """
     with socket.socket() as found:
         found.bind(("localhost", 0))

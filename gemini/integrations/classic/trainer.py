@@ -1,4 +1,4 @@
-"""`colossalai.trainer.Trainer`: epochs of an engine's schedule, with hooks."""
+"""Trainer by the name of `colossalai.trainer.Trainer`: epochs of an engine, with hooks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .tools import MultiTimer
 
 
 class Trainer:
-    """A fit of old scripts.
+    """Trainer of old scripts.
 
-    cur_epoch, cur_step: where it is. metrics: what hooks have measured, by name; step_metrics: of
-    the last iteration.
+    cur_epoch, cur_step: number of the current epoch, and of iterations so far. metrics: values
+    that hooks have measured, by name; step_metrics: those of the last iteration.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Trainer:
         timer: MultiTimer | None = None,
         logger: logging.Logger | None = None,
     ) -> None:
-        """timer: measures `Train-step`, `Train-epoch` and `Test-epoch`."""
+        """Take an engine. timer: measures `Train-step`, `Train-epoch` and `Test-epoch`."""
         self.engine, self.logger = engine, logger
         self.timer = MultiTimer(on=False) if timer is None else timer
         self.cur_epoch = self.cur_step = 0
@@ -46,10 +46,10 @@ class Trainer:
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """Train `epochs` epochs, or `max_steps` iterations; test after every `test_interval`.
+        """Train `epochs` epochs, or `max_steps` iterations; test every `test_interval` epochs.
 
-        display_progress: of the first rank, by the package tqdm. return_output_label: whether hooks
-            see outputs and labels of iterations that train.
+        display_progress: the first rank shows it, by the package tqdm. return_output_label: hooks
+            get outputs and labels of training iterations.
         """
         self._hooks = sorted(hooks, key=lambda hook: hook.priority)
         self._tell("before_train")
@@ -69,7 +69,7 @@ class Trainer:
         hooks: Sequence[BaseHook] | None = None,
         display_progress: bool = False,
     ) -> None:
-        """One epoch without backwards; hooks see what it gives. None: those of the last fit."""
+        """Run one epoch without backwards. hooks: get its outputs; None: those of the last fit."""
         if hooks is not None:
             self._hooks = sorted(hooks, key=lambda hook: hook.priority)
         self._tell("before_test")

@@ -1,6 +1,6 @@
-"""The functional and older names: wrappers by ZeRO stage, chunk managers, checkpoints of epochs.
+"""Functional and older names: wrappers by ZeRO stage, chunk managers, checkpoints of epochs.
 
-They make a `GeminiDDP`, in fp16 unless they are told otherwise, as Colossal-AI did.
+They make a `GeminiDDP`, by default in fp16, as Colossal-AI did.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def ColoInitContext(
     default_pg: Any = None,
     default_dist_spec: Any = None,
 ) -> Iterator[None]:
-    """Modules made inside take no memory for parameters until they are wrapped: `init_empty`.
+    """Context whose modules take no memory for parameters until they are wrapped: `init_empty`.
 
-    device, dtype: where values are made is where the wrapper computes, chunk by chunk, and they are
-        made in fp32; both are taken as they were, and change nothing.
+    device, dtype: without effect. Values are made in fp32, chunk by chunk, on the device where the
+        wrapper computes.
     default_pg, default_dist_spec: a `ProcessGroup` and a spec of `gemini.integrations.classic.
-        tensors` with which its parameters begin. They can be told another as `ColoParameter`s.
+        tensors` that parameters begin with. Their methods are those of `ColoParameter`.
 
-    Raises ValueError for another dtype, and for another kind of the last two.
+    Raises ValueError for another dtype than float32, and for other classes of the last two.
     """
     group = ProcessGroup() if default_pg is None else default_pg
     spec = ReplicaSpec() if default_dist_spec is None else default_dist_spec
@@ -109,12 +109,13 @@ def GeminiDDP(
     precision: str = "fp16",
     **options: Any,
 ) -> ddp.GeminiDDP:
-    """`gemini.GeminiDDP` by its old options: `_mb` ones are in 2**20 elements, as `_m` ones.
+    """Wrap a module in `gemini.GeminiDDP` by its old options.
 
-    A module whose parameters were told how they are split is split so before, and `mesh=` is the
-    one of their `ProcessGroup`.
+    Options with `_mb` are in 2**20 elements, as those with `_m`. A module whose parameters have a
+    spec of how they are split is split first, and `mesh=` is that of their `ProcessGroup`.
 
-    options: others of `gemini.GeminiDDP`. Raises ValueError for `"const"`, which has no bytes.
+    options: others of `gemini.GeminiDDP`. Raises ValueError for the policy `"const"`, which gives
+    no bytes.
     """
     said = (
         ("pin_memory", pin_memory, Ignored.PINNED),
@@ -142,10 +143,11 @@ def zero_model_wrapper(
     gemini_config: Mapping[str, Any] | None = None,
     verbose: bool = False,
 ) -> ddp.GeminiDDP:
-    """Shard by ZeRO-1, 2 or 3; `gemini_config` has options of the `GeminiDDP` here, for stage 3.
+    """Shard a module by ZeRO-1, 2 or 3.
 
+    gemini_config: options of the `GeminiDDP` of this module, for stage 3.
     verbose: print what the search for chunks found.
-    Raises ValueError for another stage, and for options beside stage 1 or 2.
+    Raises ValueError for another stage, and for `gemini_config` with stage 1 or 2.
     """
     if zero_stage not in (1, 2, 3):
         raise ValueError(f"zero_stage={zero_stage}; expected 1, 2 or 3")
@@ -179,7 +181,7 @@ def zero_optim_wrapper(
     optim_config: Mapping[str, Any] | None = None,
     verbose: bool = False,
 ) -> torch.optim.Optimizer:
-    """The same optimizer over the wrapped module, with this loss scale and this clipping.
+    """Bind an optimizer to the wrapped module, with a loss scale and clipping; the same object.
 
     optim_config: where the state of an optimizer of torch's goes (`nvme_offload_fraction`, ...).
     verbose: print every step that is skipped.
@@ -198,7 +200,7 @@ DECIDED = Case(lambda _: False, "what wraps the module decides; LowLevelZeroPlug
 
 @dataclass(frozen=True)
 class _OptimizerOptions:
-    """What Colossal-AI's LowLevelZeroOptimizer takes beside the optimizer, in its order."""
+    """Options of Colossal-AI's LowLevelZeroOptimizer, in its order."""
 
     pg_to_param_list: Any = option(None, only=DECIDED)
     initial_scale: float = OPTIMIZER_SCALE.initial_scale
@@ -232,10 +234,10 @@ def LowLevelZeroOptimizer(
     *,
     module: ddp.GeminiDDP | None = None,
 ) -> torch.optim.Optimizer:
-    """The same optimizer over `module`, which ZeRO-1 or 2 has wrapped, with this loss scale.
+    """Bind an optimizer to a module that ZeRO-1 or 2 has wrapped, with a loss scale.
 
-    What the wrapper decides (buckets, stage, offload, groups, dtypes) is refused by name.
-    verbose: print every step that is skipped. Raises ValueError.
+    Returns the same object. Options that the wrapper decides (buckets, stage, offload, groups,
+    dtypes) are refused by name. verbose: print every skipped step. Raises ValueError.
     """
     if module is None:
         raise ValueError(
@@ -243,6 +245,7 @@ def LowLevelZeroOptimizer(
             "zero_stage=1) returned: parameters are sharded there"
         )
     scale = LossScale(**{name: getattr(options, name) for name in SCALE_NAMES})
+    # defaults are no wish: without fp16, where a loss scale is refused, they count as none
     if scale == OPTIMIZER_SCALE and not module.engine.control_vector.active:
         scale = LossScale()
     return _configured(
@@ -277,7 +280,7 @@ def _configured(
 
 @dataclass(frozen=True)
 class ChunkManager:
-    """Chunks that were searched, for `GeminiManager`."""
+    """Manager of chunks that were searched, for `GeminiManager`."""
 
     chunks: ChunkConfiguration
     device: torch.device | str | None = None
@@ -287,8 +290,10 @@ class ChunkManager:
     def search_chunk_size(
         model: nn.Module, search_range: int, n_grids: int = 0, min_chunk_size: int = 32 * 2**20
     ) -> int:
-        """Elements of a chunk; ranges in elements. `n_grids` is not needed: lengths that fit are
-        tried."""
+        """Search the elements of a chunk; ranges are in elements.
+
+        `n_grids` has no effect: candidates are lengths that fit.
+        """
         found = search_chunk_configuration(
             model, search_range / 2**20, None, min_chunk_size / 2**20, dtype="float16"
         )
@@ -304,7 +309,10 @@ def init_chunk_manager(
     *,
     precision: str = "fp16",
 ) -> ChunkManager:
-    """Search chunks for a module that computes in `precision`; ranges in 2**20 elements."""
+    """Search chunks for a module that computes in `precision`; ranges are in 2**20 elements.
+
+    Raises ValueError for an unknown precision.
+    """
     dtype = DTYPE_OF.get(precision)
     if dtype is None:
         raise ValueError(f"precision={precision!r}; expected one of {sorted(DTYPE_OF)}")
@@ -316,14 +324,14 @@ def init_chunk_manager(
 
 @dataclass(frozen=True)
 class GeminiManager:
-    """A placement policy and chunks, for `ZeroDDP`."""
+    """Manager of a placement policy and chunks, for `ZeroDDP`."""
 
     placement_policy: str | Placement
     chunk_manager: ChunkManager
 
     @staticmethod
     def get_default_device(placement_policy: str) -> torch.device:
-        """Where parameters live: the CPU for `"cpu"`, else the device."""
+        """Device where parameters live: the CPU for `"cpu"`, else this process's device."""
         placement = parse_named(placement_policy)
         on_host = isinstance(placement, StaticPlacement) and placement.offload_param_frac == 1
         return torch.device("cpu") if on_host else this_device()
@@ -336,7 +344,7 @@ def ZeroDDP(
     force_outputs_fp32: bool = False,
     strict_ddp_mode: bool = False,
 ) -> ddp.GeminiDDP:
-    """`GeminiDDP` with chunks that were searched before."""
+    """Wrap a module in `GeminiDDP` with chunks that were searched before."""
     manager = gemini_manager.chunk_manager
     return GeminiDDP(
         module, manager.device, gemini_manager.placement_policy, pin_memory, force_outputs_fp32,
@@ -350,9 +358,9 @@ def get_static_torch_model(
     dtype: torch.dtype = torch.float32,
     only_rank_0: bool = True,
 ) -> nn.Module | None:
-    """A plain copy of the module with whole parameters, from fp32 masters; the wrapper stays.
+    """Plain copy of the module with whole parameters, from fp32 masters; the wrapper stays.
 
-    only_rank_0: other ranks get None, and hold no whole copy. All ranks call.
+    only_rank_0: other ranks get None, and make no copy. All ranks call.
     Raises ValueError for a module that is not wrapped.
     """
     if not isinstance(zero_ddp_model, ddp.GeminiDDP):
@@ -371,7 +379,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     lr_scheduler: Any = None,
 ) -> None:
-    """`gemini.save_checkpoint` with an epoch; `file` is a folder here. All ranks call."""
+    """Save by `gemini.save_checkpoint` with an epoch; `file` is a folder here. All ranks call."""
     save(file, model, optimizer, lr_scheduler, extra={"epoch": epoch})
 
 
@@ -382,9 +390,9 @@ def load_checkpoint(
     lr_scheduler: Any = None,
     strict: bool = True,
 ) -> int:
-    """The epoch with which it was saved, -1 where nobody said one. All ranks call.
+    """Load by `gemini.load_checkpoint`, and raise as it does. All ranks call.
 
-    Loads what `gemini.load_checkpoint` does, and raises what that raises.
+    Returns the epoch that was saved, -1 if there is none.
     """
     extra = load(file, model, optimizer, lr_scheduler, strict=strict)
     return int(extra.get("epoch", -1)) if isinstance(extra, dict) else -1

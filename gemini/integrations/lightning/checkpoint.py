@@ -1,7 +1,7 @@
 """Checkpoints of Lightning: a folder of ours with Lightning's own state in it, or one file.
 
-A folder is committed at once: what Lightning saves beside weights and optimizer (loops, callbacks,
-schedulers, hyperparameters) is rank 0's `extra` in it, as bytes of torch.save.
+A folder is committed at once: Lightning's other state (loops, callbacks, schedulers,
+hyperparameters) is rank 0's `extra` in it, as bytes of torch.save.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEY = "lightning"
 
 
 class Streamed(dict[str, Any]):
-    """Stands for weights or state that a sharded save streams, and that no rank holds."""
+    """Empty stand-in for weights or state that a sharded save streams, and no rank has whole."""
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(
@@ -49,9 +49,13 @@ def save_folder(
     *,
     is_writer: bool,
 ) -> None:
-    """All ranks call. `is_writer`: this rank's `rest` is saved (rank 0)."""
+    """Save model, optimizer and Lightning's other state in one folder. All ranks call.
+
+    is_writer: this rank's `rest` is saved (rank 0).
+    """
     data = io.BytesIO()
-    torch.save(dict(rest), data)  # on every rank: what cannot be saved is an error of all
+    # on every rank, though one writes it: so a value that cannot be saved is an error on all
+    torch.save(dict(rest), data)
     blob = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
     save_checkpoint(path, model, optimizer, extra={_KEY: blob} if is_writer else {})
 
@@ -59,13 +63,13 @@ def save_folder(
 def load_folder(
     path: Path, model: nn.Module, optimizer: TieredOptimizer | None, *, strict: bool
 ) -> torch.Tensor | None:
-    """Weights and state in place; on rank 0 the bytes of the rest (`decoded`). All ranks call."""
+    """Load weights and state in place; rank 0 returns bytes for `decoded`. All ranks call."""
     extra = load_checkpoint(path, model, optimizer, strict=strict)
     return extra.get(_KEY) if isinstance(extra, dict) else None
 
 
 def decoded(blob: torch.Tensor | None, path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """What Lightning had saved. Raises ValueError where a folder has none of it."""
+    """Lightning's other state, from its bytes. Raises ValueError for a folder without any."""
     if blob is None:
         raise ValueError(
             f"{path} has nothing of Lightning's; expected a checkpoint that a Trainer or Fabric "
@@ -77,7 +81,7 @@ def decoded(blob: torch.Tensor | None, path: Path, weights_only: bool | None) ->
 
 
 def refuse_changed(checkpoint: Mapping[str, Any], key: str) -> None:
-    """Raise ValueError where a hook put values in the place of what is streamed."""
+    """Raise ValueError if a hook put its own values in the place of streamed ones."""
     found = checkpoint.get(key, ())
     for part in found if isinstance(found, (list, tuple)) else (found,):
         if isinstance(part, Streamed) and not part:
@@ -89,9 +93,9 @@ def refuse_changed(checkpoint: Mapping[str, Any], key: str) -> None:
 
 
 def full_optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """As torch.optim's: by position, so that a plain optimizer loads it. All ranks call.
+    """State dict by position, so that an optimizer of torch loads it. All ranks call.
 
-    Whole on rank 0; elsewhere what `state_dict()` has there.
+    It is whole on rank 0; on other ranks it has what `state_dict()` returns there.
     """
     found = inner(optimizer).state_dict()
     names = [name for group in found["param_groups"] for name in group["params"]]
@@ -101,12 +105,12 @@ def full_optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def full_weights(model: nn.Module) -> dict[str, Any]:
-    """On rank 0, fp32 masters in the dtypes they had before, on the CPU; all ranks call."""
+    """Whole weights on rank 0's CPU: fp32 masters in the dtypes before wrapping. All ranks call."""
     if isinstance(model, GeminiDDP):
         return model.state_dict()
     return {name: value.detach().cpu() for name, value in model.state_dict().items()}
 
 
 def pop(state: MutableMapping[str, Any], *keys: str) -> dict[str, Any]:
-    """A copy without some keys."""
+    """Copy of `state` without some keys."""
     return {key: value for key, value in state.items() if key not in keys}

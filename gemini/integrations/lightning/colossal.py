@@ -24,17 +24,17 @@ _POLICIES = ("auto", "cuda", "cpu")
 
 
 class ColossalAIStrategy(GeminiStrategy):
-    """As Lightning 1 had it: fp16, one checkpoint file, and these names.
+    """Strategy of Lightning 1 by its names: fp16, and one checkpoint file.
 
     use_chunk: True; one parameter a chunk is `GeminiStrategy(min_chunk_size_m=0)`.
     chunk_size: elements of a chunk; None searches one.
-    enable_distributed_storage: False keeps parameters whole on every device, whatever the policy.
+    enable_distributed_storage: False keeps parameters whole on every device, under any policy.
     placement_policy: `"auto"`, `"cuda"`, `"cpu"`.
     force_outputs_fp32: what modules return to a step is cast to fp32, as it is in fp16 anyway.
     gpu_margin_mem_ratio: share, 0 to 1, of what is left on the device for the optimizer's state,
         with `"auto"`: here always what the first iteration leaves, so any is accepted there.
     chunk_search_range, min_chunk_size: elements.
-    chunk_search_n_grids: nothing to say here: candidates are lengths that fit exactly.
+    chunk_search_n_grids: 1 or more, without effect: candidates are lengths that fit exactly.
     initial_scale ... max_scale: the loss scale of fp16; in another precision only the defaults.
     checkpoint_io: for the one file that it saves.
 
@@ -89,7 +89,7 @@ class ColossalAIStrategy(GeminiStrategy):
         super().setup(trainer)
 
     def lightning_module_state_dict(self, rank_zero_only: bool = False) -> dict[str, Any]:
-        """The whole state of the module on the CPU: on every rank, or on rank 0. All ranks call."""
+        """Whole state of the module on the CPU: on every rank, or on rank 0. All ranks call."""
         return super().lightning_module_state_dict(rank_zero_only)
 
     def optimizer_step(  # type: ignore[override]
@@ -100,7 +100,10 @@ class ColossalAIStrategy(GeminiStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """With Lightning 1's `opt_idx`, or without it, as Lightning 2 calls."""
+        """Take a step: with Lightning 1's `opt_idx`, or without it, as Lightning 2 calls.
+
+        Raises ValueError for another `opt_idx` than 0, and without a closure.
+        """
         if callable(opt_idx):
             return super().optimizer_step(optimizer, opt_idx, closure or model, **kwargs)
         if opt_idx != 0 or closure is None:
@@ -110,7 +113,7 @@ class ColossalAIStrategy(GeminiStrategy):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "sum") -> Any:
-        """Over ranks; what is no tensor is returned as it is."""
+        """Reduce a tensor over ranks; another value is returned as it is."""
         return super().reduce(tensor, group, reduce_op)
 
 

@@ -90,10 +90,10 @@ class GeminiFabricStrategy(DDPStrategy):
         return convert(optimizer, **self._asked.adam)
 
     def module_to_device(self, module: nn.Module) -> None:
-        """It is wrapped from where it is, chunk by chunk."""
+        """Do nothing: wrapping moves the module, chunk by chunk."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Modules are made on the CPU, in their own dtypes; `empty_init`: without memory."""
+        """Context that makes modules on the CPU, in their dtypes; `empty_init`: without memory."""
         return init_empty() if empty_init else nullcontext()
 
     # -- a step --
@@ -136,6 +136,7 @@ class GeminiFabricStrategy(DDPStrategy):
                 'none, or the strategy with checkpoint="full"'
             )
         rest = self._convert_stateful_objects_in_state(pop(state, *keys), filter or {})
+        # rank 0's name counts: all ranks write into one folder
         target = Path(self.broadcast(str(path)))
         save_folder(target, model, optimizer, rest, is_writer=self.is_global_zero)
 
@@ -167,7 +168,7 @@ class GeminiFabricStrategy(DDPStrategy):
 def _trained(
     state: Mapping[str, Any],
 ) -> tuple[GeminiDDP | None, TieredOptimizer | None, list[str]]:
-    """The one wrapped model of a state, its optimizer, and their keys. Raises ValueError."""
+    """Wrapped model of a state, its optimizer, and their keys. Raises ValueError for several."""
     models = {key: value for key, value in state.items() if isinstance(value, GeminiDDP)}
     optimizers = {key: value for key, value in state.items() if isinstance(value, TieredOptimizer)}
     if len(models) > 1 or (models and len(optimizers) > 1):

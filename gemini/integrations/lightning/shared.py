@@ -1,4 +1,4 @@
-"""What the Trainer's and Fabric's strategies share: precision, placements, optimizers, casts."""
+"""Parts shared by the Trainer's and Fabric's strategies: precision, options, casts, names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from gemini.placement.policy import Placement, parse_placement
 from gemini.runtime.wrap.precision import DTYPE_OF
 from gemini.trees import map_tensors
 
-# Lightning's name -> ours. Masters are fp32, so "true" and "mixed" bf16 are one thing here.
+# Lightning's name -> the engine's. Masters are fp32, so "true" and "mixed" bf16 are the same here
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
-# names that are registered, with the options of the strategy that they stand for
+# registered names, with the options of the strategy that they stand for
 REGISTERED: dict[str, dict[str, Any]] = {
     "gemini": {},
     "gemini_nvme": {"adam": {"nvme_offload_fraction": 1.0}},
@@ -39,13 +39,13 @@ _SCALER = {
     "growth_interval": TORCH_SCALE.growth_interval,
     "_growth_tracker": 0,
 }
-# what the strategies give to GeminiDDP themselves
+# parameters of GeminiDDP that the strategies fill themselves
 _TAKEN = ("module", "device", "placement_policy", "precision", "process_group", "cast_inputs")
 _OPTIONS = frozenset(inspect.signature(GeminiDDP).parameters) - set(_TAKEN)
 
 
 class _NamedPrecision(FabricPrecision):
-    """A precision by Lightning's name of it. Raises ValueError for one that has no meaning here."""
+    """Precision by Lightning's name of it. Raises ValueError for one that has no meaning here."""
 
     def __init__(self, precision: str = "32-true") -> None:
         engine_precision(precision)
@@ -53,10 +53,10 @@ class _NamedPrecision(FabricPrecision):
 
 
 class GeminiPrecision(_NamedPrecision, Precision):
-    """`Trainer(precision=)` for `GeminiStrategy`: which dtype modules compute in.
+    """Precision plugin of a Trainer for `GeminiStrategy`: which dtype modules compute in.
 
-    The engine casts, scales losses and clips, so this does nothing in a step but to hand clipping
-    on. precision: "32-true", "bf16-mixed", "bf16-true" or "16-mixed"; raises ValueError for others.
+    The engine casts, scales losses and clips, so in a step this only hands clipping on.
+    precision: "32-true", "bf16-mixed", "bf16-true" or "16-mixed"; raises ValueError for others.
     """
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
@@ -67,11 +67,11 @@ class GeminiPrecision(_NamedPrecision, Precision):
 
 
 class GeminiFabricPrecision(_NamedPrecision):
-    """The same for `Fabric(precision=)`."""
+    """Precision plugin of a Fabric for `GeminiFabricStrategy`; see `GeminiPrecision`."""
 
 
 def engine_precision(name: str) -> str:
-    """Ours for Lightning's name of a precision. Raises ValueError."""
+    """Name of the engine for Lightning's name of a precision. Raises ValueError."""
     if name not in PRECISIONS:
         instead = {"16-true": ' (weights of fp16 have fp32 masters here: write "16-mixed")'}
         raise ValueError(
@@ -82,8 +82,10 @@ def engine_precision(name: str) -> str:
 
 
 def precision_of(plugin: FabricPrecision) -> str:
-    """The name that a plugin of Lightning's own stands for. Raises ValueError for one that does
-    more than to choose a dtype."""
+    """Name of the precision of one of Lightning's own plugins.
+
+    Raises ValueError for a plugin that does more than choose a dtype.
+    """
     if type(plugin).__name__ not in ("Precision", "HalfPrecision", "MixedPrecision"):
         raise ValueError(
             f"a {type(plugin).__name__} does what Gemini does itself; expected one of "
@@ -100,9 +102,9 @@ def precision_of(plugin: FabricPrecision) -> str:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a strategy was given; see `GeminiStrategy`.
+    """Arguments of a strategy, checked; see `GeminiStrategy`.
 
-    Raises TypeError for an option that is none, ValueError for a value that is none.
+    Raises TypeError for an unknown option, ValueError for a wrong value.
     """
 
     placement: str | Placement
@@ -126,7 +128,7 @@ class Asked:
         return bool(self.options.get("force_outputs_fp32"))
 
     def precision_by(self, plugin: FabricPrecision) -> str:
-        """Its own, or what the plugin says. Raises ValueError for both."""
+        """Precision of the strategy, or else of the plugin. Raises ValueError if they differ."""
         asked = engine_precision(str(plugin.precision))
         if self.precision is None or self.precision == asked:
             return asked
@@ -142,7 +144,7 @@ class Asked:
     def wrap(
         self, module: nn.Module, device: torch.device, precision: str, *, cast_inputs: bool
     ) -> GeminiDDP:
-        """A loss scale that says what the default says is for fp16 alone."""
+        """Wrap a module. A loss scale equal to the default is dropped unless it is fp16's."""
         options = dict(self.options)
         if precision != "fp16" and options.get("loss_scale") == LossScale():
             del options["loss_scale"]
@@ -153,7 +155,7 @@ class Asked:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for what GeminiDDP does not take, or a strategy decides."""
+    """Raise TypeError for an option that GeminiDDP lacks, or that the strategy fills itself."""
     for name in options:
         if name in _OPTIONS:
             continue
@@ -166,7 +168,8 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def _move_what_has_no_parameters(module: nn.Module, device: torch.device) -> None:
-    """Metrics keep tensors that are no buffers, which only `to` finds."""
+    """Move children without parameters: metrics keep tensors that are no buffers, and only their
+    own `to` finds these."""
     for child in module.children():
         if next(child.parameters(), None) is None:
             child.to(device)
@@ -175,19 +178,19 @@ def _move_what_has_no_parameters(module: nn.Module, device: torch.device) -> Non
 
 
 def inner(optimizer: Any) -> TieredOptimizer:
-    """Ours, out of Lightning's wrapper."""
+    """Optimizer of this project, out of Lightning's wrapper."""
     found = getattr(optimizer, "_optimizer", optimizer)
     assert isinstance(found, TieredOptimizer)
     return found
 
 
 class StepCasts:
-    """Casts where a step calls its model, so that what the step itself holds keeps its bits.
+    """Casts at the modules that a step calls, so that the step's own tensors keep their dtypes.
 
     A training step runs inside GeminiDDP's forward, with its batch as it came: targets stay fp32.
-    What floats in the arguments of the outermost modules with parameters, and of the module's own
-    `forward`, becomes the compute dtype; what they return becomes fp32 in fp16, where
-    a loss scale is to be applied to an fp32 loss, or on demand.
+    Floating-point arguments of the outermost modules with parameters, and of the module's own
+    `forward`, are cast to the compute dtype. With `raises` or fp16 the outputs of those modules
+    are cast to fp32: fp16's loss scale needs an fp32 loss.
     """
 
     def __init__(self, module: nn.Module, precision: str, *, raises: bool) -> None:
@@ -225,7 +228,8 @@ def _raise_outputs(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def outermost_callables(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules below with parameters and a `forward`; of lists and dicts, what is in them."""
+    """Outermost modules below `module` with parameters; lists and dicts count as their members,
+    because nobody calls them."""
     for child in module.children():
         if next(child.parameters(), None) is None:
             continue
@@ -236,7 +240,7 @@ def outermost_callables(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def register(registry: Any, strategy: Callable[..., Any]) -> None:
-    """The registered names; again after a reload."""
+    """Register the names of `REGISTERED`; a later call overrides them."""
     for name, options in REGISTERED.items():
         given = ", ".join(f"{key}={value}" for key, value in options.items())
         registry.register(

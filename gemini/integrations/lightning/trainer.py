@@ -1,4 +1,4 @@
-"""GeminiStrategy: `Trainer(strategy=GeminiStrategy(...))`; what its runs log: GeminiMetrics."""
+"""GeminiStrategy, a strategy of Lightning's Trainer; GeminiMetrics, a callback that logs."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ from .shared import Asked, GeminiPrecision, StepCasts, inner, precision_of
 
 
 class GeminiStrategy(DDPStrategy):
-    """Lightning's Trainer over `gemini.GeminiDDP`; launchers and samplers are those of DDP.
+    """Strategy of Lightning's Trainer over `gemini.GeminiDDP`, with DDP's launchers and samplers.
 
     placement_policy: as in `GeminiDDP`.
     adam: options of this project's optimizers for the torch optimizer that `configure_optimizers`
         returns (AdamW, Adam, SGD), which is converted: `dict(nvme_offload_fraction=1.0)`.
-    checkpoint: `"sharded"` saves a folder to which every rank streams its part, `"full"` one file
-        that a Trainer without this strategy loads, for which rank 0 gathers everything. Either kind
-        is loaded, at any world size.
+    checkpoint: `"sharded"` saves a folder to which every rank streams its part. `"full"` saves one
+        file that a Trainer without this strategy loads; rank 0 gathers everything for it. Both
+        kinds are loaded, at any world size.
     precision: `"fp32"`, `"bf16"`, `"fp16"`; None is `Trainer(precision=)`. On a CPU Lightning makes
         bf16 of its "16-mixed", with a warning: there fp16 is said here.
     empty_init: `configure_model` runs under `gemini.init_empty`, so modules that initialise
         themselves are never whole on a rank. Values that it loads or sets there are lost.
-    unwrap_at_end: False leaves the module wrapped when a fit or an evaluation is over, and the next
-        one takes it as it is: for models that no rank can hold. `strategy.model` is the wrapper.
+    unwrap_at_end: False leaves the module wrapped after a fit or an evaluation, and the next one
+        uses it as it is: for models too large for one rank. `strategy.model` is the wrapper.
     options: of `GeminiDDP`: `max_norm`, `loss_scale`, `keep_fp32`, ...
 
-    The others are those of Lightning's DDPStrategy. Inside a step the batch has its own dtypes, and
-    the modules that a step calls get their arguments in the compute dtype.
+    Other arguments are those of Lightning's DDPStrategy. Inside a step the batch has its own
+    dtypes, and the modules that a step calls get their arguments in the compute dtype.
 
-    When a fit or an evaluation is over, the module is a plain one on the CPU again, with fp32
-    values, and no file is left; the optimizer's state is gone, so save within the fit. After an
-    error at several ranks the module stays wrapped, as the others may not come to unwrap it.
+    After a fit or an evaluation, the module is a plain one on the CPU again, with fp32 values, and
+    no file is left; the optimizer's state is gone, so save within the fit. After an error with
+    several ranks the module stays wrapped: unwrapping is collective, and other ranks may be gone.
 
-    Raises TypeError for an option that is none, ValueError for what Lightning asks for and this
-    strategy cannot do, and MemoryError, when all is done, where a plain module has no room.
+    Raises TypeError for an unknown option, ValueError for a request of Lightning that this strategy
+    cannot fulfil, and MemoryError at the very end if a plain module has no room.
     """
 
     strategy_name = "gemini"
@@ -144,7 +144,7 @@ class GeminiStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def _refuse(self, trainer: Trainer) -> None:
-        """What would do nothing, or something else than it says."""
+        """Raise ValueError for options of the Trainer that would have no effect, or another."""
         precision = self._asked.precision_by(self.precision_plugin)
         if self._layer_sync is not None:
             raise ValueError(
@@ -193,21 +193,21 @@ class GeminiStrategy(DDPStrategy):
         self.optimizers = [convert(optimizer, **self._asked.adam)]
 
     def model_to_device(self) -> None:
-        """It is wrapped from where it is, chunk by chunk."""
+        """Do nothing: wrapping moves the module, chunk by chunk."""
 
     def tensor_init_context(self, empty_init: bool | None = None) -> Any:
-        """Modules are made on the CPU, in their own dtypes; `empty_init`: without memory."""
+        """Context that makes modules on the CPU, in their dtypes; `empty_init`: without memory."""
         return init_empty() if empty_init else nullcontext()
 
     def model_sharded_context(self) -> Any:
-        """Around `configure_model` and `configure_sharded_model`."""
+        """Context of `configure_model` and `configure_sharded_model`."""
         return self.tensor_init_context(self._empty_init)
 
     # -- a step --
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients add up on this rank: no reduction but the last of an accumulation."""
+        """Context whose backwards reduce nothing: all but the last of an accumulation."""
         if isinstance(self.model, GeminiDDP):
             with self.model.no_sync():
                 yield
@@ -225,10 +225,10 @@ class GeminiStrategy(DDPStrategy):
         return not self._was_streamed
 
     def lightning_module_state_dict(self, rank_zero_only: bool = True) -> dict[str, Any]:
-        """What a checkpoint has of the module; all ranks call.
+        """State of the module for a checkpoint. All ranks call.
 
-        With `checkpoint="full"` all weights, on the CPU: on rank 0, and elsewhere where
-        `rank_zero_only` is false. Sharded, nothing: ranks stream their parts as it is saved.
+        With `checkpoint="full"` it has all weights, on the CPU of rank 0, and of every rank if
+        `rank_zero_only` is false. With `"sharded"` it is empty: ranks stream their parts later.
         """
         assert self.model is not None
         if self._asked.saves_folders:
@@ -261,6 +261,7 @@ class GeminiStrategy(DDPStrategy):
             refuse_changed(checkpoint, key)
         with_state = bool(checkpoint.get("optimizer_states"))  # else weights alone were asked for
         assert self.model is not None
+        # rank 0's name counts: all ranks write into one folder
         save_folder(
             Path(self.broadcast(str(filepath))), self.model, self._tiered if with_state else None,
             pop(checkpoint, "state_dict", "optimizer_states"), is_writer=self.is_global_zero,
@@ -281,6 +282,7 @@ class GeminiStrategy(DDPStrategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
+        # the link to the newest checkpoint may point to the one that was removed
         latest = Path(filepath).parent / LATEST
         if self.is_global_zero and latest.is_symlink() and not latest.exists():
             latest.unlink()
@@ -296,7 +298,7 @@ class GeminiStrategy(DDPStrategy):
 
     @property
     def _tiered(self) -> TieredOptimizer | None:
-        """The optimizer that this fit has."""
+        """Optimizer of this fit, None if it has none of this project's."""
         return next((one for one in self.optimizers if isinstance(one, TieredOptimizer)), None)
 
     # -- the end --
@@ -310,7 +312,7 @@ class GeminiStrategy(DDPStrategy):
             self._casts.remove()
             self._casts = None
         try:
-            if not self._had_no_room:  # told once: Lightning tears down again behind an error
+            if not self._had_no_room:  # raised once: Lightning tears down again after an error
                 self._let_go()
         finally:
             for plugin in (self.cluster_environment, self.precision_plugin, self.accelerator):
@@ -319,8 +321,12 @@ class GeminiStrategy(DDPStrategy):
             self.checkpoint_io.teardown()
 
     def _let_go(self) -> None:
-        """Of the wrapper and the optimizer. Raises MemoryError, and the module stays wrapped."""
-        together = not (self._has_failed and self.world_size > 1)  # else others may not come
+        """Unwrap the module and close the optimizer.
+
+        Raises MemoryError if a plain module has no room; the module stays wrapped then.
+        """
+        # unwrapping is collective, and after an error other ranks may never come to it
+        together = not (self._has_failed and self.world_size > 1)
         wrapped = self.model if isinstance(self.model, GeminiDDP) else None
         try:
             if wrapped is not None and together and self._unwraps_at_end:
@@ -338,11 +344,11 @@ class GeminiStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Lightning calls it for its own classes; ours are registered by `lightning`."""
+        """Do nothing: Lightning calls it for its own classes, the package registers these."""
 
 
 class GeminiMetrics(Callback):
-    """`Trainer(callbacks=[GeminiMetrics()])`: `gemini.Metrics`, every `log_every_n_steps`."""
+    """Callback that logs `gemini.Metrics` every `log_every_n_steps` steps of a Trainer."""
 
     _metrics: Metrics | None = None
 

@@ -27,7 +27,7 @@ QUERIES = 1024  # whose scores exist at a time, [B, H, QUERIES, s / 2] in fp32
 
 
 def positions(ring: bool, length: int, rank: int, ranks: int) -> Tensor:
-    """Places in the sequence of one rank's tokens, [length / P]."""
+    """Positions of one rank's tokens in the sequence, [length / P]."""
     if not ring:
         size = length // ranks
         return torch.arange(rank * size, (rank + 1) * size)
@@ -39,7 +39,7 @@ def positions(ring: bool, length: int, rank: int, ranks: int) -> Tensor:
 
 
 class _Swap(Function):
-    """All heads of a part of the sequence against a part of the heads of all of it."""
+    """All-to-all between [all heads, part of the sequence] and [part of the heads, all of it]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, whole: bool) -> Tensor:
@@ -69,7 +69,7 @@ def _to_heads(x: Tensor, group: Any) -> Tensor:
 def exchanged(
     x: Tensor, group: Any, sent: list[int] | None = None, received: list[int] | None = None
 ) -> Tensor:
-    """[n, ...] to the ranks, by how many rows each sends and receives; None is as many of all."""
+    """All-to-all of x [n, ...]. sent, received: rows per rank; None divides them equally."""
     found = x.new_empty(len(x) if received is None else sum(received), *x.shape[1:])
     sizes: Any = {"output_split_sizes": received, "input_split_sizes": sent}
     dist.all_to_all_single(found, x.contiguous(), **sizes, group=group)
@@ -79,8 +79,9 @@ def exchanged(
 def ulysses(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float, group: Any
 ) -> Tensor:
-    """Causal attention, [B, H, s, D]. Keys and values of fewer heads than ranks are repeated.
+    """Causal attention by heads, [B, H, s, D]. Collective.
 
+    Heads of keys and values are repeated where there are fewer than ranks.
     Raises ValueError for heads that the ranks do not divide.
     """
     ranks, heads, few = group.size(), q.shape[1], k.shape[1]
@@ -105,7 +106,7 @@ def ulysses(
 
 
 class _Ring:
-    """The way of blocks: inside of neighbours of `inner` ranks, then to the next such group.
+    """Order in which ranks pass blocks: around `inner` neighbours, then to the next such group.
 
     With inner = P that is one ring.
     """
@@ -116,14 +117,14 @@ class _Ring:
         self.me: int = dist.get_rank(group)
 
     def owner(self, step: int, rank: int | None = None) -> int:
-        """Whose block a rank has after so many passes."""
+        """Rank whose block `rank` (None: this one) has after `step` passes."""
         outer, at = divmod(self.me if rank is None else rank, self._inner)
         crossed = step // self._inner
         outer = (outer - crossed) % (self.ranks // self._inner)
         return outer * self._inner + (at - (step - crossed)) % self._inner
 
     def begin(self, tensors: Sequence[Tensor], step: int) -> tuple[list[Tensor], list[Any]]:
-        """Pass on what is here after `step` passes; what comes is there when all have ended."""
+        """Begin pass `step`. Returns buffers, which are filled when the works have ended."""
         outer, at = divmod(self.me, self._inner)
         if (step + 1) % self._inner:
             to, of = (outer * self._inner + (at + d) % self._inner for d in (1, -1))
@@ -132,7 +133,7 @@ class _Ring:
         return self._sent(tensors, to, of)
 
     def home(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """After the last pass: each rank has what is of its own block."""
+        """Send each block's tensors to its owner after the last pass, and wait for this rank's."""
         last = self.ranks - 1
         to = self.owner(last)
         of = next(rank for rank in range(self.ranks) if self.owner(last, rank) == self.me)
@@ -142,13 +143,15 @@ class _Ring:
         to, of = (dist.get_global_rank(self.group, rank) for rank in (to, of))
         tensors = [x.contiguous() for x in tensors]
         found = [torch.empty_like(x) for x in tensors]
+        # one batch: every rank sends and receives, and a ring of sends alone would wait for itself
         sends = [dist.P2POp(dist.isend, x, to, self.group) for x in tensors]
         receives = [dist.P2POp(dist.irecv, x, of, self.group) for x in found]
         return found, dist.batch_isend_irecv([*sends, *receives])
 
     def tiles(self, other: int, half: int) -> Iterator[tuple[slice, slice, int | None]]:
-        """(queries, keys, first query in the piece if both are of one piece) that see each other.
+        """Tiles of scores that causality leaves: (queries, keys, first query or None).
 
+        The first query is counted in its piece, and given where queries and keys are of one piece.
         half: tokens of a piece.
         """
         for a, mine in enumerate((self.me, 2 * self.ranks - 1 - self.me)):
@@ -179,7 +182,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, begin: int | None) -> Tensor:
 
 
 class _RingAttention(Function):
-    """q [B, K, H / K, s, D]; k, v [B, K, 1, s, D]."""
+    """Ring attention: q [B, K, H / K, s, D]; k, v [B, K, 1, s, D] -> like q."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, ring: _Ring) -> Tensor:
@@ -188,10 +191,12 @@ class _RingAttention(Function):
         lse = out.new_full(q.shape[:-1], -torch.inf)
         there = [k, v]
         for step in range(ring.ranks):
+            # begun before computing, so that the next block travels meanwhile
             passed = ring.begin(there, step) if step < ring.ranks - 1 else (there, [])
             for rows, cols, begin in ring.tiles(ring.owner(step), half):
                 scores = _scores(q[..., rows, :], there[0][..., cols, :], scale, begin)
                 of_block = scores.logsumexp(-1)
+                # earlier sums are rescaled to the new log-sum-exp, so no block is needed twice
                 new = torch.logaddexp(lse[..., rows], of_block)
                 part = (scores - new[..., None]).exp() @ there[1][..., cols, :].float()
                 out[..., rows, :] *= (lse[..., rows] - new).exp()[..., None]
@@ -223,20 +228,20 @@ class _RingAttention(Function):
                 grads[0][..., cols, :] += _over_heads(ds, of_q.float())
                 grads[1][..., cols, :] += _over_heads(weights, arrived)
             there = ended(passed)
-            # keys and values need not come home, their gradients do
+            # gradients follow a block, and leave when this rank's are added; keys need not go home
             grads = ring.home(grads) if is_last else ended(ring.begin(grads, step))
         return dq.to(q.dtype), grads[0].to(k.dtype), grads[1].to(v.dtype), None, None
 
 
 def _over_heads(a: Tensor, b: Tensor) -> Tensor:
-    """Summed over the query heads that share keys."""
+    """Product of a^T and b, summed over the query heads that share keys."""
     return (a.transpose(-1, -2) @ b).sum(2, keepdim=True)
 
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, group: Any, inner: int
 ) -> Tensor:
-    """Causal attention of tokens in the order of `positions`, [B, H, s, D]."""
+    """Causal ring attention, [B, H, s, D], with tokens in the order of `positions`. Collective."""
     few = k.shape[1]
     grouped = q.unflatten(1, (few, -1))
     scale = q.shape[-1] ** -0.5 if scale is None else scale

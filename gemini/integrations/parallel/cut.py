@@ -1,4 +1,4 @@
-"""A model is cut into the stages of a pipeline: layers in order, under the names they have."""
+"""Cut of a model into stages of a pipeline: layers in order, under their own names."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """bounds[i] to bounds[i + 1] are the layers of stage i."""
+    """Bounds of stages: layers bounds[i] to bounds[i + 1] are those of stage i."""
 
     bounds: tuple[int, ...]
 
     @staticmethod
     def of(layers: int, stages: int, given: Sequence[int] | None = None) -> Cut:
-        """As even as it goes, more in the last stages; or as many as were given.
+        """Divide layers evenly, the rest to the last stages; or by the numbers `given`.
 
-        Raises ValueError for fewer layers than stages, and for numbers that are not theirs.
+        Raises ValueError for fewer layers than stages, and for numbers with another sum.
         """
         counts = [(layers + i) // stages for i in range(stages)] if given is None else list(given)
         if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
@@ -57,18 +57,18 @@ class Cut:
 
 
 class MissingLayer(nn.Module):
-    """Stands where a layer of another stage is: what enters leaves."""
+    """Stand-in for a layer of another stage: returns its input."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return x
 
 
 def stages_of(model: nn.Module, stages: int, given: Sequence[int] | None = None) -> list[nn.Module]:
-    """Stages of the model, which keep the names, and the parameters, that it has.
+    """Cut a model into stages that keep its names and parameters.
 
-    A stage's forward takes what the model takes, or the one before has given. The last one gives
-    what the model gives; of transformers' models others give hidden states. A weight that stages
-    tie is one parameter of them, see `shared_by`.
+    The first stage's forward takes the model's input, each other the output of the stage before
+    it. The last stage returns the model's output; stages of transformers' models before it return
+    hidden states. A weight that stages tie is one parameter of them, see `shared_by`.
     Raises ValueError for a model that cannot be cut.
     """
     if isinstance(model, nn.Sequential):
@@ -92,23 +92,23 @@ def _of_sequence(model: nn.Sequential, layers: range) -> nn.Sequential:
 
 
 class _Nothing(nn.Module):
-    """Stands for positions, which are added once."""
+    """Stand-in for position embeddings, which the first stage alone adds."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros(())
 
 
 class _Tupled(nn.Module):
-    """Stands for a layer that gives a tuple."""
+    """Stand-in for a layer that returns a tuple."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor]:
         return (x,)
 
 
 class _Embedded(nn.Module):
-    """Stands for all embeddings at once: what is given as such, or in place of pixels.
+    """Stand-in for all embeddings: returns hidden states, given as such or in place of pixels.
 
-    A model reads from its patches' weight in which dtype it computes: a buffer says it.
+    ViT reads its compute dtype from the weight of its patches; an empty buffer has that name.
     """
 
     def __init__(self) -> None:
@@ -124,11 +124,11 @@ class _Embedded(nn.Module):
 
 @dataclass(frozen=True)
 class Ends:
-    """Which modules of a base model are in one stage alone, by their paths in it.
+    """Paths in a base model of the modules that one stage alone has.
 
-    first: by path what stands for it in the stages behind the first. last: for which nothing
-    stands in those before the last. layers: the list that is cut. skipped: stands for a layer of
-    another stage. later: what the base model calls hidden states that it is given.
+    first: modules of the first stage, by path, with the kind of their stand-in in later stages.
+    last: modules of the last stage. layers: the list that is cut. skipped: kind of stand-in for a
+    layer of another stage. later: argument of the base model that takes hidden states.
     """
 
     first: Mapping[str, type[nn.Module]]
@@ -158,7 +158,7 @@ ENDS = {  # by the kind of their config; others are made as Llama is, or refused
 
 
 def _ends_of(model: nn.Module) -> tuple[Any, Ends]:
-    """The base model, and which parts it has. Raises ValueError."""
+    """Base model and its `Ends`. Raises ValueError for a model that cannot be cut."""
     base: Any = getattr(model, "base_model", None)
     ends = ENDS.get(getattr(getattr(model, "config", None), "model_type", ""), LLAMA)
     there = {} if base is None else dict(base.named_modules())
@@ -203,7 +203,7 @@ def _of_transformer(model: nn.Module, base: Any, ends: Ends, cut: Cut, stage: in
 def _instead(
     base: Any, ends: Ends, layers: range, *, first: bool, last: bool
 ) -> dict[str, nn.Module]:
-    """By path in the base model what stands for the modules that a stage does not have."""
+    """Stand-ins for the modules that a stage lacks, by path in the base model."""
     found: dict[str, nn.Module] = {
         f"{ends.layers}.{i}": ends.skipped()
         for i in range(len(base.get_submodule(ends.layers)))
@@ -216,10 +216,11 @@ def _instead(
 
 
 def _with(module: Any, instead: Mapping[str, nn.Module]) -> Any:
-    """Another module with these in place of others, by their paths.
+    """Copy a module, with `instead` in place of its modules at those paths.
 
-    What is on the way is another one too, with hooks of its own, and the same parameters. Children
-    that have some are the same; the others are copies, as each stage has hooks in them.
+    Modules on such a path are shallow copies with the same parameters and hooks of their own. Other
+    children with parameters are shared. Children without are deep copies, because each stage
+    registers hooks in them.
     """
     made = copy.copy(module)
     for name, value in vars(module).items():
@@ -244,9 +245,9 @@ _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 class TransformerStage(nn.Module):
-    """Comes before the class of the model, whose own forward does what each stage does.
+    """Base class put before a model's own, so that the model's forward runs one stage.
 
-    The last stage gives the tensors of what the model gives, as a stage has to.
+    The last stage returns the tensors of the model's output alone, as torch's schedules require.
     """
 
     is_first: bool
@@ -271,27 +272,30 @@ class TransformerStage(nn.Module):
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
     def rebuilt(self, outputs: Any) -> Any:
-        """What the model gives, of the tensors that the last stage gave."""
+        """Put the tensors of the last stage back into the model's output."""
         tensors = iter([outputs] if isinstance(outputs, Tensor) else outputs)
         leaves, tree = self._form
         return tree_unflatten([next(tensors) if n is None else n[0] for n in leaves], tree)
 
 
 def input_name(model: nn.Module) -> str:
-    """What a model calls its first input."""
+    """Name of a model's first input."""
     name: str = getattr(model, "main_input_name", "input_ids")
     return name
 
 
 def _always(base: Any) -> dict[str, Any]:
-    """What a model is always given: that no cache is kept, if it has one."""
+    """Arguments of every call of a base model: no cache, if it has one."""
     caches = "use_cache" in inspect.signature(type(base).forward).parameters
     return {"use_cache": False} if caches else {}
 
 
 @torch.no_grad()
 def _check_probe(base: Any, ends: Ends) -> None:
-    """Raise ValueError where the model does more to hidden states than its layers and norm do."""
+    """Raise ValueError if a base model changes hidden states outside of its layers and norm.
+
+    A base model without layers must return a probe unchanged.
+    """
     empty = _with(base, _instead(base, ends, range(0), first=False, last=False))
     first = base.get_submodule(ends.layers)[0]
     weight = max(first.parameters(), key=Tensor.dim)
@@ -309,7 +313,7 @@ def _check_probe(base: Any, ends: Ends) -> None:
 def shared_by(
     model: nn.Module, parts: Sequence[nn.Module]
 ) -> list[tuple[tuple[str, ...], list[int]]]:
-    """Of each parameter that several stages have all names in the model, and those stages."""
+    """Parameters that several stages have: all names in the model, and the stages' numbers."""
     stages: dict[int, list[int]] = {}
     for stage, part in enumerate(parts):
         for param in part.parameters():
@@ -321,8 +325,10 @@ def shared_by(
 def copies_of(
     names: Sequence[str], stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
 ) -> list[nn.Parameter]:
-    """The parameter of these names in each of some stages; in all but the first of them a copy,
-    which the optimizer has, too."""
+    """One parameter per stage for a weight with these names.
+
+    The first of `stages` keeps the parameter; the others get copies, which the optimizer gets too.
+    """
     found: list[nn.Parameter] = []
     for stage in stages:
         there = dict(stage.named_parameters(remove_duplicate=False))
@@ -342,7 +348,7 @@ def copies_of(
 
 
 def _check_parts(model: nn.Module, parts: Sequence[nn.Module]) -> None:
-    """Raise ValueError for a stage without parameters. Every parameter is in some stage."""
+    """Raise ValueError for a stage without parameters; assert that none was left out."""
     for stage, part in enumerate(parts):
         if not any(True for _ in part.parameters()):
             raise ValueError(

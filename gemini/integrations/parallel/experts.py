@@ -1,11 +1,11 @@
-"""Experts of transformers' models over ranks that have other tokens: each token goes to its expert.
+"""Expert parallelism for models of transformers: each rank has some experts, tokens go to them.
 
 P ranks · E experts · n tokens of this rank, each for k experts
 
 A rank has E / P experts of each layer, stacked as they were: gate_up_proj [E, 2 * width, in] and
-down_proj [E, out, width], split in their first dimension. Tokens go to the ranks of their experts
-and come back, by two all-to-alls whose sizes are exchanged before; what the router says of them
-stays where they are from.
+down_proj [E, out, width], split in their first dimension. Two all-to-alls send tokens to the ranks
+of their experts and back; a third one before them exchanges the sizes. Router weights stay on the
+rank that the token came from.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def share_experts(
     mesh: DeviceMesh,
     stages: Sequence[nn.Module] = (),
 ) -> None:
-    """Split all stacked experts in place over a 1-D mesh; the optimizer has the new parameters.
+    """Split all stacked experts in place over a 1-D mesh; the optimizer gets the new parameters.
 
-    stages: of this rank, that the model was cut into: their experts are split, and no more.
-    Values are those of the mesh's first rank. Collective.
+    stages: this rank's stages of a cut model; only their experts are split then.
+    All ranks get the values of the mesh's first rank. Collective.
     Raises ValueError, before anything is changed, for a model without such experts, and for a
     number that the ranks do not divide.
     """
@@ -66,7 +66,7 @@ def share_experts(
 
 
 def _stacks_of(module: Any) -> frozenset[str]:
-    """Parameters [E, ...] of experts: transformers' by their names, others as they say."""
+    """Names of the stacked parameters [E, ...]: those of transformers, or `module.stacked`."""
     shapes = {name: param.dim() for name, param in module.named_parameters()}
     is_known = shapes == dict.fromkeys(STACKS, 3) and hasattr(module, "num_experts")
     found: frozenset[str] = STACKS if is_known else getattr(module, "stacked", frozenset())
@@ -76,10 +76,11 @@ def _stacks_of(module: Any) -> frozenset[str]:
 def _over_ranks(
     experts: Any, mesh: DeviceMesh, plain: Any, x: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """As the forward of experts: x [n, H], their experts and weights [n, k]."""
+    """Forward of split experts: x [n, H], index and weights [n, k] -> [n, H]. Collective."""
     group, ranks = mesh.get_group(), mesh.size()
     own, flat = experts.num_experts // ranks, index.flatten()
     order = flat.argsort(stable=True)  # by expert, so by rank
+    # an all-to-all needs the sizes of what it receives, and only the sender knows them
     counts = torch.bincount(flat, minlength=experts.num_experts).view(ranks, own)
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts, group=group)
@@ -88,6 +89,7 @@ def _over_ranks(
         x = x.detach().requires_grad_()  # else ranks without tokens would send nothing back
     tokens = _Exchange.apply(x[order // index.shape[1]], group, sent, received)
     here = torch.arange(own, device=x.device).repeat(ranks)
+    # without tokens the experts have nothing to compute; both exchanges are collective, and go on
     done = tokens
     if len(tokens):
         done = _own(experts, plain, own, tokens, here.repeat_interleave(theirs.flatten())[:, None])
@@ -97,7 +99,8 @@ def _over_ranks(
 
 
 def _own(experts: Any, plain: Any, own: int, tokens: Tensor, index: Tensor) -> Tensor:
-    """What this rank's experts give: the module's own forward, of one expert a token."""
+    """Outputs of this rank's experts, by the module's own forward with one expert a token."""
+    # transformers' forwards size a one-hot mask by `num_experts`; here it is of this rank's alone
     everyone, experts.num_experts = experts.num_experts, own
     try:
         with of_parts(experts):
@@ -108,7 +111,7 @@ def _own(experts: Any, plain: Any, own: int, tokens: Tensor, index: Tensor) -> T
 
 
 class _Exchange(Function):
-    """Rows to the ranks that they are for, by how many each sends and receives."""
+    """All-to-all of rows with unequal sizes; backward sends gradients the way back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:

@@ -1,10 +1,10 @@
-"""The loss of a causal language model where its head is: logits of all tokens never exist.
+"""Loss of a causal language model inside its head: logits of all tokens never exist.
 
 N tokens · V words, of which a rank has a part if layers are split · H width
 
-Cross-entropy of a few tokens at a time, with its gradients at once: logits are [tokens, V] in place
-of [N, V], and none are computed twice. Where the head is split by words, ranks exchange three
-numbers a token, and no logits.
+Cross-entropy of a few tokens at a time, with its gradients at once: logits are [tokens, V] instead
+of [N, V], and none are computed twice. With a head split by words, ranks exchange three numbers a
+token (maximum, sum, the target's logit), and no logits.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TOKENS = 1024
 
 
 def chunk_loss(model: Any, tokens: int = TOKENS) -> None:
-    """Have a causal language model of transformers compute its loss `tokens` tokens at a time.
+    """Make a causal language model of transformers compute its loss `tokens` tokens at a time.
 
-    In place, before it is wrapped or boosted. With `labels=` its output has the loss, and no
-    logits; without, all is as it was. Raises ValueError for another model, and in a forward for one
-    that does more to its logits than its head.
+    Changes the model in place, before it is wrapped or boosted. With `labels=` its output has the
+    loss and no logits; without, it has the logits as before. Raises ValueError for another model,
+    and in a forward for a model that changes its logits after its head.
     """
     if tokens < 1:
         raise ValueError(f"tokens={tokens}; expected 1 or more, whose logits exist at a time")
@@ -42,18 +42,18 @@ def chunk_loss(model: Any, tokens: int = TOKENS) -> None:
 
 
 def has_causal_loss(model: Any) -> bool:
-    """Whether its loss is that of the next token, of what one linear layer gives."""
+    """Whether a model's loss is that of the next token, from logits of one linear layer."""
     name = getattr(getattr(model, "loss_function", None), "__name__", "none")
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return name == "ForCausalLMLoss" and isinstance(head, nn.Linear)
 
 
 class HeadLoss:
-    """What has the loss of a language model computed in its head.
+    """Hooks of a language model that compute its loss in its head.
 
-    tokens: None is all at once, of a head that ranks split: what it gives then has logits too, a
-    DTensor [B, T, V] of which each rank has its words. Whether the model does more to its logits
-    is seen in the first forward, which gathers them; of one that does all stays as it was.
+    tokens: None takes all at once, with a head that ranks split: the output then has logits too, a
+    DTensor [B, T, V] of which each rank has its words. The first forward gathers the logits and
+    sees whether the model changes them after its head; such a model keeps its own loss.
     """
 
     def __init__(self, model: Any, tokens: int | None = None, multiple: int = 1) -> None:
@@ -78,7 +78,7 @@ class HeadLoss:
         model.register_forward_hook(self._give)
 
     def _take(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """What the loss is of. With labels by position all is as it was."""
+        """Pre-hook: note targets. Labels given by position leave the model's own loss in place."""
         self._asked = self._given = self._logits = None
         if not self._fits:
             return
@@ -91,7 +91,7 @@ class HeadLoss:
         self._asked = targets, items.to(targets.device, torch.float32)
 
     def _head(self, head: Any, plain: Any, x: Tensor) -> Tensor:
-        """As the head's forward."""
+        """Forward of the head: the loss in place of logits, when targets were given."""
         self._mesh = mesh = x.device_mesh if isinstance(x, DTensor) else None
         if self._asked is None:
             out: Tensor = plain(x)
@@ -122,8 +122,9 @@ class HeadLoss:
         self._given = None if self._asked is None and self._fits is not None else output.detach()
 
     def loss_of_head(self, logits: Tensor, labels: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As the model's loss function: the loss has been computed."""
+        """Loss function of the model: returns the head's loss. Raises ValueError."""
         given, is_same = self._given, False
+        # the same memory: the model has handed the head's output on unchanged
         if given is not None:
             is_same = local_of(logits).data_ptr() == local_of(given).data_ptr()
             self._fits = is_same if self._fits is None else self._fits
@@ -142,7 +143,7 @@ class HeadLoss:
         return self.given(output)
 
     def given(self, output: Any) -> Any:
-        """What a model gives, with its loss in place of logits."""
+        """Output of the model, with logits as this object's options say."""
         if self._asked is None:
             seen, self._given = self._given is not None and self._fits, None
             if not seen or self._mesh is None or not isinstance(output, Mapping):
@@ -159,7 +160,7 @@ class HeadLoss:
 
 
 class _Split:
-    """Words over ranks: sums and maxima over them, and which word this rank's first is."""
+    """Split of words over ranks: this rank's first word, and sums and maxima over ranks."""
 
     def __init__(self, mesh: DeviceMesh, first: int) -> None:
         self._mesh, self.first = mesh, first
@@ -170,7 +171,7 @@ class _Split:
         return x
 
     def whole(self, logits: Tensor, words: int) -> DTensor:
-        """[B, T, V], of which each rank has what it computed."""
+        """DTensor [B, T, words] of the logits [B, T, V] that each rank computed."""
         batch, time, _ = logits.shape
         return DTensor.from_local(
             logits, self._mesh, [Shard(2)], run_check=False,
@@ -179,9 +180,10 @@ class _Split:
 
 
 class _ChunkedLoss(Function):
-    """x [N, H], weight [V, H], targets [N] -> (sum of losses / items, logits [N, V] or none).
+    """Loss of x [N, H], weight [V, H], targets [N] -> (sum of losses / items, logits or none).
 
-    Gradients are those of the sum, in fp32 where they are summed; backward divides.
+    Logits are [N, V]. Forward keeps gradients of the sum, the weight's and the bias's in fp32;
+    backward divides them by items.
     """
 
     @staticmethod
@@ -197,6 +199,7 @@ class _ChunkedLoss(Function):
         logits, words = x.new_empty(0), len(weight)
         wide = in_multiples(weight, multiple)
         wide_bias = None if bias is None else in_multiples(bias, multiple)
+        # gradients are made here and not in backward, as these logits exist only now
         for begin in range(0, len(x), tokens or max(1, len(x))):
             rows = slice(begin, begin + (tokens or len(x)))
             logits = nn.functional.linear(x[rows], wide, wide_bias)[:, :words]
@@ -230,8 +233,9 @@ class _ChunkedLoss(Function):
 
 
 def _of_rows(logits: Tensor, targets: Tensor, split: _Split | None) -> tuple[Tensor, Tensor]:
-    """(sum of the losses, its gradient [n, V] in fp32)."""
+    """Sum of the losses of logits [n, V], and its gradient [n, V] in fp32."""
     wide = logits.float()
+    # one maximum for all ranks: their sums add up only if all exponents are shifted alike
     most = wide.amax(-1)
     if split is not None:
         most = split.over_ranks(most, most=True)

@@ -1,7 +1,7 @@
-"""Plans of models that transformers has none for, in the words that users' plans have.
+"""Plans for models that transformers has no plan for, in the words of users' plans.
 
-`base.` stands for the model that has the layers: `transformer.` in a GPT2LMHeadModel, and nothing
-in a GPT2Model. Layers that a model does not have are left out.
+`base.` stands for the model with the layers: `transformer.` in a GPT2LMHeadModel, and nothing in a
+GPT2Model. Layers that a model lacks are left out.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
 
 
 def plan_of(model: nn.Module) -> Mapping[str, Any] | None:
-    """The model's own plan, or that of the table above."""
+    """Plan of a model: its own, or one of `PLANS`; None for a model with neither."""
     own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if own or kind not in PLANS:
@@ -74,7 +74,7 @@ def plan_of(model: nn.Module) -> Mapping[str, Any] | None:
 
 
 def is_ours(model: nn.Module, given: object) -> bool:
-    """Whether the plan is transformers' or that of the table above, and no user's."""
+    """Whether a model's plan is transformers' or one of `PLANS`, and not a user's."""
     own = getattr(model, "tp_plan", None)
     if given is not None or not type(model).__module__.startswith("transformers."):
         return False

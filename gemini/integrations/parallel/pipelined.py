@@ -1,4 +1,4 @@
-"""Pipelined: the stages of this process, and one call of torch's schedule over all of them."""
+"""Stages of this process, and one call of torch's schedule over all stages."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ Criterion = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchSchedule:
-    """How micro-batches pass the stages of a pipeline.
+    """Schedule by which micro-batches pass the stages of a pipeline.
 
-    style: of `STYLES`. chunks: stages of a rank. microbatches, or rows: how a batch is cut.
+    style: one of `STYLES`. chunks: stages of a rank. microbatches: their number in a batch, or
+    rows: the number of rows in each.
     """
 
     style: str
@@ -39,13 +40,13 @@ class MicrobatchSchedule:
     rows: int | None = None
 
     def stages(self, place: int, places: int) -> list[int]:
-        """Those of one place of the pipeline, in the order in which data passes."""
+        """Stages of one place of the pipeline, in the order in which data passes."""
         if self.style == "zbv":
             return [place, 2 * places - 1 - place]
         return [place + i * places for i in range(self.chunks)]
 
     def count(self, batch: int) -> int:
-        """Micro-batches of so many rows. Raises ValueError for rows that they do not divide."""
+        """Number of micro-batches in `batch` rows. Raises ValueError if they differ in size."""
         parts = self.microbatches or 0
         if self.rows is not None:
             parts = batch // self.rows if batch % self.rows == 0 else 0
@@ -61,7 +62,7 @@ class MicrobatchSchedule:
         return parts
 
     def of(self, stages: Sequence[GeminiStage], count: int, loss: Any) -> Any:
-        """torch's schedule."""
+        """Schedule of torch for these stages and `count` micro-batches."""
         from torch.distributed.pipelining import (
             Schedule1F1B,
             ScheduleInterleaved1F1B,
@@ -75,9 +76,9 @@ class MicrobatchSchedule:
 
 
 class Pipelined(nn.ModuleList):
-    """Stages of a model, each a `GeminiDDP`: what `booster.execute_pipeline` runs.
+    """Stages of a model in this process, each a `GeminiDDP`, for `booster.execute_pipeline`.
 
-    Saved and loaded by a Booster or `gemini.save_checkpoint`, as the whole model.
+    A Booster and `gemini.save_checkpoint` save and load it as the whole model.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Pipelined(nn.ModuleList):
         schedule: MicrobatchSchedule,
         sequence: SharedSequence | None = None,
     ) -> None:
-        """`model`: that was cut. `parts`: this process's. `sequence`: of which ranks have parts."""
+        """Make stages from `parts` of the cut `model`; `sequence`: ranks share its sequences."""
         from gemini.pipeline import GeminiStage
 
         super().__init__(parts)
@@ -99,7 +100,7 @@ class Pipelined(nn.ModuleList):
             GeminiStage(part, index, total, device, group=mesh.get_group("pp"))
             for part, index in zip(parts, indices, strict=True)
         ]
-        for name in ("config", "generation_config"):  # saved beside the weights
+        for name in ("config", "generation_config"):  # saved with the weights
             if hasattr(model, name):
                 setattr(self, name, getattr(model, name))
         self._is_sequence = isinstance(model, nn.Sequential)
@@ -109,14 +110,14 @@ class Pipelined(nn.ModuleList):
         self._call: _Call | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise RuntimeError: this process has a part of the model alone."""
+        """Raise RuntimeError: this process has only a part of the model."""
         raise RuntimeError(
             "a pipeline's stages are not called one by one; call booster.execute_pipeline("
             "data_iter, model, criterion, optimizer)"
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise RuntimeError: this process has a part of the model alone."""
+        """Raise RuntimeError: this process has only a part of the model."""
         raise RuntimeError(
             "a pipeline's weights are on several ranks; call booster.save_model(model, ...), or "
             "gemini.save_checkpoint"
@@ -131,7 +132,7 @@ class Pipelined(nn.ModuleList):
         return_loss: bool,
         return_outputs: bool,
     ) -> dict[str, Any]:
-        """See `Booster.execute_pipeline`."""
+        """Run one batch; see `Booster.execute_pipeline`."""
         device = self.stages[0].device
         batch = dict(batch) if isinstance(batch, Mapping) else batch
         batch = tree_map_only(Tensor, lambda x: x.to(device), batch)
@@ -142,6 +143,7 @@ class Pipelined(nn.ModuleList):
         if self._sequence is not None:
             others = self._sequence.part({self._input_name: first, **others})
             first = others.pop(self._input_name)
+        # torch's schedule calls `_loss` with a number alone, and the batch is found by `_call`
         run, self._call = self._torch_schedule(count, first, others), call
         args = (first,) if any(stage.is_first for stage in self.stages) else ()
         given: dict[str, Any] = {"return_outputs": False}
@@ -158,7 +160,7 @@ class Pipelined(nn.ModuleList):
         return found
 
     def _torch_schedule(self, count: int, first: Tensor, others: Mapping[str, Any]) -> Any:
-        """Made anew where shapes change: stages have buffers of those."""
+        """Schedule of torch, made anew when shapes change: stages keep buffers of the old ones."""
         shapes = [(name, tuple(t.shape)) for name, t in others.items() if isinstance(t, Tensor)]
         key = count, tuple(first.shape), shapes
         if self._made is None or self._made[0] != key:
@@ -169,7 +171,7 @@ class Pipelined(nn.ModuleList):
         return self._made[1]
 
     def _inputs(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-        """What the first stage takes, and what all stages do. Raises ValueError."""
+        """Input of the first stage, and the other arguments of all stages. Raises ValueError."""
         others: dict[str, Any] = {}
         if isinstance(batch, Mapping) and not self._is_sequence:
             others = {name: v for name, v in batch.items() if name != self._input_name}
@@ -184,7 +186,7 @@ class Pipelined(nn.ModuleList):
         return batch, others
 
     def _loss(self, outputs: Any, index: Tensor) -> Tensor:
-        """Of one micro-batch, by its number."""
+        """Loss of one micro-batch, by its number."""
         assert self._call is not None
         last: Any = self.stages[-1].submod.module
         whole = last.rebuilt(outputs) if isinstance(last, TransformerStage) else outputs
@@ -192,7 +194,7 @@ class Pipelined(nn.ModuleList):
 
 
 class _Call:
-    """One batch that goes through the schedule."""
+    """Call of the schedule with one batch: its micro-batches, criterion and outputs."""
 
     def __init__(self, criterion: Criterion, micro: Sequence[Any], keeps: bool) -> None:
         self._criterion, self._micro, self._keeps = criterion, micro, keeps
@@ -204,7 +206,7 @@ class _Call:
         return self._criterion(outputs, self._micro[index])
 
     def merged(self) -> Any:
-        """Of all micro-batches: rows together, and the mean of what has none."""
+        """Outputs of all micro-batches: rows concatenated, 0-d tensors averaged."""
         flat = [tree_flatten(self._outputs[i]) for i in sorted(self._outputs)]
         leaves = [_joined(values) for values in zip(*(values for values, _ in flat), strict=True)]
         return tree_unflatten(leaves, flat[0][1])
@@ -220,7 +222,7 @@ def _check_rows(batch: Any, rows: int) -> None:
 
 
 def gathered_weights(model: Pipelined, ranks: Ranks) -> dict[str, Tensor]:
-    """Of all stages, by name: on the CPU, on rank 0; empty on the others. All ranks call.
+    """Weights of all stages by name, on the CPU of rank 0; empty on other ranks. All ranks call.
 
     A weight that stages tie is one tensor under all its names.
     """
@@ -235,6 +237,7 @@ def gathered_weights(model: Pipelined, ranks: Ranks) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     known: set[str] = set()
     group = ranks.group()
+    # all ranks walk one list in one order: so each send meets its receive, one weight at a time
     for rank, tensors in enumerate(said):
         for name, shape, dtype in tensors:
             if name in known:

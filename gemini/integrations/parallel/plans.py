@@ -1,4 +1,4 @@
-"""Which layers of a module torch's tensor parallelism splits, and how: plans in words or styles."""
+"""Plans of tensor parallelism, in words or styles: which layers are split, and how."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from .styles import Conv1DRowwise, Divided, FusedColwise, PaddedHead, SplitExper
 Styles = dict[str, ParallelStyle]  # by the full name of a module
 EXPERTS = "moe_tp_experts"
 
-# the words of transformers' plans. A norm between split layers sees a part of its rows, as one in a
-# split sequence does: torch's SequenceParallel adds its gradients up
+# Words of transformers' plans. A norm between split layers sees some rows alone, as in a split
+# sequence, so its weight's gradients must be summed: torch's SequenceParallel does that.
 _WORDS: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -61,10 +61,13 @@ DIVIDE = "divide "  # and attributes of a module, which count what is split
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """plan: styles or words by names of modules, `*` for one part of a name; None is the module's
+    """Options of tensor parallelism.
+
+    plan: styles or words by names of modules, `*` for one part of a name; None is the module's
     own. sequence: between split layers each rank has a part of the sequence. parallel_output: the
-    loss of a causal language model is computed of words that ranks have, and logits stay so.
-    words_multiple: of as many words, with padding, a rank computes logits."""
+    loss of a causal language model is computed from logits split by words, which stay split.
+    words_multiple: a rank computes logits of a multiple of so many words, with padding.
+    """
 
     plan: Mapping[str, Any] | None = None
     sequence: bool = False
@@ -79,12 +82,13 @@ def split(
     asked: TensorParallel,
     stages: Sequence[nn.Module] = (),
 ) -> None:
-    """Split `model` in place over a 1-D mesh; the optimizer has the split parameters then.
+    """Split `model` in place over a 1-D mesh; the optimizer gets the split parameters.
 
-    stages: of this rank, that the model was cut into: what they share with it is split, and no
-    more. Values are those of the mesh's first rank. Collective.
+    stages: this rank's stages of a cut model; only their layers are split then. All ranks get the
+    values of the mesh's first rank. Collective.
     Raises ValueError, before anything is changed, for a module without a plan, a plan that is not
-    the module's, and layers that the ranks do not divide.
+    the module's, and layers that the ranks do not divide. Raises it after the split where a user's
+    plan changes the module's outputs.
     """
     styles = styles_of(model, asked.plan)
     _check_sizes(model, styles, mesh.size())
@@ -95,6 +99,7 @@ def split(
     before = dict(model.named_parameters(remove_duplicate=False))
     here = {id(module) for stage in stages or [model] for module in stage.modules()}
     is_empty = any(param.is_meta for param in before.values())  # refused where it is wrapped
+    # a probe runs the whole module, so it is made before the first layer is split
     probes = [] if is_empty or not styles or is_ours(model, asked.plan) else [
         Probe(stage, list(styles), mesh) for stage in stages or [model]
     ]  # fmt: skip
@@ -102,6 +107,7 @@ def split(
         module = model.get_submodule(name)
         if id(module) in here:
             _apply(module, style, mesh)
+    # splitting made a parameter for each name: tie them again, to one that a style has placed
     for names in tied:
         layers = {name: name.rpartition(".")[0] for name in names}
         of_here = [n for n in names if id(model.get_submodule(layers[n])) in here]
@@ -123,7 +129,7 @@ def split(
 
 
 def split_layer(layer: nn.Module, how: str, mesh: DeviceMesh) -> None:
-    """One layer that is no model's yet, by a word of plans, over a 1-D mesh. Collective.
+    """Split one layer by a word of plans over a 1-D mesh, before it is in a model. Collective.
 
     Raises ValueError, before anything is changed, for sizes that the ranks do not divide.
     """
@@ -140,7 +146,7 @@ def _apply(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
 
 
 def styles_of(model: nn.Module, given: Mapping[str, Any] | None) -> Styles:
-    """A style of its own for each module that a plan names."""
+    """Styles by module name for a plan; None is the model's own. Raises ValueError."""
     plan = plan_of(model) if given is None else given
     if not plan and any(map(is_dtensor, model.parameters())):
         return {}  # its layers were split as they were made
@@ -200,7 +206,7 @@ def _style(name: str, how: Any, layer: nn.Module) -> ParallelStyle:
 
 
 def _check_sizes(model: nn.Module, styles: Styles, ranks: int) -> None:
-    """What is split between two layers has as much on every rank, and whole heads."""
+    """Raise ValueError for sizes, or numbers of heads, that the ranks do not divide."""
     for name, style in styles.items():
         layer: Any = model.get_submodule(name)
         if isinstance(style, (FusedColwise, Divided, SplitExperts)):
@@ -227,7 +233,7 @@ def _check_sizes(model: nn.Module, styles: Styles, ranks: int) -> None:
 
 
 def _names(model: nn.Module) -> Iterator[list[str]]:
-    """All names of each parameter."""
+    """Names of each parameter, all of a tied one together."""
     found: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(param), []).append(name)
@@ -235,7 +241,10 @@ def _names(model: nn.Module) -> Iterator[list[str]]:
 
 
 def split_alike(model: nn.Module, styles: Styles, names: list[str]) -> None:
-    """Layers that share a weight are split alike: an embedding by rows, as a head by columns."""
+    """Plan layers that share a weight alike: an embedding by rows, a head by columns.
+
+    Adds to `styles`. Raises ValueError for a plan that splits the weight in two ways.
+    """
     layers = [name.rpartition(".")[0] for name in names]
     planned = [name for name in layers if name in styles]
     for name in layers if planned else ():

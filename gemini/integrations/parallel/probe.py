@@ -1,7 +1,7 @@
-"""Whether a module that was split by a user's plan still gives what it gave: one small forward.
+"""Probe of a module before and after a user's plan splits it: one small forward each.
 
-A plan splits layers, and a module between them may count what was split: `self.num_heads` of OPT,
-by which it reshapes. Nothing fails then, and what it computes is something else.
+A module between split layers may count what was split: OPT reshapes by `self.num_heads`. Then
+nothing fails, and the outputs are wrong.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ NOT_COMPARED = (
 
 
 class Probe:
-    """Of one module: made before it is split, `check` follows. Collective over `mesh`.
+    """Probe of one module: made before it is split, `check` follows. Collective over `mesh`.
 
-    planned: names of what is split, whose outputs are parts.
-    Values that are not split become those of the mesh's first rank, as they are while training.
+    planned: names of split modules, whose outputs are parts.
+    All parameters and buffers get the values of the mesh's first rank, as split ones do.
     """
 
     def __init__(self, module: nn.Module, planned: Sequence[str], mesh: DeviceMesh) -> None:
         self._module, self._planned, self._mesh = module, frozenset(planned), mesh
+        # also what stays unsplit: with other values on each rank the two outputs would differ
         for tensor in (*module.parameters(), *module.buffers()):
             there = tensor.detach().to(mesh.device_type)
             dist.broadcast(there, group=mesh.get_group(), group_src=0)
@@ -48,9 +49,10 @@ class Probe:
             log.warning(NOT_COMPARED, type(module).__name__)
 
     def check(self) -> None:
-        """Raise ValueError with the module whose output is the first that differs."""
+        """Raise ValueError that names the first module with another output than before."""
         if "" not in self._before:
             return
+        # split parameters are on the mesh's device, and a forward needs all on one
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             if not is_dtensor(tensor):
                 tensor.data = tensor.data.to(self._mesh.device_type)
@@ -81,7 +83,8 @@ class Probe:
 
     @torch.no_grad()
     def _outputs(self) -> tuple[dict[str, Tensor], str | None]:
-        """(by name of module the first tensor that it gave, as they ended; where it failed)."""
+        """First output tensor of each module by name, in the order in which forwards ended; and
+        the module that failed, or None."""
         if self._inputs is None:
             return {}, ""
         found: dict[str, Tensor] = {}
@@ -117,7 +120,7 @@ class Probe:
 
 
 def _alike(found: Tensor, want: Tensor) -> bool:
-    """To the rounding of sums in another order, of values that may have 16 bits."""
+    """Whether two outputs are equal up to the rounding of sums in another order."""
     if found.shape != want.shape:
         return False
     if not (want.is_floating_point() and want.numel()):
@@ -127,7 +130,7 @@ def _alike(found: Tensor, want: Tensor) -> bool:
 
 
 def inputs_of(module: Any, ranks: int) -> tuple[tuple[Tensor, ...], Mapping[str, Tensor]] | None:
-    """Small (args, kwargs) that the module can be called with; None where nothing says which."""
+    """Small arguments (args, kwargs) for a module's forward; None if they cannot be guessed."""
     time = 4 * ranks  # what splits a sequence divides it
     config: Any = getattr(module, "config", None)
     ids = torch.arange(1, ROWS * time + 1).view(ROWS, -1)
@@ -150,5 +153,5 @@ def inputs_of(module: Any, ranks: int) -> tuple[tuple[Tensor, ...], Mapping[str,
 
 
 def _drawn(*shape: int) -> Tensor:
-    """The same on all ranks, and from no generator that others use."""
+    """Random normal values, equal on all ranks, from a generator of their own."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))

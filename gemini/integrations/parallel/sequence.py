@@ -1,8 +1,10 @@
-"""Sequence parallelism beside tensor parallelism: between split layers each rank has a part.
+"""Sequence parallelism with tensor parallelism: between split layers each rank has a part.
 
-As torch's styles do it: what a rank has of [batch, time, width] is [batch, time / T, width]. The
-first of the repeated layers is given its part, what the last one gives is gathered. Inside, norms
-work on parts; what a plan splits takes the whole, and gives a part that is summed on the way.
+T ranks
+
+A rank has [batch, time / T, width] of [batch, time, width], as in torch's styles. The input of the
+first repeated layer is split, and the output of the last one is gathered. Between them norms work
+on parts; a split layer gathers its input, and sums and scatters its output in one collective.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ _PART, _WHOLE = Shard(TIME), Replicate()
 def in_sequence(
     model: nn.Module, styles: dict[str, ParallelStyle], stages: Sequence[nn.Module] = ()
 ) -> list[tuple[str, ParallelStyle]]:
-    """Change styles inside of the repeated layers; returns those around and beside them.
+    """Change styles inside of the repeated layers in place; returns further (name, style) pairs.
 
-    stages: a sequence is split from the first of the layers of each to its last.
-    Raises ValueError for a model whose layers are not norms and what its plan splits.
+    stages: the sequence is split from the first layer of each stage to its last.
+    Raises ValueError for layers with parameters that are neither norms nor split by the plan.
     """
     layers = _repeated(model, styles)
     around: list[tuple[str, ParallelStyle]] = []
@@ -65,7 +67,7 @@ def in_sequence(
 
 
 def _repeated(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[str]:
-    """Names of the layers of the one list that has split layers."""
+    """Names of the layers of the one list with split layers. Raises ValueError."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found = [name for name in lists if any(key.startswith(f"{name}.") for key in styles)]
     if len(found) != 1:
@@ -80,7 +82,7 @@ def _repeated(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[str
 
 
 def _of_parts(name: str, style: ParallelStyle, *, alone: bool) -> ParallelStyle:
-    """The style of a split layer inside. `alone`: nothing around it gathers its input."""
+    """Style of a split layer between parts. `alone`: no module around it gathers its input."""
     if isinstance(style, RowwiseParallel):
         (layout,) = style.input_layouts
         return RowwiseParallel(input_layouts=layout, output_layouts=_PART)
@@ -96,7 +98,7 @@ def _of_parts(name: str, style: ParallelStyle, *, alone: bool) -> ParallelStyle:
 
 
 class _Hooked(ParallelStyle):
-    """Changes the first tensor that floats of what a module takes, or the first that it gives."""
+    """Style that changes a module's first floating-point input, or (`gives`) its first output."""
 
     def __init__(self, change: Callable[..., Tensor], gives: bool = False) -> None:
         super().__init__()
@@ -112,7 +114,7 @@ class _Hooked(ParallelStyle):
 
 
 def _part(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's of what is whole."""
+    """Part of a whole sequence for this rank. Raises ValueError if T does not divide its length."""
     if x.shape[TIME] % mesh.size():
         raise ValueError(
             f"a sequence of {x.shape[TIME]} is split over {mesh.size()} ranks; expected a "
@@ -122,7 +124,7 @@ def _part(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _gathered(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The whole of parts, as a DTensor: so gradients are scattered as they sum."""
+    """Whole sequence as a DTensor, so that its gradients are summed and scattered at once."""
     return _placed(x, mesh, _PART, _WHOLE)
 
 

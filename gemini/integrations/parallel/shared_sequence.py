@@ -1,7 +1,9 @@
-"""A causal language model whose sequences several ranks share: each computes with its own tokens.
+"""Sharing of a causal language model's sequences: each rank computes with its own tokens.
 
-All ranks of one sequence are given the whole batch. Labels are shifted before it is cut; the loss
-is the mean over all tokens, on every rank, whatever each has of them.
+B rows · T tokens of a sequence · P ranks · s = T / P
+
+All ranks of a sequence get the whole batch. Labels are shifted before it is cut, because the next
+token may be another rank's. The loss is the mean over all tokens, on every rank.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ MODES = ("all_to_all", "ring_attn")
 IGNORED = -100  # a label that does not count
 _CAUSAL = ("ForCausalLMLoss", "loss_of_head")  # transformers', and `chunk_loss`'s
 _NAME = "gemini_shared_sequence"
+# transformers calls attention as one function for all models, which finds its model's object here
 _shared: weakref.WeakKeyDictionary[nn.Module, SharedSequence] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceParallel:
-    """How ranks that share sequences compute attention over them.
+    """Options of attention over sequences that ranks share.
 
-    mode: of `MODES`. inner: ranks of an inner ring; None is all. whole: logits are gathered.
+    mode: one of `MODES`. inner: ranks of an inner ring; None is all. whole: logits are gathered.
     """
 
     mode: str
@@ -41,18 +44,18 @@ class SequenceParallel:
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """What comes after each token, [B, T]."""
+    """Labels shifted to the token before each, [B, T]; `IGNORED` at the end."""
     return nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
 def share_sequence(
     model: Any, mesh: DeviceMesh, asked: SequenceParallel, stages: Sequence[Any] = ()
 ) -> SharedSequence:
-    """Have a model of transformers compute with a part of every sequence; `mesh` has one dimension.
+    """Make a model of transformers compute with a part of every sequence; `mesh` is 1-D.
 
-    stages: of a pipeline, which compute in its place: what they are called with is a part already,
-    see `SharedSequence.part`.
-    Raises ValueError for a model that is none, whose loss is another one, or whose attention sees
+    stages: of a pipeline, hooked instead of the model; their inputs are parts already, see
+    `SharedSequence.part`.
+    Raises ValueError for another model, another loss than that of the next token, or attention to
     something else than all tokens before.
     """
     config: Any = getattr(model, "config", None)
@@ -80,7 +83,7 @@ def share_sequence(
 
 
 class SharedSequence:
-    """One model's: what its forward takes and gives, and its attention."""
+    """Hooks of one model with shared sequences: inputs, outputs and attention."""
 
     def __init__(self, model: nn.Module, group: Any, asked: SequenceParallel) -> None:
         self._group, self._asked = group, asked
@@ -92,7 +95,7 @@ class SharedSequence:
         self._compared = False
 
     def hook(self, model: Any) -> None:
-        """A model, or a stage of it. Before other hooks: what they are called with is ours."""
+        """Hook a model, or a stage of it. These hooks run first, so that others see parts."""
         for module in model.modules():
             _shared[module] = self
         if isinstance(model, TransformerStage):
@@ -113,17 +116,17 @@ class SharedSequence:
     # -- what a model is called with --
 
     def _take(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A pre-hook."""
+        """Pre-hook of a whole model: cut its inputs into this rank's part."""
         own = self.part(self._named(model, args, kwargs))
         if "use_cache" in self._takes.parameters:
             own["use_cache"] = False
         return self._begin(model, (), own)
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A pre-hook of what is called with a part.
+        """Pre-hook of a model or stage that is called with a part.
 
-        The loss of this rank is its share of the mean, times P: the mean over ranks is taken of
-        gradients.
+        Divides the number of items by P: this rank's loss is P times its share of the mean,
+        because gradients are averaged over ranks.
         """
         self._calls = 0
         items = kwargs.get("num_items_in_batch")
@@ -132,9 +135,9 @@ class SharedSequence:
         return args, kwargs
 
     def part(self, given: dict[str, Any]) -> dict[str, Any]:
-        """This rank's, of all that a model is called with. Collective the first time.
+        """Part of a model's arguments that this rank computes with. Collective the first time.
 
-        `num_items_in_batch` is by rows, where it was not given. Raises ValueError.
+        `num_items_in_batch`, if not given, is [B]: items of each row. Raises ValueError.
         """
         ids = given.get("input_ids")
         ids = given.get("inputs_embeds") if ids is None else ids
@@ -162,7 +165,7 @@ class SharedSequence:
         return given
 
     def _named(self, model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-        """All by name."""
+        """Arguments of a call, all by name."""
         bound = self._takes.bind(model, *args, **kwargs).arguments
         others = [
             one.name for one in self._takes.parameters.values() if one.kind == one.VAR_KEYWORD
@@ -173,11 +176,12 @@ class SharedSequence:
         return found
 
     def _compare(self, ids: Tensor) -> None:
-        """Raise ValueError on all ranks, at the first call, where they have other tokens."""
+        """Raise ValueError on all ranks if they have different tokens; in the first call only."""
         if self._compared:
             return
         most = ids.detach().clone()
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        # a rank with the maximum sees no difference, and would wait alone for the others
         differs = (most != ids).any().to(torch.int32)
         dist.all_reduce(differs, dist.ReduceOp.MAX, group=self._group)
         if differs:
@@ -188,7 +192,10 @@ class SharedSequence:
         self._compared = True
 
     def _counted(self, given: Tensor | None, ids: Tensor) -> Tensor:
-        """[B, T]; those of a part would begin at 0."""
+        """Position ids of the whole sequence, [B, T]. Raises ValueError for packed ones.
+
+        A model that counts the tokens of a part itself would begin at 0.
+        """
         if given is None:
             given = torch.arange(self._length, device=ids.device)[None]
         elif not bool((given.diff() == 1).all()):
@@ -199,7 +206,8 @@ class SharedSequence:
         return given.expand(len(ids), -1)
 
     def _drop_mask(self, given: dict[str, Any]) -> None:
-        """Causal attention needs none where what is padded comes last, and does not count."""
+        """Remove the attention mask. Raises ValueError unless all padding is on the right, without
+        labels: causal attention then needs no mask."""
         mask = given.pop("attention_mask", None)
         if mask is None:
             return
@@ -229,7 +237,7 @@ class SharedSequence:
     # -- what it gives --
 
     def _check_calls(self, model: Any, args: Any, output: Any) -> None:
-        """A hook. Raises ValueError."""
+        """Hook: raise ValueError if some layer did not call the shared attention."""
         layers = getattr(model.config, "num_hidden_layers", 1)
         layers = model.depth if isinstance(model, TransformerStage) else layers
         if self._calls < layers:
@@ -241,7 +249,10 @@ class SharedSequence:
             )
 
     def given(self, output: Any) -> Any:
-        """The loss of all tokens; logits of all, if that was asked. Raises ValueError."""
+        """Output with the loss of all tokens, and their logits if `whole`. Collective.
+
+        Raises ValueError for an output without names.
+        """
         if not isinstance(output, Mapping):
             raise ValueError(
                 f"{self._name} gives a {type(output).__name__}; expected what has names: leave "
@@ -259,7 +270,10 @@ class SharedSequence:
     def attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, kwargs: Any
     ) -> Tensor:
-        """[B, H, s, D] of this rank's tokens. Raises ValueError for what is not all before."""
+        """Attention of this rank's tokens, [B, H, s, D]. Collective.
+
+        Raises ValueError for attention to something else than all tokens before.
+        """
         self._calls += 1
         window, causal = kwargs.get("sliding_window"), kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -286,13 +300,13 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any,
     scaling: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """As transformers calls it."""
+    """Attention function with the signature of transformers' interface."""
     out = _shared[module].attend(module, query, key, value, scaling, kwargs)
     return out.transpose(1, 2).contiguous(), None
 
 
 class _Mean(Function):
-    """Over ranks, whose gradients are averaged later: each has that of its own."""
+    """Mean over ranks. Backward leaves each rank its own gradient: they are averaged later."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, group: Any) -> Tensor:
@@ -306,7 +320,11 @@ class _Mean(Function):
 
 
 class _Gathered(Function):
-    """[B, T, ...] in its order. All ranks compute the same of it, and gradients are averaged."""
+    """Gathered [B, T, ...] in the order of tokens.
+
+    All ranks compute the same loss from it, and their gradients are averaged: so backward
+    multiplies this rank's part by P.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, group: Any) -> Tensor:

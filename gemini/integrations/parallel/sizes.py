@@ -1,4 +1,4 @@
-"""How many ranks do what: from a plugin's sizes to a mesh, and to who sees which data."""
+"""Sizes of a mesh: from a plugin's options to its dimensions, and to each rank's data."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _MESHES: WeakKeyDictionary[dist.ProcessGroup, _Meshes] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class MeshSizes:
-    """How many ranks the dimensions of a mesh have.
+    """Numbers of ranks in the dimensions of a mesh.
 
     tp: ranks that split layers, inside of a stage too. pp: places of a pipeline.
-    replicas: of shards. cp: ranks that share sequences, and state, which is sharded over them.
-    ep: of those with other data, ranks that have other experts.
-    shards: false makes every data-parallel rank a replica of all.
+    replicas: copies of each shard. cp: ranks that share sequences; state is sharded over them too.
+    ep: data-parallel ranks over which experts are split.
+    shards: False makes every data-parallel rank a replica of the whole state.
     pp_inside: ranks of one pipeline are neighbours.
     """
 
@@ -42,9 +42,9 @@ class MeshSizes:
     pp_inside: bool = True
 
     def dims(self, ranks: int) -> Dims:
-        """Names and sizes of the mesh of so many ranks; none where one group is all there is.
+        """Names and sizes of the mesh's dimensions; empty if one sharding group has all ranks.
 
-        Raises ValueError for sizes that do not divide them.
+        Raises ValueError for sizes that do not divide `ranks`.
         """
         alike = self.tp * self.pp * self.cp
         if ranks % (alike * self.replicas * self.ep):
@@ -67,7 +67,10 @@ class MeshSizes:
         return () if [name for name, _ in there] == ["shard"] else tuple(there)
 
     def mesh(self, device: torch.device) -> DeviceMesh | None:
-        """Of all ranks, one for as long as it is used. Collective. None where one group is all."""
+        """Mesh of all ranks, None if one group has them all. Collective.
+
+        Callers share one mesh per device type and sizes, as long as any of them keeps it.
+        """
         dims = self.dims(parts.world_size())
         if not dims:
             return None
@@ -81,12 +84,12 @@ class MeshSizes:
         return mesh
 
     def data_place(self, rank: int, ranks: int) -> tuple[int, int]:
-        """(which part of the data this rank sees, how many parts there are)."""
+        """Part of the data that `rank` sees, and the number of parts."""
         names = [name for name, _ in self.dims(ranks) or [("shard", ranks)]]
         return self.place([name for name in names if name not in _SAME_DATA], rank, ranks)
 
     def place(self, names: Sequence[str], rank: int, ranks: int) -> tuple[int, int]:
-        """(a rank's place in these dimensions together, how many places they have)."""
+        """Row-major place of a rank in dimensions `names`, and the number of places."""
         dims = self.dims(ranks) or (("shard", ranks),)
         at = list(product(*(range(size) for _, size in dims)))[rank]
         mine = [

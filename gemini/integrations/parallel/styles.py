@@ -1,10 +1,10 @@
-"""Styles of splitting that torch has none for: fused matrices, and linear layers of GPT-2.
+"""Styles of splitting that torch lacks: fused matrices, stacked experts, GPT-2's Conv1D.
 
 N matrices side by side · T ranks
 
-What is fused is split matrix by matrix: this rank's parts are next to each other in its local
-tensor, as a module that cuts its output into N wants them. Such a layer computes with local
-tensors; its parameters are DTensors of the whole (`_StridedShard`), so what is saved is as it was.
+A fused weight is split matrix by matrix: this rank's parts are next to each other in its local
+tensor, because the module cuts its output into N. Such a layer computes with local tensors; its
+parameters are DTensors of the whole (`_StridedShard`), so checkpoints have the unsplit layout.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from gemini.chunk.local import is_dtensor, local_of
 
 
 def output_dim(layer: nn.Module) -> int:
-    """The dimension of a layer's weight that its output has: GPT-2's Conv1D has [in, out]."""
+    """Output dimension of a layer's weight: 1 for GPT-2's Conv1D [in, out], else 0."""
     return 1 if type(layer).__name__ == "Conv1D" else 0
 
 
 class FusedColwise(ParallelStyle):
-    """Columns of N matrices, of which each rank has 1/T. The input is whole, the output is split.
+    """Style that gives each rank 1/T of the columns of N matrices: whole input, split output.
 
-    Of a Linear or a Conv1D, with a bias or without. gathers: the output is put together.
+    For a Linear or a Conv1D, with a bias or without. gathers: the output is gathered.
     """
 
     def __init__(self, matrices: int = 1, *, gathers: bool = False) -> None:
@@ -66,10 +66,10 @@ class FusedColwise(ParallelStyle):
 
 
 class Divided(ParallelStyle):
-    """Attributes of a module that count what is split, such as its heads, are 1/T.
+    """Style that divides attributes of a module by T: counts of split things, such as heads.
 
-    attributes: their names; behind a comma, that its argument `alibi` has rows of all heads, of
-    which it gets its own.
+    attributes: their names, separated by spaces. After a comma: an argument of the forward with
+    rows of all heads, such as `alibi`; the module gets the rows of this rank's heads.
     """
 
     def __init__(self, attributes: str) -> None:
@@ -98,7 +98,7 @@ class Divided(ParallelStyle):
 
 
 def _own_heads(name: str, mesh: DeviceMesh, module: Any, args: Any, kwargs: Any) -> Any:
-    """An argument [batch * heads, ...] has the rows of this rank's heads."""
+    """Pre-hook: argument `name` [batch * heads, ...] keeps the rows of this rank's heads."""
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     x = bound.arguments[name]
     rows = x.view(-1, mesh.size(), module.num_heads, *x.shape[1:])[:, mesh.get_local_rank()]
@@ -107,14 +107,14 @@ def _own_heads(name: str, mesh: DeviceMesh, module: Any, args: Any, kwargs: Any)
 
 
 class SplitExperts(ParallelStyle):
-    """Stacked experts, each split in its width. All ranks have the same tokens.
+    """Style that splits each stacked expert in its width. All ranks have the same tokens.
 
     gate_up_proj [experts, 2 * width, in], gate and up one after the other; down_proj
     [experts, out, width].
     """
 
     def check(self, name: str, module: Any, ranks: int) -> None:
-        """Raise ValueError for experts that are made otherwise, and for a width."""
+        """Raise ValueError for experts of another form, and a width that ranks do not divide."""
         shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
         if set(shapes) != {"gate_up_proj", "down_proj"} or shapes["down_proj"][2] % ranks:
             raise ValueError(
@@ -130,14 +130,15 @@ class SplitExperts(ParallelStyle):
 
 
 def _experts(module: Any, mesh: DeviceMesh, plain: Any, x: Tensor, index: Any, weights: Any) -> Any:
-    """Of local weights. Gradients of tokens and of what the router gives them are sums, too."""
+    """Forward of split experts. Outputs are summed over ranks, and so are the gradients of tokens
+    and of router weights."""
     with of_parts(module):
         return summed(plain(entering(x, mesh), index, entering(weights, mesh)), mesh)
 
 
 @contextmanager
 def of_parts(module: Any) -> Iterator[None]:
-    """The parameters of a module are this rank's parts of them."""
+    """Context in which a module's parameters are this rank's local tensors."""
     local = {name: param.to_local() for name, param in module.named_parameters()}
     vars(module).update(local)  # comes before what is registered
     try:
@@ -148,7 +149,7 @@ def of_parts(module: Any) -> Iterator[None]:
 
 
 class Conv1DRowwise(ParallelStyle):
-    """Rows of a Conv1D, of which each rank has 1/T. The input is split, the output is summed."""
+    """Style that gives each rank 1/T of a Conv1D's rows: split input, summed output."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replace(module, "weight", device_mesh, 0)
@@ -158,15 +159,15 @@ class Conv1DRowwise(ParallelStyle):
 
 
 class PaddedHead:
-    """Of a head that torch split by words, every rank computes words in a multiple of `multiple`.
+    """Head split by words that computes a multiple of `multiple` words on every rank.
 
-    N tokens · V words of a rank. Kernels for a [N, V] whose rows are not aligned are slow ones.
-    Rows of zeros come to the weight in each call, and what they give is cut off: parameters,
-    gradients and what is saved have none of them.
+    N tokens · V words of a rank. Kernels for [N, V] are slow where its rows are not aligned. Each
+    call pads the weight with rows of zeros and cuts their logits off: parameters, gradients and
+    checkpoints have no padding.
     """
 
     def __init__(self, head: Any, multiple: int) -> None:
-        """In place; a head that is whole, or whose words are such a multiple, stays as it is."""
+        """Replace the head's forward, unless the head is whole or needs no padding."""
         self._multiple = multiple
         weight = head.weight
         is_split = is_dtensor(weight) and weight.placements[0] == Shard(0)
@@ -174,7 +175,7 @@ class PaddedHead:
             head.forward = partial(self._forward, head)
 
     def _forward(self, head: Any, x: Any) -> DTensor:
-        """As ColwiseParallel's: x [B, T, H] whole, of which the output has this rank's words."""
+        """Forward as ColwiseParallel's: x [B, T, H] whole -> DTensor, [B, T, V] on each rank."""
         words = head.weight.shape[0]
         weight, bias = head.weight.to_local(), head.bias
         y = nn.functional.linear(
@@ -190,7 +191,7 @@ class PaddedHead:
 
 
 def in_multiples(x: Tensor, multiple: int, dim: int = 0) -> Tensor:
-    """With zeros behind it in one dimension, up to the next multiple."""
+    """Pad `dim` of `x` with zeros at its end, up to the next multiple."""
     missing = -x.shape[dim] % multiple
     if not missing:
         return x
@@ -198,9 +199,10 @@ def in_multiples(x: Tensor, multiple: int, dim: int = 0) -> Tensor:
 
 
 def draw_alike(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Ranks draw the random numbers of the first from now on, if the model drops anything.
+    """Set the generators of all ranks to the first rank's state, if the model has dropout.
 
-    What is not split is dropped alike on all of them then, so that it stays the same. Collective.
+    Ranks then drop the same elements of unsplit tensors, which stay equal on all of them.
+    Collective.
     """
     config = getattr(model, "config", None)
     named = vars(config) if hasattr(config, "__dict__") else {}
@@ -216,20 +218,21 @@ def draw_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 def _draw_as_first(
     mesh: DeviceMesh, get: Callable[[], Tensor], set_: Callable[[Tensor], None]
 ) -> None:
+    # a generator's state is a CPU tensor, and NCCL sends none of those
     state = get().to(mesh.device_type)
     dist.broadcast(state, group=mesh.get_group(), group_src=0)
     set_(state.cpu())
 
 
 def replicate(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Of a parameter, on all ranks: what the mesh's first rank has. Collective."""
+    """Make a parameter a replicated DTensor with the values of the first rank. Collective."""
     param: Any = getattr(module, name)
     whole = distribute_tensor(param.detach(), mesh, [Replicate()])
     module.register_parameter(name, nn.Parameter(whole, param.requires_grad))
 
 
 def replace(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, matrices: int = 1) -> None:
-    """Split a parameter in one dimension. Values are those of the mesh's first rank. Collective."""
+    """Split a parameter in `dim`, with the values of the mesh's first rank. Collective."""
     param: Any = getattr(module, name)
     whole = distribute_tensor(param.detach(), mesh, [Replicate()]).to_local()
     place, ranks = mesh.get_local_rank(), mesh.size()
@@ -243,7 +246,7 @@ def replace(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, matrices: 
 
 
 def entering(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What all ranks have alike, for local work on parts: its gradients are summed over them."""
+    """Local tensor of a value that all ranks have alike; its gradients are summed over ranks."""
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     whole: Tensor = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
@@ -251,7 +254,7 @@ def entering(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over ranks of what local work gave, on all of them."""
+    """Sum of a local result over ranks, on all of them."""
     found: Tensor = full_tensor(DTensor.from_local(x, mesh, [Partial()], run_check=False))
     return found
 

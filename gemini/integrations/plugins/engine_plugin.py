@@ -1,4 +1,4 @@
-"""What plugins over this project's engine share: their loss scale, and the way into it."""
+"""Base of plugins over this project's engine: their loss scale, and how they wrap."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .precision import MixedPrecision
 
 
 class Ignored:
-    """Why options change nothing, under any door."""
+    """Reasons why options change nothing, under any door."""
 
     PINNED = "what is staged is always pinned"
     DATA = "there is data parallelism alone"
@@ -51,7 +51,10 @@ _OF_ENGINE = frozenset(inspect.signature(GeminiDDP).parameters)
 
 
 class EnginePlugin(Plugin):
-    """Its subclasses are dataclasses that have these fields, and the seven of the loss scale."""
+    """Base of plugins that wrap modules in `GeminiDDP`.
+
+    A subclass is a dataclass with `precision`, `max_norm` and the seven fields of the loss scale.
+    """
 
     precision: str
     max_norm: float
@@ -64,18 +67,21 @@ class EnginePlugin(Plugin):
         self.loss_scale()
 
     def loss_scale(self) -> LossScale | None:
-        """Of fp16, None in another precision. Raises ValueError."""
+        """Loss scale for fp16, None for another precision. Raises ValueError."""
         if not FP16.holds(self):
             return None
         return LossScale(**{name: getattr(self, name) for name in SCALE_NAMES})
 
     def options(self, device: torch.device) -> dict[str, Any]:
-        """Of `GeminiDDP`: those that both have by one name, and what a subclass adds."""
+        """Options for `GeminiDDP`: the fields that both have by one name. Subclasses add theirs."""
         names = [one.name for one in fields(self) if one.name in _OF_ENGINE]  # type: ignore[arg-type]
         return {name: getattr(self, name) for name in names} | {"loss_scale": self.loss_scale()}
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """What is done to the layers of a model before it is split, cut or wrapped."""
+        """Change the layers of a model before it is split, cut or wrapped: into float8, if asked.
+
+        Raises ValueError.
+        """
         if getattr(self, "use_fp8", False):
             in_float8(model, device)
 
@@ -92,7 +98,7 @@ class EnginePlugin(Plugin):
 
 
 def parse_named(policy: str | Placement) -> Placement:
-    """A policy by its old name. Raises ValueError."""
+    """Placement policy by its old name. Raises ValueError."""
     if policy == "const":
         raise ValueError(
             "placement_policy='const' has no bytes; expected gemini.ConstPlacement('8GiB')"
@@ -102,8 +108,10 @@ def parse_named(policy: str | Placement) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """What ranks share of a model beside its state: layers over "tp" of the mesh, sequences over
-    "cp", experts over "ep"."""
+    """Parts of a model that ranks share in addition to its state.
+
+    layers over "tp" of the mesh, sequence over "cp", experts over "ep".
+    """
 
     layers: TensorParallel | None = None
     sequence: SequenceParallel | None = None
@@ -116,7 +124,8 @@ class Parallelism:
         mesh: Any,
         stages: Sequence[nn.Module] = (),
     ) -> SharedSequence | None:
-        """In place, or in this rank's stages of it; the optimizer has the new parameters."""
+        """Share the model, or this rank's stages of it, in place; the optimizer gets the new
+        parameters. Collective. Raises ValueError."""
         if self.layers is not None:
             split(model, optimizer, mesh["tp"], self.layers, stages)
         if self.experts:
@@ -134,9 +143,11 @@ def wrap_gemini(
     shared: Parallelism = Parallelism(),
     **options: Any,
 ) -> GeminiDDP:
-    """The wrapped module. The optimizer is one of this project's then, and updates its shards."""
+    """Wrap a module. The optimizer becomes one of this project's, and updates the shards."""
+    # the optimizer first: one that is refused leaves the model unchanged
     if optimizer is not None:
         made_ours(optimizer, model)
+    # shared before it is wrapped, as chunks are made of the split parameters
     shared.share(model, optimizer, options.get("mesh"))
     wrapped = GeminiDDP(model, **options)
     if isinstance(optimizer, TieredOptimizer):
@@ -149,9 +160,9 @@ def wrap_gemini(
 
 
 def made_ours(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """The same object, one of this project's, over the plain module's parameters.
+    """Convert an optimizer over a plain module in place into one of this project's.
 
-    Raises ValueError, before anything is changed, for one that has stepped or cannot be.
+    Raises ValueError, before anything is changed, for one that has stepped or has no such form.
     """
     check_over(optimizer, model)
     ours = isinstance(optimizer, TieredOptimizer)
@@ -168,15 +179,16 @@ def _ids(model: nn.Module) -> set[int]:
 
 
 def print_search(model: GeminiDDP) -> None:
-    """What the search for chunks found, by rank 0."""
+    """Print on rank 0 what the search for chunks found."""
     if parts.rank() == 0:
         sys.stdout.write(model.chunk_configuration.summary() + "\n")
 
 
 def print_skips(optimizer: TieredOptimizer, model: GeminiDDP) -> None:
-    """Every step that is skipped from now on, by rank 0."""
+    """Print on rank 0 every step that is skipped from now on."""
     if parts.rank():
         return
+    # weak: the hook lives as long as the optimizer, which must not keep the model alive
     held = weakref.ref(model)
 
     def say(stepped: torch.optim.Optimizer, *_: Any) -> None:

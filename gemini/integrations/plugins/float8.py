@@ -20,11 +20,11 @@ _FROM = (8, 9)  # compute capability that multiplies in float8
 
 
 def in_float8(model: nn.Module, device: torch.device) -> None:
-    """Have the linear layers of a model multiply in float8, in place, before it is wrapped.
+    """Make the linear layers of a model multiply in float8, in place, before it is wrapped.
 
-    Inputs, weights and gradients are rounded with one scale a tensor each time; parameters are the
-    objects that they were, in their own dtype. Left as they are: a language model's head, and
-    layers whose sizes are no multiples of 16. Where the device has no float8, results are emulated.
+    Inputs, weights and gradients are rounded with one scale a tensor each time; parameters stay the
+    same objects, in their own dtype. A language model's head stays as it is, and so do layers whose
+    sizes are no multiples of 16. On a device without float8 results are emulated.
     Raises ValueError for a model without such a layer.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -1,4 +1,4 @@
-"""torch's FSDP2 as a plugin, by the options of FSDP1: units by policy, any optimizer of torch's."""
+"""Plugin for torch's FSDP2, by the options of FSDP1: units by policy, any optimizer of torch."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _STRATEGIES = (None, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 
 @dataclass(frozen=True)
 class TorchFSDPPlugin(Plugin):
-    """torch's FSDP2, `fully_shard`, by the options of its first version.
+    """Plugin for torch's FSDP2 (`fully_shard`), by the options of FSDP1.
 
-    The optimizer is one of torch's, made before; it goes on with the sharded parameters.
+    The optimizer is one of torch, made before `boost`; it gets the sharded parameters.
 
     sharding_strategy: FULL_SHARD (also None) or SHARD_GRAD_OP.
     cpu_offload: `CPUOffload(offload_params=True)` keeps parameters and state on the host.
@@ -115,7 +115,7 @@ class TorchFSDPPlugin(Plugin):
     def _shard(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device
     ) -> None:
-        """In place; the optimizer has the sharded parameters afterwards. Raises ValueError."""
+        """Shard the module in place; the optimizer gets its parameters. Raises ValueError."""
         if optimizer is not None and optimizer.state:
             raise ValueError(
                 "this optimizer has state of whole parameters; expected one that has not stepped: "
@@ -129,8 +129,10 @@ class TorchFSDPPlugin(Plugin):
             )
         if not empty:
             model.to(device)
+            # before sharding: each rank cuts its shard from its own values
             if self.sync_module_states:
                 _take_first_ranks(model, self.process_group)
+        # `fully_shard` makes new parameters; by their names the optimizer finds them afterwards
         before = dict(model.named_parameters(remove_duplicate=False))
         group = self.process_group or dist.group.WORLD
         offload = self.cpu_offload is not None and self.cpu_offload.offload_params
@@ -144,6 +146,7 @@ class TorchFSDPPlugin(Plugin):
         }
         for unit in [*_units(model, self.auto_wrap_policy, ignored), model]:
             fully_shard(unit, **options)
+        # after sharding, so that memory is made for this rank's shards alone
         if empty:
             assert self.param_init_fn is not None
             model.to_empty(device="cpu" if offload else device)
@@ -165,7 +168,10 @@ class TorchFSDPPlugin(Plugin):
 def _units(
     model: nn.Module, policy: Callable[..., Any] | None, ignored: list[nn.Module]
 ) -> list[nn.Module]:
-    """Modules below the root that are sharded alone, inner ones first."""
+    """Modules below the root that are units of their own, inner ones first.
+
+    `fully_shard` leaves out parameters that an inner unit has, so inner units come first.
+    """
     if policy is None:
         return []
     left_out = {inner for module in ignored for inner in module.modules()}
@@ -181,7 +187,7 @@ def _units(
 def _visit(
     module: nn.Module, policy: Callable[..., Any], left_out: set[nn.Module], units: list[nn.Module]
 ) -> int:
-    """Elements that units below `module` took, as FSDP1 counts them."""
+    """Append the units below `module`; returns their elements, as FSDP1 counts them."""
     taken = 0
     for child in module.children():
         if child in left_out or child in units:

@@ -28,12 +28,12 @@ AUTO = Case(lambda own: own.placement_policy == "auto", "it is for placement_pol
 
 @dataclass(frozen=True)
 class GeminiPlugin(EnginePlugin):
-    """`GeminiDDP`: ZeRO-3 in chunks, with model data where it fits.
+    """Plugin for `GeminiDDP`: ZeRO-3 in chunks, with model data where it fits.
 
     Options are those of `GeminiDDP` and of the placement policies, where they are not listed here.
-    What belongs to another policy, and what is not there yet, is refused by name.
+    Options of another policy, and options that do not exist yet, are refused by name.
 
-    chunk_config_dict: a `gemini.search_chunk_configuration(...)` that was found before.
+    chunk_config_dict: a result of `gemini.search_chunk_configuration(...)`.
     placement_policy: `"static"` with the three fractions, `"auto"` with its two ratios, `"cuda"`,
         `"cpu"`, or a placement dataclass.
     search_range_m: 32 searches freely (`GeminiDDP`'s None); another one is taken as it is.
@@ -115,7 +115,7 @@ class GeminiPlugin(EnginePlugin):
         self.placement()
 
     def placement(self) -> Placement:
-        """The policy that the options say. Raises ValueError."""
+        """Placement policy by the options. Raises ValueError."""
         if STATIC.holds(self):
             return StaticPlacement(
                 self.shard_param_frac, self.offload_optim_frac, self.offload_param_frac
@@ -146,7 +146,7 @@ class GeminiPlugin(EnginePlugin):
 
 @dataclass(frozen=True)
 class LowLevelZeroPlugin(EnginePlugin):
-    """ZeRO-1 and ZeRO-2: parameters whole on every rank, optimizer state sharded.
+    """Plugin for ZeRO-1 and ZeRO-2: parameters whole on every rank, optimizer state sharded.
 
     stage: 1 reduces gradients once a step, when they are asked for; 2 reduces in every backward,
         and keeps this rank's part.
@@ -206,9 +206,9 @@ class LowLevelZeroPlugin(EnginePlugin):
     def add_lora_params_to_optimizer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Put every LoRA parameter into the group of the parameter that it is beside.
+        """Put every LoRA parameter into the group of its base layer's weight.
 
-        After `booster.enable_lora`, before `booster.boost`. Raises ValueError behind it, and for a
-        parameter whose base is in no group.
+        Called after `booster.enable_lora` and before `booster.boost`. Raises ValueError after
+        `boost`, and for a parameter whose base is in no group.
         """
         add_lora_params(model, optimizer)

@@ -1,4 +1,4 @@
-"""HybridParallelPlugin: data parallelism of any kind, and layers that ranks split or share out."""
+"""HybridParallelPlugin: data, tensor, sequence, expert and pipeline parallelism together."""
 
 from __future__ import annotations
 
@@ -57,24 +57,26 @@ _OVER_TP = (None, "split_gather", "ring")
 
 @dataclass(frozen=True)
 class HybridParallelPlugin(EnginePlugin):
-    """torch's DDP (`zero_stage=0`) or ZeRO-1 and 2, with tensor parallelism and pipelines.
+    """Plugin for torch's DDP (`zero_stage=0`) or ZeRO-1 and 2, with tensor parallelism and
+    pipelines.
 
     tp_size: ranks that split layers between them, by the plan that a model of transformers has, or
         by `custom_policy`: torch's styles, or the words of transformers, by names of modules. All
-        of them see the same data. Beside it `zero_stage=0` keeps replicas, and shards nothing.
+        of them see the same data. With it `zero_stage=0` keeps replicas, and shards nothing.
     enable_sequence_parallelism: ranks have parts of sequences. With
         `sequence_parallelism_mode="split_gather"` (None, and `"ring"`, which is the same here)
-        those of `tp_size`, between split layers. With `"all_to_all"` (heads against sequence) or
-        `"ring_attn"` (keys go round) `sp_size` ranks, beside `tp_size`, of a causal language model
-        of transformers. They are given the same batches, and the loss is the mean over all tokens.
+        these are the ranks of `tp_size`, between split layers. With `"all_to_all"` (heads against
+        sequence) or `"ring_attn"` (keys go round) they are `sp_size` ranks in a dimension of their
+        own, and the model is a causal language model of transformers. They are given the same
+        batches, and the loss is the mean over all tokens.
         `inner_ring_size`: keys go round among as many neighbours before they go on.
-    parallel_output: logits of a causal language model are of a rank's own tokens where `sp_size`
-        ranks share sequences; with `labels=` and a head that is split they are a DTensor, of which
-        each rank has some words, and are gathered for the first loss alone. Else, of models that
-        do more to logits than their head, and in pipelines they are whole.
-    make_vocab_size_divisible_by: a rank of `tp_size` computes logits of so many words or a
-        multiple, for faster kernels: rows of zeros come to its part of a head in each call, and
-        are in no parameter. A vocabulary that the ranks do not divide is split unevenly.
+    parallel_output: if `sp_size` ranks share sequences, a causal language model's logits are of a
+        rank's own tokens. With `labels=` and a split head they are a DTensor, of which each rank
+        has some words, and are gathered for the first loss alone. In all other cases, for models
+        that change logits after their head, and in pipelines they are whole.
+    make_vocab_size_divisible_by: a rank of `tp_size` computes logits of a multiple of so many
+        words, for faster kernels: each call pads its part of the head with rows of zeros, which are
+        in no parameter. A vocabulary that the ranks do not divide is split unevenly.
     pp_size: places of a pipeline, for `booster.execute_pipeline`. `nn.Sequential` and models of
         transformers are cut into stages of as many layers, or of `num_layers_per_stage`. State is
         sharded over ranks that have the same stage, and gradients are reduced once, at
@@ -82,8 +84,8 @@ class HybridParallelPlugin(EnginePlugin):
     extra_dp_size: replicas of shards; ep_size: ranks, of those with other data, over which experts
         are split. See docs/meshes.md.
     pp_style: `"1f1b"`, `"interleaved"` with `num_model_chunks` stages a rank, or `"zbv"` with two.
-    num_microbatches, microbatch_size: how a pipeline cuts a batch. The first counts where both are
-        given; with neither there are as many micro-batches as places.
+    num_microbatches, microbatch_size: how a pipeline cuts a batch. If both are given, the first
+        counts; with neither there are as many micro-batches as places.
     dp_outside: ranks of one pipeline are neighbours.
     zero_stage: 0 takes the options of `TorchDDPPlugin`, 1 and 2 those of `LowLevelZeroPlugin`; an
         option of the other is refused.
@@ -170,7 +172,7 @@ class HybridParallelPlugin(EnginePlugin):
 
     @property
     def sharing(self) -> int:
-        """Ranks that share sequences, in a dimension of their own."""
+        """Number of ranks that share sequences in a dimension of their own; 1 if none do."""
         asked = self.enable_sequence_parallelism and self.sequence_parallelism_mode in MODES
         return (self.sp_size or 1) if asked else 1
 
@@ -279,7 +281,7 @@ class HybridParallelPlugin(EnginePlugin):
         )  # fmt: skip
 
     def options(self, device: torch.device) -> dict[str, Any]:
-        """Of `GeminiDDP`, beside tensor parallelism or as a stage."""
+        """Options for `GeminiDDP`, with the mesh and what its ranks share."""
         layers = sequence = None
         if self.tp_size > 1:
             layers = TensorParallel(
@@ -312,15 +314,16 @@ def _wrap_stages(
     shared: Parallelism,
     **options: Any,
 ) -> Pipelined:
-    """This rank's stages of a pipeline; the optimizer has their parameters alone.
+    """Cut and wrap this rank's stages of a pipeline; the optimizer keeps their parameters alone.
 
-    layers: of every stage; None is as even as it goes. options: of `GeminiDDP`.
+    layers: of every stage; None divides them evenly. options: for `GeminiDDP`.
     Raises ValueError, before anything is changed, for a model that cannot be cut or split, and for
-    an optimizer that has nothing of some rank's stages.
+    an optimizer without parameters of some rank's stages.
     """
     places = [schedule.stages(place, mesh["pp"].size()) for place in range(mesh["pp"].size())]
     stages = stages_of(model, sum(map(len, places)), layers)
     tied = shared_by(model, stages)
+    # every rank checks all places: an error on some ranks would leave the others in a collective
     if optimizer is not None:
         for place, theirs in enumerate(places):
             _check_steps(optimizer, place, [stages[i] for i in theirs])
@@ -329,6 +332,7 @@ def _wrap_stages(
     own = [stages[i] for i in mine]
     sequence = shared.share(model, optimizer, mesh, own)
     place_of = {stage: place for place, theirs in enumerate(places) for stage in theirs}
+    # noted before wrapping, which makes chunks of them; their groups in one order on all ranks
     ties = together_of(mesh).ties
     for names, theirs in tied:
         copies = copies_of(names, [stages[i] for i in mine if i in theirs], optimizer)
@@ -337,6 +341,7 @@ def _wrap_stages(
     try:
         parts = [GeminiDDP(stage, mesh=mesh, **options) for stage in own]
     finally:
+        # also after an error: copies that were not wrapped are of no later model
         ties.forget()
     if optimizer is not None:
         here = {id(param) for part in parts for param in part.parameters()}

@@ -24,10 +24,10 @@ def enable_lora(
     bnb_quantization_config: Any,
     quantize: bool,
 ) -> nn.Module:
-    """See `Booster.enable_lora`.
+    """Add LoRA layers; see `Booster.enable_lora`.
 
-    Raises ValueError for a module that is wrapped, for neither or both, and for a quantization that
-    is none, ImportError without peft or bitsandbytes.
+    Raises ValueError for a wrapped module, unless exactly one of `lora_config` and `pretrained_dir`
+    is given, and for an unknown quantization; ImportError without peft or bitsandbytes.
     """
     if isinstance(model, GeminiDDP | nn.parallel.DistributedDataParallel):
         raise ValueError(
@@ -50,8 +50,11 @@ def enable_lora(
 
 
 def _config_of(given: Any) -> Any:
-    """transformers' `BitsAndBytesConfig` of one, or of Colossal-AI's or accelerate's with the same
-    names; None is Colossal-AI's default, NF4 with quantised statistics."""
+    """Convert a config into transformers' `BitsAndBytesConfig`.
+
+    given: one of transformers, or one of Colossal-AI or accelerate, which has the same names; None
+    is Colossal-AI's default, NF4 with quantised statistics.
+    """
     names = (
         "load_in_4bit", "load_in_8bit", "llm_int8_threshold", "bnb_4bit_quant_type",
         "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype",
@@ -66,7 +69,7 @@ def _config_of(given: Any) -> Any:
 
 
 def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, use_safetensors: bool) -> None:
-    """What peft's `save_pretrained` writes, on rank 0. Collective.
+    """Save adapters by peft's `save_pretrained`, on rank 0. Collective.
 
     Raises ValueError for a module without LoRA layers.
     """
@@ -82,7 +85,10 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, use_safetenso
 
 
 def _adapters(model: nn.Module) -> Mapping[str, Tensor]:
-    """What is trained, whole, on rank 0; nothing else is kept."""
+    """Whole trained parameters and adapters by name, on rank 0. Collective.
+
+    They are gathered a chunk at a time, and other parameters of the chunk are dropped.
+    """
     if not isinstance(model, GeminiDDP):
         return {n: p.detach().cpu() for n, p in inner_of(model).named_parameters() if _is_own(n, p)}
     model.engine.call("save_lora_as_pretrained()")
@@ -95,7 +101,7 @@ def _is_own(name: str, param: Tensor) -> bool:
 
 
 def add_lora_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """See `LowLevelZeroPlugin.add_lora_params_to_optimizer`."""
+    """Add adapters to an optimizer; see `LowLevelZeroPlugin.add_lora_params_to_optimizer`."""
     if isinstance(model, GeminiDDP):
         raise ValueError(
             "add_lora_params_to_optimizer() of a wrapped module; expected the plain one: call it "

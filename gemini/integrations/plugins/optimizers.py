@@ -1,7 +1,7 @@
-"""torch's own optimizers with what a boosted one has: clipping by name, and a loss scale.
+"""Methods of a boosted optimizer for torch's own: clipping by name, and a loss scale.
 
-Under the plugins of torch (DDP, FSDP2) the optimizer stays the one that was given, object and
-class; it gets these methods.
+Under the plugins of torch (DDP, FSDP2) the optimizer stays the same object; its class becomes a
+subclass that has these methods.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .precision import MixedPrecision, Scaling
 
 @dataclass(frozen=True)
 class Extras:
-    """What is done around a step.
+    """Options of a step: its loss scale and its clipping.
 
-    max_norm: gradients are clipped to this L2 norm in every step; 0 does not.
+    max_norm: every step clips gradients to this L2 norm; 0 does not clip.
     """
 
     scaling: Scaling | None = None
@@ -41,9 +41,9 @@ class Extras:
 def boost_plain(
     optimizer: torch.optim.Optimizer | None, precision: MixedPrecision | None, max_norm: float = 0.0
 ) -> None:
-    """Give an optimizer of plain parameters what a boosted one has.
+    """Give an optimizer of plain parameters the methods of a boosted one.
 
-    It stays the same object, and its class a subclass of what it was.
+    It stays the same object, and its class becomes a subclass of the class it had.
     """
     if optimizer is None:
         return
@@ -54,6 +54,7 @@ def boost_plain(
     if isinstance(optimizer, TieredOptimizer) and extras == Extras():
         return
     followed = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    # a scheduler has put its own `step` on the object, which would hide that of the new class
     optimizer.__dict__.pop("step", None)
     kind: Any = type(optimizer)
     optimizer.__class__ = _boosted(kind)
@@ -63,14 +64,14 @@ def boost_plain(
 
 
 class Boosted(torch.optim.Optimizer):
-    """Comes before the class of the optimizer that was given."""
+    """Base class put before the class of an optimizer; see `boost_plain`."""
 
     _extras: Extras
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """`loss.backward(**options)`, with the loss scale.
+        """Run `loss.backward(**options)` with the loss scale.
 
-        Raises RuntimeError behind a clip: gradients of two scales would be added.
+        Raises RuntimeError after a clip: gradients of two scales would be added.
         """
         scaling = self._extras.scaling
         if scaling is None:
@@ -94,6 +95,7 @@ class Boosted(torch.optim.Optimizer):
                     "booster.backward(loss, optimizer) and step()"
                 )
             scaling.unscale(self._params())
+        # clipped after unscaling: `max_norm` is a limit of the gradients without the scale
         if self._extras.max_norm > 0:
             self._clip(self._extras.max_norm, 2.0)
         if scaling is not None and not scaling.stepped():
@@ -116,12 +118,12 @@ class Boosted(torch.optim.Optimizer):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """As `clip_grad_norm_`."""
+        """Clip all gradients; see `clip_grad_norm_`."""
         return self.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Clip every element of the gradients to [-clip_value, clip_value]."""
+        """Clip every element of the gradients to [-clip_value, clip_value]. Raises ValueError."""
         if not clip_value > 0:
             raise ValueError(f"clip_value={clip_value}; expected a positive number")
         self._unscale()

@@ -1,4 +1,4 @@
-"""What a plugin is: options, and how a module and its optimizer are wrapped with them."""
+"""Base of plugins: options, and how a module and its optimizer are wrapped with them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from .precision import MixedPrecision, check_is_own, parse_precision
 
 
 class Plugin:
-    """What a `Booster` wraps modules by. A new one is a frozen dataclass of options (of
-    `gemini.integrations.options`, where they are not always taken), and `wrap`.
+    """Base class of what a `Booster` wraps modules by.
 
-    own_precision: what it computes in; None where `Booster(mixed_precision=)` says it.
-    takes_device: whether `Booster(device=)` says where it computes.
+    A plugin is a frozen dataclass of options with a method `wrap`. An option that is not always
+    taken is an `option` of `gemini.integrations.options`.
+
+    own_precision: precision of modules; None if `Booster(mixed_precision=)` chooses it.
+    takes_device: whether `Booster(device=)` chooses the device.
     """
 
     own_precision: str | None = None
@@ -35,7 +37,7 @@ class Plugin:
         check_options(self, self.check_together)
 
     def check_together(self) -> None:
-        """What options are together. Raises ValueError."""
+        """Raise ValueError for options that contradict each other."""
 
     def wrap(
         self,
@@ -44,11 +46,11 @@ class Plugin:
         precision: MixedPrecision | None,
         device: torch.device,
     ) -> nn.Module:
-        """The wrapped module; the optimizer, over its parameters from now on, stays the object."""
+        """Wrap a module; the optimizer gets its parameters, and stays the same object."""
         raise NotImplementedError
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Backwards inside reduce nothing over ranks."""
+        """Context in which backwards reduce nothing over ranks."""
         context: AbstractContextManager[None] = model.no_sync()  # type: ignore[operator]
         return context
 
@@ -64,9 +66,9 @@ class Plugin:
         distributed_sampler_cls: type | None = None,
         **kwargs: Any,
     ) -> DataLoader[Any]:
-        """A loader with this rank's part of `dataset`; see `gemini.integrations.parts.dataloader`.
+        """Loader with this rank's part of `dataset`; see `gemini.integrations.parts.dataloader`.
 
-        Ranks that split layers between them, or are places of one pipeline, get the same part.
+        Ranks that split layers or share sequences, and places of one pipeline, get the same part.
         Call `loader.sampler.set_epoch(epoch)` for another order in each epoch.
         """
         return dataloader(
@@ -80,7 +82,10 @@ class Plugin:
     def checked(
         self, precision: str | MixedPrecision | None, device: torch.device | str | None
     ) -> tuple[MixedPrecision | None, torch.device]:
-        """What a Booster was given beside the plugin. Raises ValueError for what it decides."""
+        """Check a Booster's precision and device against the plugin.
+
+        Raises ValueError for one that the plugin chooses itself.
+        """
         name = type(self).__name__
         if device is not None and not self.takes_device:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Mixed precision where a plugin has none of its own: torch's autocast, and a loss scale."""
+"""Mixed precision for plugins without one of their own: torch's autocast, and a loss scale."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger("gemini")
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """What a module computes in, while its parameters stay in fp32.
+    """Precision that a module computes in, while its parameters stay in fp32.
 
-    usual_scale: the loss scale of one that has some, but for its own options of that.
-    says_overflows: whether every step that is skipped is logged.
+    usual_scale: the loss scale before this object's own options are applied; None has no scale.
+    says_overflows: whether every skipped step is logged.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float16
@@ -96,7 +96,7 @@ class FP16NaiveMixedPrecision(MixedPrecision):
 
 @dataclass(frozen=True)
 class ScaledFP16(MixedPrecision):
-    """fp16 with these options of the loss scale."""
+    """fp16 by torch's autocast, with any `LossScale`. verbose: log every skipped step."""
 
     options: LossScale
     verbose: bool = False
@@ -115,7 +115,7 @@ _NAMED: dict[str, type[MixedPrecision]] = {
 
 
 def parse_precision(asked: str | MixedPrecision | None) -> MixedPrecision | None:
-    """From its name, or itself. Raises ValueError for a name that is none."""
+    """Precision by its name; an object or None is returned as it is. Raises ValueError."""
     if asked is None or isinstance(asked, MixedPrecision):
         return asked
     if asked == "fp16_apex":
@@ -129,7 +129,7 @@ def parse_precision(asked: str | MixedPrecision | None) -> MixedPrecision | None
 
 
 def check_is_own(asked: str | MixedPrecision | None, own: str, plugin: str) -> None:
-    """Raise ValueError where a plugin with a precision of its own is asked for another one."""
+    """Raise ValueError if a plugin with a precision of its own is asked for another one."""
     if asked is not None and asked != own:
         raise ValueError(
             f"mixed_precision={asked!r} with {plugin}, which computes in {own!r}; expected none: "
@@ -155,7 +155,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 class Scaling:
-    """The loss scale of an optimizer whose gradients are in `p.grad`, in fp32.
+    """Loss scale of an optimizer whose gradients are in `p.grad`, in fp32.
 
     Ranks with the same gradients, as torch's DDP leaves them, decide the same.
     """
@@ -167,7 +167,7 @@ class Scaling:
         self._is_finite: bool | None = None  # of gradients that were unscaled
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss as backward begins with it, in fp32."""
+        """Loss times the scale, in fp32."""
         return loss.float() * self.state.scale
 
     @property
@@ -176,17 +176,18 @@ class Scaling:
 
     @torch.no_grad()
     def unscale(self, params: Iterable[Tensor]) -> None:
-        """Divide by the scale, once between steps."""
+        """Divide gradients by the scale; a second call before the step does nothing."""
         if self._is_finite is not None:
             return
         grads = [param.grad for param in params if param.grad is not None]
         for grad in grads:
             grad.mul_(1.0 / self.state.scale)
+        # one answer from the device for all gradients, and not a wait for each
         finite = [torch.isfinite(grad).all() for grad in grads]
         self._is_finite = not finite or bool(torch.stack(finite).all())
 
     def stepped(self) -> bool:
-        """Whether the step counts; the schedule goes on."""
+        """Whether the step is taken. The scale's schedule advances."""
         assert self._is_finite is not None
         good, self._is_finite = self._is_finite, None
         self.state = self._options.after(self.state, overflow=not good)
@@ -195,5 +196,5 @@ class Scaling:
         return good
 
     def forget(self) -> None:
-        """The gradients were dropped."""
+        """Note that the gradients were dropped."""
         self._is_finite = None

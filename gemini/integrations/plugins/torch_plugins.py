@@ -1,4 +1,4 @@
-"""torch's DDP as a plugin, and no data parallelism at all."""
+"""Plugins for torch's DDP, and for one process without data parallelism."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OWN = ("broadcast_buffers", "fp8_communication")  # of TorchDDPPlugin, not hand
 
 @dataclass(frozen=True)
 class PlainPlugin(Plugin):
-    """No ranks at all: what a Booster without a plugin does."""
+    """Training of one process in plain torch: the plugin of a Booster that is given none."""
 
     takes_device = True
 
@@ -35,7 +35,7 @@ class PlainPlugin(Plugin):
         *,
         max_norm: float = 0.0,
     ) -> nn.Module:
-        """max_norm: every step clips gradients to it; 0 does not."""
+        """Move the module to the device. max_norm: limit of every step's gradients; 0: none."""
         check_unwrapped(model)
         if optimizer is not None:
             check_over(optimizer, model)
@@ -51,7 +51,7 @@ class PlainPlugin(Plugin):
 
 @dataclass(frozen=True)
 class TorchDDPPlugin(PlainPlugin):
-    """`torch.nn.parallel.DistributedDataParallel` with its own options.
+    """Plugin for `torch.nn.parallel.DistributedDataParallel` with its own options.
 
     The optimizer is torch's or this project's. Without a process group (`launch_from_torch` makes
     one) the module is not wrapped, and trains alone.
