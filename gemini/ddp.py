@@ -80,8 +80,8 @@ class GeminiDDP(ModuleFace):
     `loss.backward()`.
 
     module: on the CPU or on `device`; wrapped once.
-    device: device on which modules compute; None is the CUDA device of this process, else the CPU.
-        A `gemini.runtime.memory.backend.Backend` is taken as it is.
+    device: where modules compute; None is the CUDA device of this process, else the CPU. A
+        `gemini.runtime.memory.backend.Backend` is taken as it is.
     placement_policy: `"auto"` (model data that fits `AutoPlacement.device_budget`, by default the
         free memory, stays on the device, payloads until backward too; other optimizer state goes to
         NVMe), `"static"` or `"cuda"` (everything on the device), or a placement dataclass.

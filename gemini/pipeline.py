@@ -169,7 +169,6 @@ class GeminiStage(PipelineStage):
     def _backward_of_inputs(
         self, outputs: list[Tensor], grads: Any, inputs: list[Any]
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
-        # Lost gradients depend on the graph alone, so the search for them runs once.
         weights, first = self._weights(), not self._has_split
         roots = [t.grad_fn for t in outputs if t.grad_fn is not None] if first else []
         found = stage_backward_input(outputs, grads, inputs, iter(weights))  # type: ignore[arg-type]
