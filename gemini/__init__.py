@@ -1,4 +1,4 @@
-"""The memory manager: train models whose model data does not fit the device.
+"""Memory manager for models whose model data does not fit the device.
 
 Names are imported on first use, so that planners and `nvme` can use the pure files without torch.
 """

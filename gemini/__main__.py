@@ -16,7 +16,7 @@ _BENCHMARK = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 where something is missing without which it does not run."""
+    """Run a command and return its exit status: of `doctor`, 1 if a necessary part is missing."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["train"]:  # its flags are a schema of its own
         from gemini.train.run import main as train
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _clean(parser: argparse.ArgumentParser, folders: Sequence[str], remove: bool) -> int:
-    """List what dead processes of this user left, or remove it."""
+    """List the files that dead processes of this user left, or remove them."""
     from gemini import nvme
     from gemini.units import format_bytes
 

@@ -1,4 +1,4 @@
-"""Which of torch's own functions calls, up the stack: they expect another answer than a user."""
+"""Search of the call stack for torch's own functions, which need another answer than a user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 
 
 def torchs_wrapper() -> str | None:
-    """The name of torch's own wrapper whose constructor calls."""
+    """Name of torch's wrapper whose constructor is on the stack; None if there is none."""
     for frame in _callers():
         name, _, method = frame.f_code.co_qualname.partition(".")
         if name == "contract" and method.endswith("wrapper"):  # around replicate and fully_shard
@@ -24,19 +24,23 @@ def torchs_wrapper() -> str | None:
 
 
 def torch_averages() -> bool:
-    """Whether `torch.optim.swa_utils.AveragedModel` calls, which copies its module."""
+    """Whether the constructor of `torch.optim.swa_utils.AveragedModel`, which copies its module, is
+    on the stack."""
     return any(frame.f_code.co_qualname == "AveragedModel.__init__" for frame in _callers())
 
 
 def wants_dtensors() -> bool:
-    """Whether `get_state_dict` or the like of torch.distributed.checkpoint calls: it takes every
-    rank's part of a value, and makes whole ones of them itself where it was asked to."""
+    """Whether `get_state_dict` or the like of torch.distributed.checkpoint is on the stack: it
+    takes DTensors, and makes full tensors of them itself if it was asked to."""
     return _in_checkpointing() is not None
 
 
 def flat_optimizer_state() -> Mapping[str, Any] | None:
-    """What `set_optimizer_state_dict` of torch.distributed.checkpoint was given, where that is flat
-    and it calls: it hands on the planes that `optimizer.state` shows, which need not be all."""
+    """Flat state dict given to `set_optimizer_state_dict` of torch.distributed.checkpoint; None if
+    that is not on the stack, or its state dict is nested.
+
+    torch passes on only the planes that `optimizer.state` shows, which need not be all.
+    """
     frame = _in_checkpointing()
     given = None if frame is None else frame.f_locals.get("state_dict")
     return given if given and "state" not in given else None
@@ -48,7 +52,7 @@ def _in_checkpointing() -> FrameType | None:
 
 
 def _callers() -> Iterator[FrameType]:
-    """The nearest first."""
+    """Frames of the stack, the nearest first, at most `MAX_FRAMES`."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(MAX_FRAMES):
         if frame is None:

@@ -1,4 +1,4 @@
-"""GeminiDDP, the front door."""
+"""GeminiDDP: a module whose model data is sharded over ranks and placed on tiers."""
 
 from __future__ import annotations
 
@@ -71,37 +71,40 @@ NO_GRAPH = (
 
 
 class GeminiDDP(ModuleFace):
-    """Shards a module over ranks and places its model data, behind the module's own interface.
+    """A wrapped module: its parameters are sharded over ranks, and its model data is placed on
+    tiers. The interface is the module's own.
 
     The module is changed in place: its parameters keep their identity and become views of chunks
-    in the compute dtype. Every rank starts with rank 0's parameters and buffers; a state dict that
-    is loaded gives rank 0's to all; between, each rank's buffers are its own. Use plain
+    in the compute dtype. Every rank starts with rank 0's parameters and buffers, and loading a
+    state dict gives all ranks rank 0's values; otherwise each rank's buffers are its own. Use plain
     `loss.backward()`.
 
     module: on the CPU or on `device`; wrapped once.
     device: where modules compute; None is the CUDA device of this process, else the CPU. A
         `gemini.runtime.memory.backend.Backend` is taken as it is.
-    placement_policy: `"auto"` (what fits `AutoPlacement.device_budget`, by default what is left, on
-        the device, payloads until backward too; optimizer state that does not on NVMe),
-        `"static"` or `"cuda"` (everything on the device), or a placement dataclass. Parameters are
-        sharded as in ZeRO-3 but for `"zero1"`, `"zero2"` and `StaticPlacement(shard_param_frac)`.
+    placement_policy: `"auto"` (model data that fits `AutoPlacement.device_budget`, by default the
+        free memory, stays on the device, payloads until backward too; other optimizer state goes to
+        NVMe), `"static"` or `"cuda"` (everything on the device), or a placement dataclass.
+        Parameters are sharded as in ZeRO-3, except with `"zero1"`, `"zero2"` and
+        `StaticPlacement(shard_param_frac)`.
     max_norm: every step clips gradients to this norm over all parameters and ranks; 0 does not.
-    norm_type: of it; above 0, or inf.
-    trace: of an iteration, see `gemini.trace`; the first one is planned with it, and chunks are in
-        the order of its first uses.
-    update: `"serial"`, a step has ended when `step()` returns; or `"tail"`: with state on NVMe,
-        and nothing else there, or in host memory beside a device, blocks are updated while the
-        next forward runs, which waits for what it reads. The bits are the same. A disk that fails
-        then is told by the next backward, or by what looks at weights or state before.
-        `"speculate"`: blocks are updated in backward as soon as their gradient is final, with what
-        the step is expected to agree on, and again where it does not; what is left is done in
-        `step()`, and with `"both"` while the next forward runs. `"auto"`: the one of these with
-        which the plan predicts the shortest iteration. See
+    norm_type: p of that norm; above 0, or inf.
+    trace: of an iteration, see `gemini.trace`; the first iteration is planned with it, and chunks
+        are in the order of its first uses.
+    update: `"serial"`: a step has ended when `step()` returns. `"tail"`: blocks are updated while
+        the next forward runs, which waits for the parameters it reads; this needs state on NVMe,
+        and nothing else there, or state in host memory with a device. The bits are the same. An
+        error of a disk is then raised by the next backward, or by an earlier read of weights or
+        state.
+        `"speculate"`: blocks are updated in backward as soon as their gradient is final, with the
+        inputs that the step is expected to agree on, and again if it agrees on others; the rest is
+        updated in `step()`, and with `"both"` while the next forward runs. `"auto"`: the one of
+        these for which the plan predicts the shortest iteration. See
         docs/adr/0002-when-a-step-counts.md.
 
-    The others are the fields of `gemini.PrecisionPolicy`, `gemini.ChunkSearch`,
-    `gemini.options.Communication` and `gemini.options.Wrapping`, each by its own name or all of one
-    in a value: `precision=`, `chunks=`, `communication=`, `wrapping=`.
+    The other arguments are the fields of `gemini.PrecisionPolicy`, `gemini.ChunkSearch`,
+    `gemini.options.Communication` and `gemini.options.Wrapping`, each by its own name, or all of a
+    class in one value: `precision=`, `chunks=`, `communication=`, `wrapping=`.
 
     Raises ValueError, before anything is changed, for a module that cannot be wrapped.
     """
@@ -193,7 +196,8 @@ class GeminiDDP(ModuleFace):
         self.__class__ = face_of(type(self), type(module))  # type: ignore[assignment]
 
     def _cast_by(self, precision: PrecisionPolicy, in_fp32: Sequence[nn.Module]) -> None:
-        """Buffers now, and in every call what passes the module and those that compute in fp32."""
+        """Cast buffers now, and from now on the inputs and outputs of the module, and of the
+        modules `in_fp32`, in every call."""
         self._boundary = Boundary(
             self._dtype,
             self.engine.backend.device,
@@ -214,7 +218,7 @@ class GeminiDDP(ModuleFace):
             self.engine.hook_handles += cast_at_boundary(inner, self._dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner module's. Raises RuntimeError after `unwrap()`."""
+        """Run the inner module's forward. Raises RuntimeError after `unwrap()`."""
         if self.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
         if torch.compiler.is_compiling():
@@ -235,17 +239,18 @@ class GeminiDDP(ModuleFace):
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
-        """Rank 0's, on every rank."""
+        """Copy rank 0's buffers to every rank."""
         for buffer in self.module.buffers():
             self.engine.comm.broadcast(buffer)
 
     def unwrap(self, device: torch.device | str = "cpu") -> nn.Module:
-        """The inner module, as plain as it was: all parameters on every rank, from fp32 masters.
+        """Return the inner module as a plain one, with full parameters from fp32 masters on every
+        rank. All ranks call.
 
-        They are the same objects, on `device`, in the dtypes they had before; hooks, chunks and
-        files are gone, gradients and the optimizer's state with them. It may be wrapped again.
-        All ranks call. Raises RuntimeError where that was done already, and MemoryError, before
-        anything is changed, where a rank has no room for all parameters.
+        Parameters are the same objects, on `device`, in the dtypes they had before wrapping. Hooks,
+        chunks, files, gradients and the optimizer's state are gone. It may be wrapped again.
+        Raises RuntimeError if it was unwrapped already, and MemoryError, before anything is
+        changed, if a rank has no room for all parameters.
         """
         if self.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped already; use model.module")
@@ -258,9 +263,10 @@ class GeminiDDP(ModuleFace):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside reduce nothing: gradients add up here, in fp32, until one outside.
+        """Context in which backwards reduce nothing: gradients add up on this rank, in fp32, until
+        a backward outside reduces them.
 
-        `step()` reduces what no backward did. At world size 1 there is nothing to save.
+        `step()` reduces gradients that no backward has. At world size 1 it changes nothing.
         """
         before = self.engine.reducer.synchronise
         self.engine.reducer.synchronise = False
@@ -271,38 +277,39 @@ class GeminiDDP(ModuleFace):
 
     @contextmanager
     def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
-        """Whole parameters, in the compute dtype, for the body to read or change in place.
+        """Context with full parameters, in the compute dtype, to read or change in place. All ranks
+        enter.
 
-        With `writeback`, shards and fp32 masters take the values of the parameters that were
-        changed, which must be the same on all ranks; without, changes are undone. All ranks enter.
+        With `writeback`, shards and fp32 masters take the values of changed parameters, which must
+        be the same on all ranks; without it changes are undone.
         """
         self.engine.call("summon_full_params()")
         with self.engine.summoned(writeback):
             yield
 
     def digest(self) -> str:
-        """A name for weights, step counts and loss scale. All ranks call.
+        """Hash of weights, step counts and loss scale, 16 hexadecimal digits. All ranks call.
 
-        Equal on all ranks, unless something that each has for itself has diverged: compare it to
-        find out. It does not depend on placement or world size.
+        It is equal on all ranks unless values that each rank has for itself have diverged: compare
+        it to find out. It does not depend on placement or world size.
         """
         self.engine.call("model.digest()")
         return digest(self.engine)
 
     def rewind(self, steps: int) -> None:
-        """Go back `steps` steps: to what the step that is undone last began from. All ranks call.
+        """Undo the last `steps` steps. All ranks call.
 
-        Weights, optimizer state, step counts, which key the noise of rounding, the loss scale and
-        persistent buffers; steps that were skipped count as part of the one before. Not what is the
-        caller's: data, random numbers, learning rates and their schedule, `ignored_params`.
-        Gradients are dropped: they were of other weights. No block is written. A later rewind goes
-        back from there.
+        Weights, optimizer state, step counts (which seed the noise of rounding), the loss scale and
+        persistent buffers become those before the first undone step; a skipped step counts as part
+        of the one before it. The caller's own values stay: data, random numbers, learning rates and
+        their schedule, `ignored_params`. Gradients are dropped: they were of other weights. No
+        block is written. A later rewind counts from the state after this one.
 
         The optimizer must keep versions: `HybridAdam(..., nvme_offload_fraction=1.0,
-        nvme=NvmeConfig(keep_versions=8))`. Raises ValueError for more steps than are kept since the
-        state was made, loaded or rewound, RuntimeError where none are or the model has an EMA or is
-        a part of a pipeline, and `nvme.NvmeError`, before anything is changed, for a version that
-        cannot be read; on every rank.
+        nvme=NvmeConfig(keep_versions=8))`. Raises, on every rank: ValueError for more steps than
+        are kept since the state was made, loaded or rewound, RuntimeError if none are kept, or the
+        model has an EMA or is a part of a pipeline, and `nvme.NvmeError`, before anything is
+        changed, for a version that cannot be read.
         """
         target = self.engine.find_optimizer()
         if target is None or self.engine.together is not None:
@@ -319,8 +326,8 @@ class GeminiDDP(ModuleFace):
         self.engine.shards_changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, which are in chunks and not in `p.grad`, or make them zeros; those of
-        `ignored_params` too."""
+        """Drop all gradients, or make them zeros: those in chunks, where `p.grad` is only a view,
+        and those of `ignored_params`."""
         for _, param in self.ignored_parameters():
             if param.grad is not None and not set_to_none:
                 param.grad.zero_()
@@ -332,7 +339,10 @@ class GeminiDDP(ModuleFace):
             self.engine.zero_gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As `optimizer.clip_grad_norm_`, for the optimizer that this module has."""
+        """Clip the coming step of this module's optimizer; see `optimizer.clip_grad_norm_`.
+
+        Returns the norm of all gradients, before they are clipped.
+        """
         norm = self.engine.clip(asked_norm(max_norm, norm_type))
         assert norm is not None
         return norm
@@ -340,28 +350,29 @@ class GeminiDDP(ModuleFace):
     def named_gradients(self, *, full: bool = True) -> Iterator[tuple[str, Tensor]]:
         """(name, gradient) of every parameter that has one, between backward and step.
 
-        fp32 copies of the mean over ranks, without loss scale, clipped where the coming step was
-        asked to. full: in the parameter's shape; else this rank's part, flat.
-        Collective, also where `full` is false: every rank must go through all of it.
+        Gradients are fp32 copies of the mean over ranks, without loss scale, clipped if the coming
+        step was asked to clip. full: in the parameter's shape; else this rank's part, flat.
+        Collective, also without `full`: every rank must go through all of them.
         """
         engine = self.engine
         return named_gradients(engine, engine.meetings, engine.gradients, full=full)
 
     def map_gradients(self, change: ChangeGradient) -> None:
-        """`change(name, part)` of every parameter that has a gradient, between backward and step.
+        """Call `change(name, part)` for every parameter with a gradient, between backward and step.
 
-        part: this rank's elements of the mean over ranks, flat, fp32, without loss scale; may be
-            changed in place, or another one of the shape is returned, the same on all replicas of
-            a shard. A parameter may have none here. Before gradients are clipped. Collective.
+        part: this rank's elements of the mean over ranks, flat, fp32, without loss scale, before
+            clipping. Change it in place, or return another one of its shape, equal on all replicas
+            of a shard. A rank without elements of a parameter makes no call for it. Collective.
         """
         map_gradients(self.engine, self.engine.meetings, self.engine.gradients, change)
 
     def explain(self, name: str) -> str:
-        """Where a parameter lives, why, and what it costs. Raises ValueError for no such name."""
+        """Home of a parameter, its reason and its cost, in words. Raises ValueError for an unknown
+        name."""
         return explain(self.engine, name, dict(self.ignored_parameters()))
 
     def memory_report(self) -> MemoryReport:
-        """Bytes by tier and kind, predicted beside measured; print it."""
+        """Table of bytes by tier and kind, predicted and measured; made to be printed."""
         return memory_report(self.engine, (param for _, param in self.ignored_parameters()))
 
     def memory_timeline(self, path: str | Path, title: str | None = None) -> None:
@@ -372,7 +383,7 @@ class GeminiDDP(ModuleFace):
 
     @property
     def memory_stats(self) -> MemStatsCollector:
-        """What was sampled: traces of iterations, by kind and signature of the inputs."""
+        """Collector of traces of iterations, by kind and signature of the inputs."""
         return self.engine.sampler.collector
 
 
@@ -403,7 +414,7 @@ def _check_trace(
 
 
 def _check_same_set_up(comm: Communicator, layout: ChunkLayout, options: object) -> None:
-    """All ranks must have the same model and options: else the first difference, on every rank."""
+    """Raise ValueError, with the first difference, on every rank if models or options differ."""
     digests = comm.gather_objects((layout.digest(), repr(options)))
     if len(set(digests)) == 1:
         return

@@ -1,4 +1,4 @@
-"""torch dtypes by the names that layouts use."""
+"""Dtypes of torch by their names in layouts."""
 
 import torch
 

@@ -30,7 +30,7 @@ HOMES = {"host": Tier.HOST, "nvme": Tier.NVME}
 
 
 class EMA:
-    """The average of a wrapped module's weights.
+    """Average of a wrapped module's weights.
 
         ema = EMA(model, decay=0.999)
         for batch in loader:
@@ -41,14 +41,16 @@ class EMA:
             evaluate(model)
 
     decay: share of the average that an update keeps, 0 to 1.
-    home: `"host"`, 4 bytes a parameter of this rank's RAM; `"nvme"`, a file in the folder of the
-        placement policy; `"auto"`: NVMe where state is there, else host. Budgets count it there.
+    home: `"host"`, RAM of this rank, 4 bytes a parameter of its shards; `"nvme"`, a file in the
+        folder of the placement policy; `"auto"`, NVMe for a shard whose state is on NVMe, else
+        host. The budget of that tier counts it.
 
-    What it averages are the fp32 masters, which an update reads where they live: from the disk for
-    state on NVMe, and behind a tail. Frozen parameters and buffers are the model's own.
+    An update averages the fp32 masters and reads them from their home: for state on NVMe from the
+    disk, after the tail of the last step has ended. Frozen parameters and buffers are not averaged:
+    they are the model's own.
 
-    Raises ValueError for a module that is not wrapped, a decay that is none and another home, and
-    BudgetError where its home has no room for it.
+    Raises ValueError for a module that is not wrapped, a decay outside 0 to 1 and an unknown home,
+    and BudgetError if the home has no room for the average.
     """
 
     def __init__(self, model: GeminiDDP, decay: float = 0.999, home: str = "auto") -> None:
@@ -99,9 +101,10 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step: `average + (1 - decay) * (weight - average)`, of this rank's shards.
+        """Move the average of this rank's shards by `(1 - decay) * (weight - average)`.
 
-        Raises RuntimeError inside `swapped`, and what ended the last step.
+        Call it after a step; the first call copies the weights. Raises RuntimeError inside
+        `swapped`, and the error of the last step's tail.
         """
         self._ready("update()")
         if self.num_averaged:
@@ -117,10 +120,11 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The body sees the average: in modules, state dicts and checkpoints. All ranks enter.
+        """Exchange weights and average for the body: modules, state dicts and checkpoints then have
+        the average. All ranks enter.
 
-        The model's weights are kept in its place, bit for bit, and come back, also when the body
-        raises. Weights that it loads become the average; a step is refused.
+        The model's weights come back bit for bit, also if the body raises. Weights that the body
+        loads become the average; a step is refused.
         """
         self._ready("swapped()")
         self._model.engine.call("ema.swapped()")
@@ -134,6 +138,7 @@ class EMA:
                 yield
             finally:
                 self._model.engine.write_back_changes()
+                # Only chunks that were exchanged: any other would get the average for good.
                 for chunk in swapped:
                     self._exchange(chunk)
                 self._follow()
@@ -147,7 +152,7 @@ class EMA:
         self._kept.put(chunk.spec.id, average.copy_(weights))
 
     def _follow(self) -> None:
-        """Payloads are those of the shards."""
+        """Release payloads, so that the next gather takes the exchanged shards."""
         engine = self._model.engine
         self._kept.rest()
         engine.manager.release_all()
@@ -156,12 +161,15 @@ class EMA:
         engine.user_writes.stepped(params)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """A checkpoint of the averaged weights, each rank its shards: `gemini.save_checkpoint`."""
+        """Save a checkpoint of the averaged weights by `gemini.save_checkpoint`. All ranks call."""
         with self.swapped():
             save_checkpoint(path, self._model, extra={"num_averaged": self.num_averaged})
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """What `save` saved, at any world size. Random numbers stay as they are. All ranks call."""
+        """Load a checkpoint of `save`, at any world size. Random numbers stay as they are.
+
+        All ranks call.
+        """
         random = random_state()
         with self.swapped():
             extra = load_checkpoint(path, self._model)
@@ -174,7 +182,7 @@ class EMA:
         return self._kept.file_bytes
 
     def close(self) -> None:
-        """Give its memory and files back. All ranks call."""
+        """Free the average's memory and files. All ranks call."""
         self._kept.clear()
         if self._nbytes:
             self._model.engine.forget_average(self._kept, self._nbytes)

@@ -1,4 +1,4 @@
-"""What a run has to log, for any loop: numbers of its last step, its memory and its speed."""
+"""Numbers for a log of any loop: of a step, of memory and of speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .ddp import GeminiDDP
 
 
 class Metrics:
-    """Of one wrapped module and its optimizer, by a hook on `optimizer.step()`.
+    """Metrics of one wrapped module and its optimizer, by a hook on `optimizer.step()`.
 
         metrics = Metrics(model, optimizer)
         for step, batch in enumerate(loader):
@@ -19,10 +19,10 @@ class Metrics:
             optimizer.step()
             writer.log(metrics.as_dict(), step)
 
-    optimizer: also as accelerate prepares it.
+    optimizer: of the module; also one that accelerate has prepared.
 
-    Numbers of steps are those of the step before the last one, whose tail has ended: to log waits
-    for nothing.
+    Numbers of a step are those of the step before the last one, whose tail has ended: so logging
+    waits for nothing.
     """
 
     def __init__(self, model: GeminiDDP, optimizer: TieredOptimizer | Any) -> None:
@@ -39,10 +39,12 @@ class Metrics:
         self._began, self._report = now, optimizer.last_report
 
     def as_dict(self, prefix: str = "gemini/") -> dict[str, float]:
-        """Flat and JSON-able, of this rank: see `StepReport.as_dict` and `MemoryReport.as_dict`.
+        """Numbers of this rank, flat and JSON-able: those of `StepReport.as_dict` and
+        `MemoryReport.as_dict`, and three more.
 
-        iteration_seconds: from step to step. bound_seconds: of the resource that an iteration keeps
-        busy the longest, as planned; share_of_bound: of an iteration, 1 is the bound.
+        iteration_seconds: from step to step. bound_seconds: planned seconds of the resource that an
+        iteration keeps busy the longest. share_of_bound: bound_seconds / iteration_seconds, 1 at
+        the bound.
         """
         found: dict[str, float] = dict(self._model.memory_report().as_dict())
         if self._report is not None:
@@ -55,5 +57,5 @@ class Metrics:
         return {f"{prefix}{name}": value for name, value in found.items()}
 
     def close(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         self._hook.remove()

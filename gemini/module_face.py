@@ -1,4 +1,4 @@
-"""What a wrapped module is to torch: one with the names and the state dict of the inner one."""
+"""Interface of a wrapped module to torch: the names and the state dict of the inner module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gemini.runtime.inspect.full_parameters import (
 
 
 class ModuleFace(nn.Module):
-    """The part of `GeminiDDP` that stands in for `nn.Module`; see there."""
+    """Base of `GeminiDDP` with the methods of `nn.Module`: names, state dicts, moves and copies."""
 
     module: nn.Module
     engine: GeminiEngine
@@ -37,7 +37,7 @@ class ModuleFace(nn.Module):
         self.register_load_state_dict_post_hook(_forget_inner_names)
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper does not have is the inner module's: `config`, `generate`, ..."""
+        """Attribute of the inner module that the wrapper lacks: `config`, `generate`, ..."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -51,7 +51,7 @@ class ModuleFace(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The inner modules under their own names: the wrapper adds none.
+        """(name, module) of the wrapper and the inner modules; the wrapper adds nothing to names.
 
         Raises RuntimeError inside the constructor of torch's own wrappers.
         """
@@ -71,12 +71,12 @@ class ModuleFace(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """The inner module's state dict, with its names; whole on rank 0, empty on the others.
+        """State dict of the inner module, with its names; full on rank 0, empty on the others.
 
-        All ranks call. Parameters are the fp32 masters, in the dtype they had before wrapping, on
-        the CPU; they are gathered a chunk at a time. `keep_vars` is not possible.
-        `get_model_state_dict` of torch.distributed.checkpoint is given DTensors on every rank, in
-        the masters' own dtype.
+        All ranks call. Parameters come from the fp32 masters, in the dtype they had before
+        wrapping, on the CPU; they are gathered a chunk at a time. Raises ValueError for
+        `keep_vars`. Under `get_model_state_dict` of torch.distributed.checkpoint every rank gets
+        DTensors, in the masters' own dtype.
         """
         if keep_vars:
             raise ValueError("keep_vars=True: whole parameters are copies, and not variables")
@@ -88,7 +88,8 @@ class ModuleFace(nn.Module):
         cuts = wants_dtensors()
         values = dict((cut_parameters if cuts else full_parameters)(self.engine))
         before = set(state)
-        # torch's own walk, with extra state and hooks; parameters themselves stand for their values
+        # torch's own walk, with extra state and hooks. It collects the parameters themselves, whose
+        # memory may be released: values take their places below.
         with ExitStack() as stack:
             for one in self.engine.opaque.values():  # of which modules read some to save it
                 stack.enter_context(one.lent(torch.zeros(one.form.nbytes, dtype=torch.uint8)))
@@ -107,15 +108,16 @@ class ModuleFace(nn.Module):
         return state
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Asked by torch.distributed.checkpoint: the attribute `module` is in no name."""
+        """Answer to torch.distributed.checkpoint: the attribute `module` is in no name."""
         return {"": "module"}
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
-        """As Hugging Face's models do, with the fp32 masters. All ranks call; rank 0 writes.
+        """Save by the inner module's `save_pretrained`, with the fp32 masters. All ranks call; rank
+        0 writes.
 
-        Rank 0 holds all weights meanwhile; `gemini.export_safetensors` writes them one by one.
-        Raises AttributeError where the inner module has no such method, and RuntimeError on every
-        rank where it fails.
+        Rank 0 has all weights in memory meanwhile; `gemini.export_safetensors` writes them one by
+        one. Raises AttributeError if the inner module has no such method. If it fails, rank 0
+        raises its error and the others RuntimeError.
         """
         save: Callable[..., Any] = self.module.save_pretrained  # type: ignore[assignment]
         state = self.state_dict()
@@ -132,7 +134,7 @@ class ModuleFace(nn.Module):
             raise RuntimeError(f"save_pretrained() failed on rank 0: {said}")
 
     def salvage(self) -> dict[str, Tensor]:
-        """Parameters that are in memory, in the compute dtype: what is left if the files are lost.
+        """Parameters that this rank has in memory, in the compute dtype, for when files are lost.
 
         Not collective. A checkpoint has more: all parameters, as fp32 masters.
         """
@@ -141,13 +143,13 @@ class ModuleFace(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Take rank 0's values, with the inner module's names; all ranks call.
+        """Load rank 0's state dict, with the inner module's names. All ranks call.
 
-        Shards and fp32 masters follow, whether the optimizer is there already or not; its moments
+        Shards and fp32 masters take the values, before and after an optimizer was made; its moments
         stay. Buffers, ignored parameters and extra state become rank 0's on every rank. Of a
         DTensor every rank gives its part. Raises RuntimeError, before anything is changed, for
-        missing and unexpected names (`strict`), ValueError for another shape, and for what is a
-        DTensor on some ranks only; `assign` is not possible.
+        missing and unexpected names (`strict`), ValueError for another shape, for a value that is a
+        DTensor on some ranks only, and for `assign`.
         """
         _refuse_assign(assign)
         self.engine.call("model.load_state_dict()")
@@ -171,7 +173,7 @@ class ModuleFace(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """A parent loads its state dict, which has the inner module's names below its own."""
+        """Load the part of a parent's state dict, with the inner module's names below `prefix`."""
         _refuse_assign(bool(local_metadata.get("assign_to_params_buffers")))
         self._inner_prefix = f"{prefix}module."
         self.engine.call("load_state_dict()")
@@ -186,7 +188,7 @@ class ModuleFace(nn.Module):
             error_msgs.append(str(error))
 
     def _compared(self, state_dict: Mapping[str, Any]) -> _IncompatibleKeys:
-        """Names that rank 0's state dict lacks, and that it has too many."""
+        """Missing and unexpected names of rank 0's state dict, on every rank. Collective."""
         params = self.engine.layout.params
         expected = {name for spec in params if spec.form is None for name in spec.names}
         opaque: dict[str, Any] = {}
@@ -203,7 +205,7 @@ class ModuleFace(nn.Module):
 
     @torch.no_grad()
     def _take(self, state_dict: Mapping[str, Any]) -> None:
-        """Rank 0's values, for what they name."""
+        """Load rank 0's values into the parameters, buffers and extra state that they name."""
         comm = self.engine.comm
         others = dict(self.saved_tensors())
         self._check_made(others, state_dict)
@@ -221,8 +223,8 @@ class ModuleFace(nn.Module):
                 inner.set_extra_state(extra[name])
 
     def _check_made(self, saved: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
-        """Raise ValueError where rank 0 gives another value than a module makes when it saves: it
-        is in no tensor, so nothing can be written there."""
+        """Raise ValueError if rank 0 gives another value for a tensor that a module makes only when
+        it saves: no tensor of the module could take it."""
         wrong = [
             name
             for name, again in self.saved_tensors()
@@ -238,12 +240,13 @@ class ModuleFace(nn.Module):
             )
 
     def ignored_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of what `ignored_params` left as it is."""
+        """(name, parameter) of every parameter of `ignored_params`."""
         return ((n, p) for n, p in self.module.named_parameters() if handle_of(p) is None)
 
     def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of what a state dict has beside the chunks: persistent buffers, and
-        ignored parameters as their modules save them, which may be under several names."""
+        """(name, tensor) of a state dict's tensors that are in no chunk: persistent buffers, and
+        ignored parameters in the form in which their modules save them, maybe as several tensors.
+        """
         yield from saved_buffers(self.module)
         for prefix, child in self.module.named_modules():
             if all(handle_of(p) is not None for p in child.parameters(recurse=False)):
@@ -266,7 +269,8 @@ class ModuleFace(nn.Module):
         raise AssertionError("a wrapped parameter was shared")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleFace:
-        """`to`, `half`, `cuda` and the like: what changes nothing is allowed."""
+        """Apply `to`, `half`, `cuda` and the like to buffers. Raises ValueError for a change of
+        dtype or device."""
         device, dtype = self.engine.backend.device, self.engine.dtype
         probe = torch.empty(0, dtype=dtype, device=device)
         changed = fn(probe)
@@ -281,9 +285,9 @@ class ModuleFace(nn.Module):
 
 
 def _refuse_torchs_own() -> None:
-    """Raise RuntimeError inside what wraps a module in torch.
+    """Raise RuntimeError inside the constructor of torch's DDP or FSDP.
 
-    DDP and FSDP send and flatten the memory of parameters, released or not.
+    Both send or flatten the memory of parameters, also of released ones.
     """
     name = torchs_wrapper()
     if name is not None:
@@ -298,9 +302,9 @@ _FACES: weakref.WeakKeyDictionary[type, dict[type, type]] = weakref.WeakKeyDicti
 
 
 def face_of(wrapper: type[nn.Module], inner: type[nn.Module]) -> type[nn.Module]:
-    """`wrapper` with the signature and docstring of `inner.forward`, and its name.
+    """Subclass of `wrapper` with the signature and docstring of `inner.forward`, and its name.
 
-    Hugging Face's Trainer looks there for the columns of its data, and for labels.
+    Hugging Face's Trainer reads the columns of its data, and labels, from that signature.
     """
     faces = _FACES.setdefault(inner, {})
     if wrapper not in faces:
@@ -318,7 +322,7 @@ def face_of(wrapper: type[nn.Module], inner: type[nn.Module]) -> type[nn.Module]
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Persistent buffers."""
+    """(name, buffer) of every persistent buffer."""
     for prefix, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
             if name not in child._non_persistent_buffers_set:
@@ -326,14 +330,14 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name in a state dict, module) of those that have more to save than tensors."""
+    """(name in a state dict, module) of every module with extra state."""
     for prefix, child in module.named_modules():
         if type(child).get_extra_state is not nn.Module.get_extra_state:
             yield f"{prefix}." * bool(prefix) + _EXTRA_STATE_KEY_SUFFIX, child
 
 
 def _renamed(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state dict as the modules' own hooks make it of one that an older version wrote."""
+    """State dict after the modules' own load hooks, which rename keys of older versions."""
     hooked = [
         (f"{prefix}." * bool(prefix), child)
         for prefix, child in module.named_modules()
@@ -355,7 +359,7 @@ def _refuse_assign(assign: bool) -> None:
 
 
 def _forget_inner_names(module: nn.Module, keys: _IncompatibleKeys) -> None:
-    """torch has looked for the inner module under the wrapper's attribute, too."""
+    """Remove names below the attribute `module`, under which torch has looked as well."""
     assert isinstance(module, ModuleFace)
     for names in keys:
         names[:] = [name for name in names if not name.startswith(module._inner_prefix)]

@@ -1,7 +1,8 @@
-"""Short names of packages of ours: `optim` for `gemini.optim`, `nvme`, `kernels_triton`.
+"""Short names of our packages: `optim` for `gemini.optim`, `nvme`, `kernels_triton`.
 
-Nothing of ours imports them, so that a program's own `optim` or `nvme.py` takes a name and nothing
-else. Where a short name is ours, it and what is below it are the same modules as the long names'.
+No code of ours imports short names, so a program's own `optim` or `nvme.py` hides the short name
+and breaks nothing. A short name that is ours, and every module below it, is the same module object
+as under its long name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SHORT = ("optim", "nvme", "kernels_triton")
 
 
 class _ShortNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules below short names that are ours."""
+    """Finder and loader of the modules below our short names."""
 
     def __init__(self) -> None:
         self._specs: dict[str, importlib.machinery.ModuleSpec | None] = {}
@@ -40,7 +41,7 @@ class _ShortNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It ran under its long name, whose spec it keeps."""
+        """Restore the spec of the long name; the module ran under that name."""
         assert module.__spec__ is not None
         module.__spec__ = self._specs.pop(module.__spec__.name)
 
@@ -49,14 +50,14 @@ _short_names = _ShortNames()
 
 
 def is_long(name: str) -> None:
-    """Have the module that is being imported as `name`, a short one, be that of the long one."""
+    """Replace the module that is being imported under the short `name` by the long name's."""
     sys.modules[name] = importlib.import_module(f"gemini.{name}")
     if _short_names not in sys.meta_path:
         sys.meta_path.insert(0, _short_names)
 
 
 def shadowed() -> dict[str, str]:
-    """Short names that an import here finds elsewhere, and where."""
+    """Short names that another package hides -> the path of that package."""
     installed = Path(__file__).parents[1]
     found = {}
     for name in SHORT:

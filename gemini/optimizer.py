@@ -12,26 +12,27 @@ from gemini.optim.rules.loss_scale import LossScale
 from .ddp import GeminiDDP
 from .options import takes_fields
 
-# those of `LossScale`, of which None says nothing
+# the fields of `LossScale`; None leaves one as it is
 _ScaleOptions = make_dataclass(
     "_ScaleOptions", [(one.name, f"{one.type} | None", None) for one in fields(LossScale)]
 )
 
 
 class GeminiOptimizer(TieredOptimizer):
-    """`optim` over the parameters of `module`, with loss scale and clipping set here.
+    """Optimizer `optim` over the parameters of `module`, with loss scale and clipping set here.
 
     It shares everything with `optim`, and keeps it alive: groups, state, hooks and schedulers of
-    the one are those of the other.
+    one are those of the other.
 
     optim: an optimizer of this project over `module.parameters()`.
     module: a `GeminiDDP`.
-    max_norm: as `GeminiDDP(max_norm=...)`; None leaves what that has.
-    scale_options: those of `optim.LossScale` (`initial_scale`, ...), for `precision="fp16"`; in
-        another precision only its defaults, which do nothing there.
+    max_norm: as in `GeminiDDP(max_norm=...)`; None leaves the module's value.
+    scale_options: fields of `optim.LossScale` (`initial_scale`, ...), for `precision="fp16"`;
+        another precision takes only the defaults, which change nothing.
 
-    Raises ValueError for a module that is not wrapped or computes without a loss scale where other
-    scale options are given, for another optimizer, and for options out of range.
+    Raises ValueError for a module that is not wrapped, for scale options other than the defaults
+    with a module that computes without a loss scale, for another optimizer, and for options out of
+    range.
     """
 
     __slots__ = ("optim",)  # beside the shared `__dict__`
@@ -60,7 +61,7 @@ class GeminiOptimizer(TieredOptimizer):
 class GeminiAdamOptimizer(HybridAdam):
     """`HybridAdam` over the parameters of `module`, with loss scale and clipping set here.
 
-    `adam_options` are those of `HybridAdam`, the others as in `GeminiOptimizer`.
+    `adam_options` are arguments of `HybridAdam`; the others are as in `GeminiOptimizer`.
     """
 
     @takes_fields(scale=_ScaleOptions())

@@ -1,10 +1,10 @@
-"""Options of `GeminiDDP` in groups: frozen values that a project makes once and gives everywhere.
+"""Options of `GeminiDDP` in groups: frozen values that a project makes once and passes everywhere.
 
     bf16 = PrecisionPolicy("bf16", cast_buffers=True)
     model = GeminiDDP(module, precision=bf16, chunks=ChunkSearch(hidden_dim=4096))
 
-Each field is an argument of `GeminiDDP` of the same name: default, type and meaning are written
-here alone.
+Each field is an argument of `GeminiDDP` of the same name; its default, type and meaning are written
+only here.
 """
 
 from __future__ import annotations
@@ -33,32 +33,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PrecisionPolicy:
-    """What computes, travels and is kept in which dtype, and what happens when it overflows.
+    """Dtypes of computing, of communication and of masters, and the reaction to an overflow.
 
     precision: `"bf16"`, `"fp16"` or `"fp32"`: dtype of parameters, activations and gradients.
-        Floating inputs are cast to it; buffers keep theirs, but for those of spectral norms. fp16
-        has a dynamic loss scale, and its outputs are raised to fp32.
-    keep_fp32: true for (qualified name, module) of modules that stay in fp32 with all below them;
-        what they take and return is cast. Batch norms always do, but with `cast_buffers`.
+        Floating inputs are cast to it; buffers keep their dtype, except in spectral norms. fp16
+        has a dynamic loss scale, and its outputs are cast to fp32.
+    keep_fp32: predicate of (qualified name, module): true for modules that stay in fp32 with all
+        modules below them; their inputs and outputs are cast. Batch norms always stay in fp32,
+        except with `cast_buffers`.
     cast_buffers: floating buffers are cast to the precision too.
-    cast_inputs: false leaves what floats in the arguments as it is, targets of a loss say; modules
-        then cast for themselves.
+    cast_inputs: False leaves floating tensors in the arguments as they are, such as targets of a
+        loss; modules then cast for themselves.
     force_outputs_fp32: floating outputs are cast to fp32.
-    master_weights: fp32 weights behind 16-bit ones, from the original weights. Without (bf16 only)
-        an update is rounded at random, up or down, by `rounding_seed`, the step and the element:
-        the same run has the same bits, wherever its state lives.
-    communication_dtype: `"bf16"`, `"fp16"` or `"fp32"`: gradients travel in it between ranks, and
-        are what they were before and after; None is what they have: the precision's, and fp32
-        where backwards have added up.
+    master_weights: fp32 masters for 16-bit weights, made from the original weights. Without them
+        (bf16 only) an update is rounded at random, up or down, by `rounding_seed`, the step and the
+        element: the same run has the same bits in every home of its state.
+    communication_dtype: `"bf16"`, `"fp16"` or `"fp32"`: dtype of gradients between ranks; they have
+        their own dtype before and after. None is that dtype: the precision, or fp32 for gradients
+        that several backwards have added up.
     fp8_communication: parameters of that precision are gathered as float8 (e4m3), with one scale a
-        parameter, and are computed with as they arrive; gradients, masters and what is saved keep
+        parameter, and computing uses the gathered values; gradients, masters and checkpoints keep
         their dtype.
-    loss_scale: options of the loss scale of fp16; None is `optim.LossScale()`, a number a scale
+    loss_scale: options of the loss scale of fp16; None is `optim.LossScale()`, a number is a scale
         that never changes.
-    on_nonfinite: a gradient with a NaN or an Inf on any rank lets all of them `"skip"` the step,
-        which changes nothing, or `"raise"` `optim.NonFiniteGradientError` (and wait for each step).
+    on_nonfinite: `"skip"`: a NaN or an Inf in a gradient of any rank makes all ranks skip the step,
+        which changes nothing. `"raise"`: it raises `optim.NonFiniteGradientError` (and every step
+        is waited for).
 
-    Raises ValueError for what does not go together.
+    Raises ValueError for options that exclude each other.
     """
 
     precision: str = "bf16"
@@ -77,7 +79,7 @@ class PrecisionPolicy:
         self.settings()
 
     def settings(self, max_norm: float = 0.0, norm_type: float = 2.0) -> PrecisionSettings:
-        """The part of it that steps need, with clipping. Raises ValueError."""
+        """Settings of every step, with clipping. Raises ValueError."""
         return PrecisionSettings(
             precision=self.precision,
             max_norm=max_norm,
@@ -93,11 +95,11 @@ class PrecisionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSearch:
-    """Bounds of the search for chunk capacities, or what it has found.
+    """Bounds of the search for chunk capacities, or its result.
 
     search_range_m, hidden_dim, min_chunk_size_m: see `search_chunk_configuration`.
-    chunks: what that has found for this module before, with `dtype=` as it computes; nothing is
-        searched then.
+    chunks: an earlier result of that function for this module, with `dtype=` of the precision;
+        nothing is searched then.
     """
 
     search_range_m: float | None = None
@@ -108,17 +110,17 @@ class ChunkSearch:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """Between which ranks parameters, gradients and buffers travel, and when.
+    """Ranks between which parameters, gradients and buffers travel, and the times when they do.
 
-    process_group: None is the default group, or no group where torch.distributed is not set up.
-    mesh: instead of a group, of all ranks: parameters are sharded over one dimension (`"shard"`,
+    process_group: None is the default group, or no group if torch.distributed is not set up.
+    mesh: of all ranks, in place of a group. Parameters are sharded over one dimension (`"shard"`,
         `"fsdp"`, `"dp"`) and replicated over another (`"replicate"`, `"dp_replicate"`); torch has
-        split some over others, as experts over `"ep"`; see docs/meshes.md. A 1-D mesh is its group.
-        With `"pp"` the module is a part of a pipeline, see
-        `gemini.pipeline`, and sharded over the other dimension, if there is one.
-    max_prefetch: chunks gathered ahead of their use.
-    overlap_allgather: what is never released (ZeRO-1 and 2) is gathered after a step while the
-        next forward runs; each module waits for its own parameters.
+        split some over further dimensions, such as experts over `"ep"`; see docs/meshes.md. A 1-D
+        mesh is its group. With `"pp"` the module is a part of a pipeline, see `gemini.pipeline`,
+        and is sharded over the other dimensions.
+    max_prefetch: number of chunks that are gathered before their use.
+    overlap_allgather: chunks that are never released (ZeRO-1 and 2) are gathered after a step while
+        the next forward runs; each module waits for its own parameters.
     broadcast_buffers: every forward begins with rank 0's buffers on all ranks, as DDP's default.
 
     Raises ValueError for a number of chunks that is negative.
@@ -137,15 +139,16 @@ class Communication:
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """From which values a module is wrapped, what of it is gathered together, and what is not.
+    """Initial values of a wrapped module, modules gathered as one, and ignored parameters.
 
-    gather_whole: modules whose parameters are gathered all together, because what runs below them
-        depends on data and so differs between ranks; by default those with a child `experts`.
+    gather_whole: modules whose parameters are gathered all together, because the modules that run
+        below them depend on data and so differ between ranks; by default those with a child
+        `experts`.
     init_fn: initialises a module on the meta device that cannot do it itself; see
         `gemini.init_empty`.
-    init_state_dict: values for the parameters instead of those they have, on rank 0.
-    ignored_params: parameters, or true for (qualified name, parameter) of those, that are left as
-        they are, as in FSDP2: in no chunk, plan or optimizer, not moved, cast or broadcast; their
+    init_state_dict: values on rank 0 that replace those of the parameters.
+    ignored_params: parameters, or a predicate of (qualified name, parameter), that are left as they
+        are, as in FSDP2: in no chunk, plan or optimizer, not moved, cast or broadcast; their
         gradients are this rank's own. They are in state dicts; see docs/frozen.md.
     """
 
@@ -164,12 +167,13 @@ GROUPS = {
 
 
 def takes_fields(**groups: Any) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """A function of frozen values that takes their fields too, where each value stands.
+    """Decorator of a function with frozen values as arguments: it also takes their fields.
 
-    groups: by parameter, the value that is changed where fields are given. A value of its class is
-        taken as it is.
+    groups: parameter name -> default value, in which given fields are replaced. A value of its
+        class is taken as it is.
 
-    `inspect.signature` shows the fields. Raises ValueError for a field beside a value that has it.
+    `inspect.signature` shows the fields. Raises ValueError for a field together with a value that
+    has it.
     """
 
     def decorator(function: Callable[..., T]) -> Callable[..., T]:
@@ -210,7 +214,7 @@ def _with_fields(signature: inspect.Signature, groups: dict[str, Any]) -> inspec
 
 
 def _group(given: dict[str, Any], name: str, usual: Any) -> Any:
-    """The value of one group; its fields are taken out of `given`."""
+    """Value of one group; its fields are removed from `given`."""
     names = [one.name for one in fields(usual)]
     value = given.get(name)
     if not isinstance(value, type(usual)):
@@ -228,7 +232,7 @@ def _group(given: dict[str, Any], name: str, usual: Any) -> Any:
 
 
 def field_docs() -> str:
-    """What the docstrings of the groups say of their fields, which are arguments."""
+    """Descriptions of all fields, from the docstrings of the groups: their second paragraphs."""
     told = (inspect.getdoc(type(group)) or "" for group in GROUPS.values())
     fields = [text.split("\n\n")[1] for text in told]
     return indent("\n".join(fields), "    ") + "\n"

@@ -1,4 +1,4 @@
-"""Large memory of the host: huge pages, and zeros that cost nothing before they are touched."""
+"""Large host memory: huge pages, and zeros that take no memory before they are touched."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def advise_huge_pages(tensor: Tensor) -> None:
-    """Fewer page faults on the first touch of a large buffer (37 ms to 8 ms for 64 MiB)."""
+    """Ask for huge pages: fewer page faults on first touch (37 ms to 8 ms for 64 MiB)."""
     if tensor.nbytes >= _HUGE_PAGE_BYTES:
         _advise(tensor, mmap.MADV_HUGEPAGE)
 
 
 def zeros(numel: int, dtype: torch.dtype) -> Tensor:
-    """[numel], in huge pages. Whole pages are given back, and are zeros when they are next read."""
+    """Zeros [numel] in huge pages. Whole pages are returned to the system, which gives zeros when
+    they are read next."""
     tensor = torch.empty(numel, dtype=dtype)
     advise_huge_pages(tensor)
     inside = _advise(tensor, mmap.MADV_DONTNEED) if sys.platform == "linux" else None
@@ -34,7 +35,8 @@ def zeros(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _advise(tensor: Tensor, advice: int) -> range | None:
-    """Advise for the huge pages that lie wholly inside; their addresses, None where refused."""
+    """Advise the system on the huge pages wholly inside a tensor; return their addresses, or None
+    if it refused or there are none."""
     start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
     length = (end - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES

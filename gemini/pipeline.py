@@ -1,9 +1,8 @@
 """GeminiStage: a wrapped module as a stage of torch's pipelines.
 
-torch's schedules call a stage to run forwards and backwards, of one micro-batch after another, and
-at last to reduce. The stage tells the engine where these begin and end: no hook could, as a
-backward of a zero-bubble schedule has two parts, and its second gives gradients past autograd's
-accumulation.
+torch's schedules call a stage to run the forwards and backwards of micro-batches, and then to
+reduce. The stage tells the engine where each begins and ends. Hooks could not: in a zero-bubble
+schedule a backward has two halves, and the second gives gradients without autograd's accumulation.
 """
 
 from __future__ import annotations
@@ -31,13 +30,16 @@ from gemini.units import ParamId
 class GeminiStage(PipelineStage):
     """A `torch.distributed.pipelining.PipelineStage` for all of torch's schedules.
 
-    submodule: a `GeminiDDP(..., mesh=mesh)` whose mesh has "pp"; a stage has one of its own.
+    submodule: a `GeminiDDP(..., mesh=mesh)` whose mesh has "pp"; every stage has its own.
     group: of the stages; None is `mesh.get_group("pp")`.
-    The rest is as in `PipelineStage`. The gradients of all micro-batches are added up in fp32 and
-    reduced once; `no_sync` changes nothing. Weights of the stage stay gathered from its first
-    micro-batch to its last, where the budget has room for them.
+    The other arguments are those of `PipelineStage`.
 
-    Raises ValueError for a module that is not wrapped so, another group, and a `dw_builder`.
+    Gradients of all micro-batches are added up in fp32 and reduced once; `no_sync` changes nothing.
+    Weights of the stage stay gathered from its first micro-batch to its last if the budget has room
+    for them.
+
+    Raises ValueError for a module that is not wrapped on such a mesh, a module that is another
+    stage already, another group, and a `dw_builder`.
     """
 
     submod: GeminiDDP
@@ -90,8 +92,9 @@ class GeminiStage(PipelineStage):
     # -- what a schedule calls --
 
     def clear_runtime_states(self) -> None:
-        """A call of the schedule begins."""
+        """Begin a call of the schedule."""
         super().clear_runtime_states()
+        # A call that an error has cut short leaves its window open, with broken gradients.
         self._window.end()
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,9 +112,9 @@ class GeminiStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        """One micro-batch's, or one half of it: first of its inputs, then of its weights.
+        """Run the backward of one micro-batch, or one half: of its inputs, then of its weights.
 
-        Without room to keep the weights gathered, the first half is all of it.
+        If the weights cannot stay gathered, the first half is the whole backward.
         """
         with self._window.backward():
             if backward_type == "weight":
@@ -127,17 +130,17 @@ class GeminiStage(PipelineStage):
             return found, [] if backward_type == "input" else None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """All micro-batches are done: one reduction of their sum, divided by the factor."""
+        """Reduce, once, the sum of all micro-batches' gradients, divided by the factor."""
         if self.has_backward:
             self._window.reduce(grad_scale_factor)
         else:
             self._window.end()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """What schedules call that have no action for it."""
+        """Reduce gradients, in schedules without an action for that."""
         self.perform_reduce_grad(grad_scale_factor)
 
-    # -- between two stages of one rank; an evaluation of a V schedule asks for gradients, too --
+    # -- between two stages of one rank; a V schedule asks for gradients in an evaluation, too --
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
@@ -148,7 +151,7 @@ class GeminiStage(PipelineStage):
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
-    # -- torch finds shapes with a micro-batch before the first --
+    # -- a micro-batch before the first, by which torch finds shapes --
 
     def _compute_outputs(self, *args: Any, module: torch.nn.Module, **kwargs: Any) -> Any:
         self._window.open()
@@ -181,7 +184,7 @@ class GeminiStage(PipelineStage):
         return found
 
     def _backward_of_weights(self, param_groups: list[dict[str, Any]]) -> None:
-        """No hook of a parameter fires: the gradients are handed over here."""
+        """Run the half for weights and pass their gradients on: no hook of a parameter fires."""
         weights, engine = self._weights(), self.submod.engine
         with engine.calls.taken_by_stage():
             stage_backward_weight(iter(weights), param_groups)  # type: ignore[arg-type]
@@ -192,9 +195,9 @@ class GeminiStage(PipelineStage):
 
 
 class WeightLeaf:
-    """Stands for a parameter where torch looks for its place in the graph, and leaves a gradient.
+    """Stand-in for a parameter: torch finds its place in the graph by it, and sets its `grad`.
 
-    `.grad` of a wrapped parameter is not autograd's, and a view of it is watched.
+    The parameter itself would not do: its `.grad` is not autograd's, and its views are watched.
     """
 
     grad_fn: Node | None = None  # it is a leaf
@@ -210,7 +213,7 @@ class WeightLeaf:
 
     @property
     def node(self) -> Node | None:
-        """Its place in the graph; None where it is frozen."""
+        """Node of the parameter in the graph; None if it is frozen."""
         made = self.view_as(self).grad_fn
         return made.next_functions[0][0] if made is not None else None
 
@@ -218,7 +221,7 @@ class WeightLeaf:
 def lost_weights(
     roots: Sequence[Node], weights: Sequence[WeightLeaf], groups: Sequence[dict[str, Any]]
 ) -> list[int]:
-    """Positions of weights below `roots` whose gradients torch's second half will not find."""
+    """Positions of weights that `roots` depend on and whose gradients torch's second half omits."""
     seen: set[Node] = set()
     waiting = list(roots)
     while waiting:
@@ -232,5 +235,5 @@ def lost_weights(
 
 
 def _without_base(tensor: Tensor) -> Tensor:
-    """No view: torch detaches outputs in place."""
+    """Copy of a tensor that is a view, else the tensor: torch detaches outputs in place."""
     return tensor.clone() if tensor._is_view() else tensor

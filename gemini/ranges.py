@@ -1,4 +1,4 @@
-"""Named ranges in a profile of torch's: what is gathered, reduced, read, updated, written, awaited.
+"""Named ranges in torch's profiles: gathers, reductions, reads, updates, writes and waits.
 
 `torch.profiler` shows them, with `profile_all_threads` also those of worker threads; NVTX has them
 under `torch.autograd.profiler.emit_nvtx()`.
@@ -14,9 +14,9 @@ OFF = nullcontext()
 
 
 def named(what: str, kind: str, number: object = "") -> AbstractContextManager[object]:
-    """A range `gemini: what kind number`; nothing where nobody profiles.
+    """Range `gemini: what kind number`; `OFF` if no profiler runs.
 
-    What every layer does asks `profiler._is_profiler_enabled` first, and takes `OFF`: a call less.
+    Code that every layer runs asks `profiler._is_profiler_enabled` itself, which saves this call.
     """
     if not profiler._is_profiler_enabled:
         return OFF

@@ -1,6 +1,6 @@
-"""Ticket: the one word for a transfer, a collective or an update that was begun.
+"""Tickets of transfers, collectives and updates that were begun.
 
-Pure: no torch. CUDA events, gloo works, disk transfers and simulated copies all hand out one.
+Pure: no torch. CUDA events, gloo works, disk transfers and simulated copies have one interface.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Ticket(Protocol[T_co]):
-    """Something begun. `wait()` may be called any number of times and always answers the same."""
+    """Work that was begun. Every call of `wait()` returns, or raises, the same."""
 
     def ready(self) -> bool:
         """Whether `wait()` would return, or raise, at once. Never blocks."""
         ...
 
     def wait(self) -> T_co:
-        """The result; raises what went wrong."""
+        """Wait for the end and return the result. Raises the error of the work."""
         ...
 
 
 class CopyTicket(Ticket[None], Protocol):
-    """A copy between the tiers. `wait()`: what was copied may be used where it now lies, so the
-    host waits where that is host memory, and else only what the device does next.
+    """Copy of bytes between two tiers.
+
+    After `wait()` the copied values may be used at their destination: the host waits for a copy
+    into host memory; for a copy to the device only later work of the device waits.
     """
 
     def order(self) -> None:
-        """What the device does next comes behind the copy; the host does not wait."""
+        """Let later device work wait for the copy; the host does not wait."""
         ...
 
     def settle(self) -> None:
-        """The host waits: both ends may be used, written and freed by anybody."""
+        """Let the host wait for the copy; then both ends may be used, written and freed."""
         ...
 
 
@@ -43,14 +45,14 @@ class SideStreamTicket(CopyTicket, Protocol):
     """Work on a side stream of the device. `wait()` is `order()`."""
 
     def times(self) -> tuple[float, float]:
-        """Seconds from the begin of all that was queued with it to its end; and seconds that the
-        computing stream waited at its first `order`. The host waits for both."""
+        """(seconds from the begin of the work that was queued with it to its end; seconds that the
+        computing stream waited at its first `order`). The host waits for both."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[T]):
-    """A ticket for work that needed no waiting."""
+    """Ticket of work that is done already."""
 
     value: T
 
@@ -62,7 +64,7 @@ class Done(Generic[T]):
 
 
 class Copied:
-    """A copy that was done when it returned."""
+    """Ticket of a copy that is done already."""
 
     def ready(self) -> bool:
         return True
@@ -79,7 +81,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class TicketGroup(Generic[T]):
-    """Several tickets as one. `wait()` waits for all of them, then raises the first error."""
+    """Several tickets as one. `wait()` waits for all of them and then raises the first error."""
 
     parts: Sequence[Ticket[T]]
 

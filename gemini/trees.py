@@ -1,7 +1,7 @@
-"""Tensors inside what modules take and return: the one walker over inputs and outputs.
+"""Tensors inside the inputs and outputs of modules: one walker for all of them.
 
-It opens sequences, mappings, dataclasses (whether torch's pytree knows them or not), and what is
-registered with pytree.
+It opens sequences, mappings, dataclasses (also those that torch's pytree does not know), and
+classes that are registered with pytree.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _LEAVES = frozenset((str, bytes, int, float, complex, bool, NoneType))
 
 
 def tensors_in(value: Any, *, objects: int = 0) -> list[Tensor]:
-    """Every tensor in a nest of what the walker opens, in order.
+    """Tensors in a nested value, in order.
 
-    objects: so many levels of other objects are opened too, by their attributes; modules are not.
+    objects: levels of other objects that are opened too, by their attributes; modules are not.
     """
     if isinstance(value, Tensor):
         return [value]
@@ -31,7 +31,7 @@ def tensors_in(value: Any, *, objects: int = 0) -> list[Tensor]:
 
 
 def _collect(value: Any, found: list[Tensor], objects: int) -> None:
-    """Of something that is neither a tensor nor a leaf."""
+    """Append the tensors inside a value that is neither a tensor nor a leaf."""
     kind = type(value)
     parts = value if kind is tuple else value.values() if kind is dict else _parts(value)
     if parts is None and objects and _has_attributes(value):
@@ -48,7 +48,7 @@ def _has_attributes(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterable[Any] | None:
-    """What is inside; None for what cannot be opened."""
+    """Children of a value; None if the walker does not open its class."""
     if isinstance(value, (list, tuple)):
         return value
     if isinstance(value, Mapping):
@@ -60,9 +60,10 @@ def _parts(value: Any) -> Iterable[Any] | None:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with every tensor changed. Of what changes nothing in it is the same object.
+    """Nested value with every tensor replaced by `change(tensor)`.
 
-    Mappings, dataclasses and what is registered with pytree keep their type.
+    A part in which no tensor changes is the same object. Mappings, dataclasses and classes that are
+    registered with pytree keep their type.
     """
     if isinstance(value, Tensor):
         return change(value)

@@ -1,4 +1,4 @@
-"""Kinds and units: ids that must not be mixed up, byte sizes as people write them.
+"""Kinds and units: ids of different types, and byte sizes as people write them.
 
 Pure: no torch. `nvme` and `kernels_triton` may import this file and nothing else of ours.
 """
@@ -27,10 +27,10 @@ SHARD_ALIGN_NUMEL = 256  # shard boundaries are multiples of this: vector tails 
 BLOCK_NUMEL = 1 << 20  # unit of transfer, staging, update, checksum and version
 STREAMED_BLOCK_NUMEL = 1 << 22  # the same, where a device streams: see `gemini.placement.fit`
 READS_AHEAD = 1  # blocks that are read while another is updated in backward (ADR 0002)
-BUFFERS_AHEAD = 2  # more than a step has, for that: of weights, and of reads
+BUFFERS_AHEAD = 2  # extra buffers, of weights and of reads, for updates in backward
 MIN_BLOCK_NUMEL = 1024  # blocks are multiples of it
 PAGE_BYTES = 4096  # alignment of direct I/O
-FROZEN_BLOCK_BYTES = 4 << 20  # what frozen shards are written and read in, whatever the plan
+FROZEN_BLOCK_BYTES = 4 << 20  # unit in which frozen shards are written and read, in every plan
 
 _UNITS = {
     "": 1,
@@ -47,15 +47,15 @@ def align_up(value: int, multiple: int) -> int:
 
 
 def check_block_numel(block_numel: int) -> None:
-    """Raise ValueError for a size of blocks that cannot be."""
+    """Raise ValueError unless a block size is a positive multiple of `MIN_BLOCK_NUMEL`."""
     if block_numel < MIN_BLOCK_NUMEL or block_numel % MIN_BLOCK_NUMEL:
         raise ValueError(f"block_numel={block_numel}; expected a multiple of {MIN_BLOCK_NUMEL}")
 
 
 def parse_bytes(size: int | str) -> Bytes:
-    """`8GiB` (2**30), `1TB` (10**12), `4096` or 4096 to bytes.
+    """Parse `8GiB` (unit 2**30), `1TB` (unit 10**12), `4096` or 4096 into bytes.
 
-    Raises ValueError for anything else, a negative size included.
+    Raises ValueError for anything else, and for a negative size.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise ValueError(f"size {size!r} is a {type(size).__name__}; expected bytes or '8GiB'")
@@ -70,7 +70,7 @@ def parse_bytes(size: int | str) -> Bytes:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Bytes as a person reads them: `1.50 GiB`."""
+    """Format bytes for people: `1.50 GiB`."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

@@ -33,7 +33,7 @@ def say(line: str) -> None:
 
 
 def verify(path: Path) -> None:
-    """Read every byte. Raises CheckpointError for the first file that is not as it was written."""
+    """Read every byte. Raises CheckpointError for the first file with another content."""
     folder = find(path)
     manifest = read_manifest(folder)
     if manifest is None:
@@ -50,7 +50,7 @@ def verify(path: Path) -> None:
 
 
 def inspect(path: Path) -> None:
-    """Tensors, sizes, world size and digest; then `verify`."""
+    """Print tensors, sizes, world size and digest; then `verify`."""
     folder = find(path)
     with closing(Reader(folder)) as reader:
         index, manifest = reader.index, reader.manifest
@@ -70,7 +70,7 @@ def inspect(path: Path) -> None:
 
 
 def export(path: Path, out: Path, max_shard_size: str, dtype: str | None) -> None:
-    """Weights as safetensors, one tensor in memory at a time."""
+    """Export weights as safetensors, one tensor in memory at a time."""
     prefix = Keys().model
     wanted = None if dtype is None else getattr(torch, dtype)
     with closing(Reader(find(path))) as reader:

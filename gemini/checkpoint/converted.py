@@ -1,7 +1,7 @@
-"""Tensors of files under the names that a model of transformers has for them.
+"""Tensors of files under the names of a transformers model.
 
-Files may have an expert a tensor where a module has all of them in one: what `from_pretrained`
-merges, splits or renames is made so here, one parameter at a time.
+Files may have a tensor for each expert, and the module one for all of them. This module merges,
+splits and renames tensors by the rules of `from_pretrained`, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gemini.checkpoint.untrusted.lazy_tensors import DTYPE_NAMES, LazyTensors
 
 
 def converted(module: nn.Module, files: LazyTensors) -> LazyTensors:
-    """Files as a module names their tensors."""
+    """Tensors of `files` under the module's names."""
     try:
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -53,7 +53,10 @@ def converted(module: nn.Module, files: LazyTensors) -> LazyTensors:
 
 
 class _Conversion:
-    """What becomes one parameter, or several: sources are (pattern, key in the files), in order."""
+    """Conversion of tensors of the files into one or more parameters.
+
+    sources: (pattern, key in the files), in order.
+    """
 
     def __init__(self, name: str, rule: Any, module: Any, files: LazyTensors) -> None:
         self._name, self._rule, self._module, self._files = name, rule, module, files
@@ -61,7 +64,8 @@ class _Conversion:
         self._shapes: dict[str, torch.Size] = {}
 
     def _made(self, source: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """By name of the module's, of tensors that `source` gives by their keys."""
+        """Converted tensors by the module's names; `source` gives a tensor of the files by key."""
+        # A rule collects the tensors that it is given: a copy, so that each call starts empty.
         rule = copy.deepcopy(self._rule)
         for pattern, key in self.sources:
             rule.add_tensor(self._name, key, pattern, lambda key=key: source(key))
@@ -71,14 +75,14 @@ class _Conversion:
         }
 
     def described_all(self) -> Mapping[str, torch.Size]:
-        """Shapes by name. Nothing is read: what shapes become is asked without values."""
+        """Shapes by the module's names. The rule runs on the meta device: no file is read."""
         specs = {key: self._files.spec_of(key) for _, key in self.sources}
         made = self._made(lambda key: torch.empty(specs[key].shape, device="meta"))
         self._shapes = {name: value.shape for name, value in made.items()}
         return self._shapes
 
     def described(self, name: str) -> tuple[str, torch.Size]:
-        """Dtype, which is that of the first of its sources, and shape."""
+        """(dtype, shape) of a converted tensor; the dtype is that of its first source."""
         return DTYPE_NAMES[self._files.spec_of(self.sources[0][1]).dtype], self._shapes[name]
 
     def get_tensor(self, name: str) -> Tensor:

@@ -1,8 +1,8 @@
 """Weights in Hugging Face's layout: gathered, written and read a tensor at a time.
 
 A folder has files of weights and an index. A file of safetensors is the length of a JSON header
-(u64), the header, and raw tensors: the header is known from shapes, so tensors are streamed behind
-it. A file of torch.save is held in memory until all of its tensors are there.
+(u64), the header, and raw tensors: the header follows from shapes, so it is written first and
+tensors are streamed after it. A file of torch.save stays in memory until it has all its tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from gemini.units import ParamId, parse_bytes
 
 
 class _SafetensorsWeightFile:
-    """A file that is being written: tensors are on the CPU and contiguous."""
+    """A safetensors file that is being written, from contiguous tensors on the CPU."""
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self._file = path.open("xb")
@@ -61,14 +61,14 @@ class _SafetensorsWeightFile:
 
 
 class _TorchWeightFile:
-    """The same, written when it is closed."""
+    """A torch.save file, written when it is closed."""
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self._path = path
         self._state: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor) -> None:
-        self._state[name] = value.clone()  # else the file would have all of what it is a view of
+        self._state[name] = value.clone()  # torch.save writes the whole storage of a view
 
     def close(self) -> None:
         torch.save(self._state, self._path)
@@ -80,7 +80,7 @@ class _TorchWeightFile:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How files are named, and what makes one from its path and the specs of its tensors."""
+    """Names of files of weights, and the class that writes one."""
 
     stem: str
     suffix: str
@@ -93,7 +93,7 @@ TORCH = Format("pytorch_model", ".bin", TORCH_INDEX, _TorchWeightFile)
 
 
 class WeightsWriter:
-    """Writes tensors in the order of their specs into as many files as it takes."""
+    """Writer of tensors, in the order of their specs, into files of limited size."""
 
     def __init__(
         self,
@@ -103,10 +103,12 @@ class WeightsWriter:
         prefix: str = "",
         kind: Format = SAFETENSORS,
     ) -> None:
-        """target: a new or empty folder. limit: bytes of tensors in a file.
+        """Make a locked temporary folder next to `target`.
 
-        Raises CheckpointError for a folder that is not empty or is named as a file is, and for a
-        prefix that is no name.
+        target: a new or empty folder. limit: bytes of tensors in a file.
+
+        Raises CheckpointError for a folder that is not empty, for one with a file's suffix, and for
+        a prefix with a slash.
         """
         before = f"{prefix}." if prefix else ""
         if before and not is_plain_name(before):
@@ -146,7 +148,7 @@ class WeightsWriter:
         self._open: _SafetensorsWeightFile | _TorchWeightFile | None = None
 
     def add(self, name: str, value: Tensor) -> None:
-        """The next tensor."""
+        """Write the next tensor of the specs."""
         file, spec, number = self._coming.pop()
         assert name == spec.name and tuple(value.shape) == spec.shape
         value = value.detach().to("cpu", spec.dtype).contiguous()
@@ -158,8 +160,10 @@ class WeightsWriter:
             self._open.add(name, value)
 
     def commit(self) -> None:
-        """Everything was added: sync and rename."""
+        """Sync and rename the folder, after all tensors were added."""
         assert not self._coming
+        # Files are synced before the rename, and the rename before the lock is removed: a folder
+        # at `target` without a lock is complete, also after a power failure.
         with on_disk("export to", self._target):
             self._close()
             text = json.dumps(self._index, indent=2).encode()
@@ -177,7 +181,7 @@ class WeightsWriter:
         values: Iterable[tuple[str, Tensor]],
         finish: Callable[[Path], None] = lambda folder: None,
     ) -> None:
-        """All tensors; `finish` adds to the folder. What fails leaves nothing."""
+        """Write all tensors and commit; `finish` adds files to the folder. An error removes it."""
         try:
             for name, value in values:
                 self.add(name, value)
@@ -188,7 +192,7 @@ class WeightsWriter:
             raise
 
     def abandon(self) -> None:
-        """It cannot be finished: its folder goes."""
+        """Remove the temporary folder, after an error."""
         if self._open is not None:
             self._open.abandon()
         remove_folder(self.folder)
@@ -203,7 +207,10 @@ class WeightsWriter:
 def spec_of(
     name: str, own: torch.dtype, shape: Sequence[int], asked: torch.dtype | None
 ) -> TensorSpec:
-    """What a file holds of a tensor of dtype `own`. Raises CheckpointError for a strange one."""
+    """Spec of a tensor in a file; `asked` replaces a floating `own` dtype.
+
+    Raises CheckpointError for a dtype that safetensors does not have.
+    """
     dtype = asked if asked is not None and own.is_floating_point else own
     if dtype not in DTYPE_NAMES:
         raise CheckpointError(f"{name} has dtype {dtype}, which safetensors does not hold")
@@ -211,7 +218,7 @@ def spec_of(
 
 
 def _files(specs: Sequence[TensorSpec], limit: int) -> list[list[TensorSpec]]:
-    """Specs in order, cut where a file would pass `limit`; a larger tensor has its own."""
+    """Specs by file, in order; each file at most `limit` bytes, a larger tensor alone in one."""
     files: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in specs:
@@ -251,10 +258,13 @@ def export_safetensors(
 ) -> None:
     """Write weights (fp32 masters, rounded once) where `from_pretrained` finds them. Collective.
 
-    path: a new or empty folder, which is complete when it appears. Whole parameters are gathered a
-        chunk at a time and written by rank 0. A `config` that can be saved is saved beside them.
-    dtype: of floating tensors; None is what each had before it was wrapped.
-    prefix: before the names of files, and a dot.
+    Whole parameters are gathered a chunk at a time and written by rank 0. A `config` that can be
+    saved goes into the same folder.
+
+    path: a new or empty folder, which is complete when it appears.
+    max_shard_size: bytes of tensors in one file, or text such as `"5GB"`.
+    dtype: of floating tensors; None is the dtype that each had before it was wrapped.
+    prefix: put before the names of files, with a dot.
 
     Raises CheckpointError on every rank.
     """
@@ -272,7 +282,7 @@ def export_weights(
     dtype: torch.dtype | None = None,
     prefix: str = "",
 ) -> None:
-    """As `export_safetensors`, in files of `kind`. Collective."""
+    """Write weights in files of `kind`; see `export_safetensors`. Collective."""
     ranks = Ranks(model, "export_safetensors()" if kind is SAFETENSORS else "save_model()")
     target = Path(path).expanduser().absolute()
     limit = parse_bytes(max_shard_size)
@@ -282,7 +292,8 @@ def export_weights(
         lambda: WeightsWriter(target, specs, limit, prefix, kind) if ranks.rank == 0 else None
     )
     failure: BaseException | None = None
-    for name, value in values:  # collective: every rank goes through all of it
+    # Collective: every rank goes through all values. So rank 0 keeps an error until the end.
+    for name, value in values:
         if writer is not None and failure is None:
             try:
                 writer.add(name, value)
@@ -307,11 +318,11 @@ def export_weights(
 def import_safetensors(
     path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True
 ) -> None:
-    """Load what `export_safetensors` or `save_pretrained` wrote, a tensor at a time. Collective.
+    """Load weights of `export_safetensors` or `save_pretrained`, a tensor at a time. Collective.
 
-    Rank 0's files count: safetensors, or else `pytorch_model*.bin`. Masters and shards take the
-    values; moments stay.
-    Raises FormatError for a folder without weights, and as `load_state_dict` does.
+    Values come from rank 0's files: safetensors, or else `pytorch_model*.bin`. Masters and shards
+    take them; moments stay.
+    Raises FormatError for a folder without weights, and the errors of `load_state_dict`.
     """
     ranks = Ranks(model, "import_safetensors()")
     folder = Path(path).expanduser().absolute()
@@ -324,7 +335,8 @@ def import_safetensors(
 def _content(
     model: nn.Module, dtype: torch.dtype | None
 ) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
-    """Specs of all tensors, and the tensors in that order (on rank 0)."""
+    """(specs of all tensors, the tensors in that order); only rank 0 gets a wrapped module's
+    parameters."""
     if not isinstance(model, GeminiDDP):
         first: dict[int, tuple[str, Tensor]] = {}  # a tied tensor under its first name
         for name, value in model.state_dict(keep_vars=True).items():
@@ -356,7 +368,7 @@ def _specs_of(
     opaque: Mapping[ParamId, Mapping[str, Tensor]],
     dtype: torch.dtype | None,
 ) -> Iterator[TensorSpec]:
-    """Of what is written for one parameter; what its library saves keeps its dtypes."""
+    """Specs of the tensors that are written for one parameter; an opaque one keeps its dtypes."""
     if param not in opaque:
         shape = torch.Size(region_of(engine.params[param])[0])
         name = engine.layout.params[param].name
@@ -372,12 +384,12 @@ def _specs_of(
 
 
 def _whole(value: Tensor) -> Tensor:
-    """Of what FSDP2 has sharded, all of it. Collective then."""
+    """Full tensor; for a DTensor, as of FSDP2, this is a collective."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def save_config(model: nn.Module, folder: Path) -> None:
-    """What Hugging Face's models save beside their weights."""
+    """Save the configs that Hugging Face's models save with their weights."""
     for attribute in ("config", "generation_config"):
         config: Any = getattr(model, attribute, None)
         if hasattr(config, "save_pretrained"):

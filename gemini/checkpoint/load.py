@@ -1,4 +1,5 @@
-"""load_checkpoint: find, compare, then stream into the runs that this rank has now."""
+"""load_checkpoint: find a checkpoint, compare it with the model, then stream it into this rank's
+runs."""
 
 from __future__ import annotations
 
@@ -46,24 +47,26 @@ def load_checkpoint(
     strict: bool = True,
     weights: bool = True,
 ) -> Any:
-    """Load what `save_checkpoint` saved, at any world size, placement, chunk size or precision.
+    """Load a checkpoint of `save_checkpoint`, at any world size, placement, chunk size or
+    precision. All ranks call.
 
-    Also what torch.distributed.checkpoint saved of any module and its optimizer (FSDP2 too), a
-    torch.save file of their state dicts, and safetensors of weights, a file or a folder, as Hugging
-    Face's models save them. All ranks call. Returns this rank's `extra`; at another
-    world size, rank 0's.
+    Three other formats load too: a checkpoint that torch.distributed.checkpoint wrote of any module
+    and its optimizer (FSDP2 included), a torch.save file of their state dicts, and safetensors of
+    weights, a file or a folder, as Hugging Face's models save them.
 
-    path: a checkpoint, the folder they lie in (its `latest` is taken), or a file.
-    model, optimizer: as in `save_checkpoint`; where they are plain, they are loaded by torch.
-    strict: every parameter and its state must be there, and no other; else what fits is loaded.
-    weights: False leaves the module as it is, also random numbers: the optimizer's state alone.
+    path: a checkpoint, the folder that has several (its `latest` is loaded), or a file.
+    model, optimizer: as in `save_checkpoint`; torch loads plain ones.
+    strict: the checkpoint must have every parameter and its state, and no other; False loads what
+        fits.
+    weights: False loads the optimizer's state alone: weights and random numbers stay.
 
-    Random numbers go on where they were, on ranks that there were; others keep theirs.
+    Returns this rank's `extra`; at another world size, rank 0's. Random numbers continue on ranks
+    that the saving run had too; other ranks keep their own.
 
     Raises, on every rank: MismatchError with all differences at once, CorruptError with the name of
     the file, FormatError, CheckpointError for an optimizer of another module; each before anything
-    is changed, but for damage found in the middle of a file: then load another checkpoint before
-    you train.
+    is changed, with one exception: damage in the middle of a file is found while the file is read.
+    Load another checkpoint then, before you train.
     """
     ranks = Ranks(model, "load_checkpoint()", parts_of(model))
     settle(ranks)
@@ -88,7 +91,7 @@ def load_checkpoint(
 
 
 def _check_base(source: CheckpointSource, mine: Mapping[str, str], ranks: Ranks) -> None:
-    """Raise MismatchError where a checkpoint was trained on another base than this one."""
+    """Raise MismatchError for a checkpoint that was trained on another base than this model's."""
     found = _decoded(source, [COMMON], ranks) if mine else None
     saved = found[0].get("base", {}) if found else {}
     other = [name for name, digest in saved.items() if mine.get(name, digest) != digest]
@@ -129,6 +132,8 @@ def _load_runs(
     }
     saved_groups = keys.groups(source.sizes.keys()) if optimizer is not None else {}
     small |= {key: None for options in saved_groups.values() for key in options.values()}
+    # Small values and param groups are read and checked before any run is filled: until then an
+    # error leaves the model as it was.
     ranks.together(lambda: source.load_into(small))
     groups = [
         {option: small[key] for option, key in options.items()}
@@ -188,8 +193,8 @@ def _differences(
     with_optimizer: bool,
     with_weights: bool,
 ) -> tuple[list[str], set[str]]:
-    """Where a checkpoint and a model with its optimizer are not the same, as texts; and keys of
-    state that starts at zero, because its parameter had not been updated yet."""
+    """(differences between a checkpoint and a model with its optimizer, as texts; keys of state
+    that starts at zero, because its parameter had no update before the save)."""
     texts: list[str] = []
     fresh: set[str] = set()
     unexpected: list[str] = []
@@ -234,7 +239,7 @@ def _load_extras(
     *,
     weights: bool,
 ) -> Any:
-    """Counters, schedulers, random numbers, buffers of this rank; returns its `extra`."""
+    """Load counters, the scheduler, and this rank's random numbers and buffers; return `extra`."""
     mine = rank_key(ranks.rank)
     wanted = [COMMON, mine if mine in source.sizes else rank_key(0)]
     found = _decoded(source, wanted, ranks)
@@ -278,7 +283,7 @@ def _load_extras(
 def _decoded(
     source: CheckpointSource, keys: Sequence[str], ranks: Ranks
 ) -> list[dict[str, Any]] | None:
-    """What these keys hold; None where one of them is not there."""
+    """Decoded values of these keys; None if the checkpoint lacks one of them."""
     blobs: dict[str, Any] = {
         key: torch.empty(size, dtype=torch.uint8)
         for key in keys
@@ -297,7 +302,10 @@ def _decoded(
 
 
 def _as_corrupt(work: Callable[[], None], source: CheckpointSource) -> None:
-    """What was saved of counters and random numbers has a form of its own, or comes from nobody."""
+    """Run `work`; any error becomes a CorruptError.
+
+    Counters and random numbers have no schema: a damaged value fails in any way.
+    """
     try:
         work()
     except Exception as error:
@@ -308,7 +316,7 @@ def _as_corrupt(work: Callable[[], None], source: CheckpointSource) -> None:
 
 
 def _count(value: Any, where: str) -> Tensor:
-    """0-d, of a tensor or a number."""
+    """Step count [], fp32 if it was saved as a number. Raises CorruptError for anything else."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.reshape(())
     if isinstance(value, (int, float)):
@@ -317,7 +325,7 @@ def _count(value: Any, where: str) -> Tensor:
 
 
 def _names_by_position(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:
-    """Names of the optimizer's parameters in its order."""
+    """Names of the optimizer's parameters, in its order."""
     names = first_names(model)
     if optimizer is None:
         return list(names.values())

@@ -1,6 +1,6 @@
-"""Weights in Hugging Face's layout, straight into chunks and masters and back, a tensor at a time.
+"""Weights in Hugging Face's layout, into chunks and masters and back, a tensor at a time.
 
-`load_pretrained` never has the model whole: a rank holds its shards, one chunk and one tensor.
+`load_pretrained` never has the whole model: a rank has its shards, one chunk and one tensor.
 """
 
 from __future__ import annotations
@@ -53,33 +53,34 @@ def load_pretrained(
     lora: Any = None,
     **options: Any,
 ) -> GeminiDDP:
-    """A model of Hugging Face's from a folder of weights, or the hub, wrapped. All ranks call.
+    """Load a Hugging Face model from a folder of weights, or the hub, and wrap it. All ranks call.
 
     Weights are read a tensor at a time, on rank 0, into the chunk that is being filled: no rank
-    ever has them whole. fp32 masters start from what the files hold.
+    ever has all of them. fp32 masters start from the values in the files.
 
-    folder_or_index: what `save_pretrained` or `export_safetensors` wrote, or the index in it:
-        safetensors, or else `pytorch_model*.bin`. What is no path here is an id on the hub
-        (`"Qwen/Qwen2-0.5B"`), and is downloaded to the cache of `huggingface_hub`, once a host.
-    model_class: of `transformers`, or any whose constructor takes the config; None is the one that
-        the config names.
-    config: instead of the folder's own.
-    dtype: of the parameters before they are wrapped, and so of what is written back; None is the
-        one in the files.
-    init_missing: parameters that no file has, such as a new head's, begin as the model initialises
-        them, and are logged by name; else they are refused.
-    revision: on the hub: a branch, tag or commit; None is the newest.
-    quantize: `"nf4"` (with quantised statistics, as QLoRA has it) or `"int8"`: linear layers become
-        bitsandbytes', those that transformers would quantise, one weight at a time; or a
-        `transformers.BitsAndBytesConfig`. "nf4" is for stacked experts too, which transformers
-        leaves in 16 bits, as it does here where a config is given.
-    lora: a `peft.LoraConfig`; the base is frozen and its adapters are trained. They begin without
-        a look at the base's values, which come later: no DoRA, PiSSA and the like.
+    folder_or_index: a folder of `save_pretrained` or `export_safetensors`, or the index in it:
+        safetensors, or else `pytorch_model*.bin`. A relative path that does not exist is an id on
+        the hub (`"Qwen/Qwen2-0.5B"`), and is downloaded to the cache of `huggingface_hub`, once a
+        host.
+    model_class: a class of `transformers`, or any whose constructor takes the config; None is the
+        class that the config names.
+    config: replaces the folder's own.
+    dtype: of the parameters before they are wrapped, and so of the weights that are exported later;
+        None is the dtype in the files.
+    init_missing: True lets the model initialise parameters that no file has, such as a new head's,
+        and logs their names; False refuses them.
+    revision: a branch, tag or commit on the hub; None is the newest.
+    quantize: `"nf4"` (with quantised statistics, as in QLoRA), `"int8"`, or a
+        `transformers.BitsAndBytesConfig`: the linear layers that transformers would quantise become
+        bitsandbytes layers, one weight at a time. `"nf4"` quantises stacked experts too, which stay
+        in 16 bits in transformers, and here with a config.
+    lora: a `peft.LoraConfig`; the base is frozen and its adapters are trained. Adapters are made
+        before the base has its values: no DoRA, PiSSA or others that start from them.
     options: of `GeminiDDP`.
 
     Raises FormatError for a folder without weights, ValueError for weights that are missing from it
-    or of another shape, for an id that the hub does not give, and for adapters that begin with the
-    base's values, and ImportError without transformers, peft or bitsandbytes where they are needed.
+    or of another shape, for an id that the hub does not give, and for adapters that start from the
+    base's values, and ImportError if transformers, peft or bitsandbytes is needed and missing.
     """
     _check_lora(lora)
     if is_pipeline(options.get("process_group"), options.get("mesh")):
@@ -114,7 +115,7 @@ def load_pretrained(
 
 
 def _check_lora(lora: Any) -> None:
-    """Raise ValueError for adapters that begin with values of the base."""
+    """Raise ValueError for adapters that start from values of the base."""
     if lora is None:
         return
     init = getattr(lora, "init_lora_weights", True)
@@ -128,9 +129,9 @@ def _check_lora(lora: Any) -> None:
 
 
 def downloaded(model: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """A path that is here as it is; an id on the hub as the folder that it is downloaded to.
+    """Path of a model: a local path as it is, or the folder that an id on the hub is downloaded to.
 
-    Raises ValueError where the hub gives none; offline, where the cache has none.
+    Raises ValueError if the hub does not have the id, or, offline, the cache does not.
     """
     path = Path(model).expanduser()
     if path.exists() or path.is_absolute():
@@ -151,10 +152,10 @@ def downloaded(model: str | os.PathLike[str], revision: str | None = None) -> Pa
 def write_weights(
     folder: str | os.PathLike[str], model: GeminiDDP, *, max_shard_size: int | str = "5GB"
 ) -> None:
-    """Write weights and config where `from_pretrained` finds them, beside what is in `folder`.
+    """Write weights and config into a folder that may have other files. All ranks call.
 
-    As `export_safetensors`, and weights that are there already are replaced. A single file is
-    `model.safetensors`, without an index. All ranks call.
+    Like `export_safetensors`, but weights in `folder` are replaced. A single file is named
+    `model.safetensors`, without an index.
     """
     ranks = Ranks(model, "save_model()")
     target = Path(folder).expanduser().absolute()
@@ -169,6 +170,7 @@ def write_weights(
     export_safetensors(fresh, model, max_shard_size=max_shard_size)
 
     def move() -> None:
+        # Old weights go only when the new ones are complete on disk, under `.weights`.
         olds = (*target.glob("model*.safetensors"), *target.glob("pytorch_model*.bin"))
         for old in (*olds, target / INDEX, target / TORCH_INDEX):
             old.unlink(missing_ok=True)
@@ -185,7 +187,8 @@ def write_weights(
 
 
 def _check_missing(values: _Values, folder: Path, kind: type[nn.Module], *, asked: bool) -> None:
-    """Raise ValueError where no file has a parameter, and to initialise it was not `asked`."""
+    """Log parameters that no file has; raise ValueError unless the model was `asked` to initialise
+    them."""
     names = ", ".join(values.missing)
     if not asked:
         raise ValueError(
@@ -196,7 +199,7 @@ def _check_missing(values: _Values, folder: Path, kind: type[nn.Module], *, aske
 
 
 def _empty_module(folder: Path, model_class: type[nn.Module] | None, config: Any) -> nn.Module:
-    """With parameters on the meta device, tied as the model ties them."""
+    """Module with parameters on the meta device, tied by the model's own rule."""
     try:
         import transformers
     except ImportError as error:
@@ -223,7 +226,7 @@ def _empty_module(folder: Path, model_class: type[nn.Module] | None, config: Any
 
 
 class _Values(Mapping[str, Tensor]):
-    """Tensors of files by the names of the module; read on one rank, and empty on the others."""
+    """Tensors of files by the names of the module; read on one rank, zeros on the others."""
 
     def __init__(self, module: nn.Module, files: LazyTensors, *, reads: bool) -> None:
         self._module, self._files, self._reads = module, files, reads
@@ -247,14 +250,17 @@ class _Values(Mapping[str, Tensor]):
             raise FormatError(f"no file of {files.folder} has weights of {type(module).__name__}")
 
     def dtype_of(self, name: str, other: torch.dtype) -> torch.dtype:
-        """As in its file; `other` for what does not float. Of what is missing, the first file's."""
+        """Dtype of a parameter in its file; `other` if that is not floating.
+
+        A parameter that no file has gets the dtype of the first one that a file has.
+        """
         place = self._file_name.get(name) or next(iter(self._file_name.values()))
         found = self._files.spec_of(place).dtype
         return found if found.is_floating_point else other
 
     def quantise(self, config: Any) -> None:
-        """Linear layers are bitsandbytes' from now on, and their weights made as they are asked
-        for: no two of them in another form at once."""
+        """Replace linear layers by bitsandbytes layers, whose weights are quantised one at a time,
+        on request: at most one is in memory unquantised."""
         forms: dict[Any, nn.Parameter] = {}
         for name, layer in put_quantised(self._module, config):
             place = self._taken(f"{name}.weight")
@@ -262,7 +268,7 @@ class _Values(Mapping[str, Tensor]):
             self._make(weight, place, partial(quantised, layer))
 
     def quantise_experts(self, module: nn.Module) -> None:
-        """And what is stacked for experts, one parameter at a time as well."""
+        """Replace stacked experts by NF4 parameters, which are quantised one at a time."""
         forms: dict[Any, nn.Parameter] = {}
         for name, experts, key in [*stacked_experts(module)]:
             place = self._taken(name)
@@ -281,7 +287,7 @@ class _Values(Mapping[str, Tensor]):
     def _make(
         self, weight: nn.Parameter, place: str, quantised_one: Callable[[Tensor], Tensor]
     ) -> None:
-        """From now on it is what becomes of its file's values, when it is asked for."""
+        """Register the function that quantises `weight` from the values at `place`, on request."""
 
         def made() -> Tensor:
             return quantised_one(self._files[place]) if self._reads else weight.data
@@ -289,7 +295,7 @@ class _Values(Mapping[str, Tensor]):
         self.quantised[id(weight)] = made
 
     def adapt(self, lora: Any) -> nn.Module:
-        """The module with peft's adapters, which have their values."""
+        """Module with peft's adapters, which have their values already."""
         try:
             from peft import get_peft_model
         except ImportError as error:
@@ -301,7 +307,9 @@ class _Values(Mapping[str, Tensor]):
             )
         plain = {id(param): name for name, param in self._module.named_parameters()}
         for param in self._module.parameters():
-            if param.is_meta:  # where adapters of it would be
+            # peft makes adapters on the device of the weight: on the meta device they would have
+            # no values. An expanded zero has the shape and takes one element.
+            if param.is_meta:
                 empty = torch.zeros((), dtype=param.dtype).expand(param.shape)
                 torch.utils.swap_tensors(param, nn.Parameter(empty, param.requires_grad))
         model: nn.Module = get_peft_model(self._module, lora)  # type: ignore[arg-type]
@@ -316,7 +324,7 @@ class _Values(Mapping[str, Tensor]):
         return model
 
     def initialise_missing(self) -> None:
-        """From now on a parameter that no file has is there too, as the model initialises it."""
+        """Let the model initialise the parameters that no file has, on request."""
         self._made = Materialiser(self._module)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -330,7 +338,7 @@ class _Values(Mapping[str, Tensor]):
         return torch.zeros(()).expand(self._files.spec_of(self._file_name[name]).shape)
 
     def __contains__(self, name: object) -> bool:
-        # and nothing is read
+        # Mapping's own `__contains__` would read the tensor.
         is_here = name in self._file_name or name in self._adapters
         return is_here or (self._made is not None and name in self.missing)
 
@@ -344,7 +352,7 @@ class _Values(Mapping[str, Tensor]):
 
 
 def _places(name: str, prefix: str) -> list[str]:
-    """Names under which a parameter may lie in a file: of a base model, or of one with a head."""
+    """Names that a parameter may have in a file: of a base model, or of a model with a head."""
     found = [name]
     if prefix:
         found.append(f"{prefix}.{name}")

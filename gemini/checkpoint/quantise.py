@@ -1,5 +1,6 @@
-"""Linear layers as bitsandbytes has them, and stacked experts, whose weights are quantised one at a
-time when they come. Until then there is a weight without memory, of the form of its bytes.
+"""Linear layers of bitsandbytes, and stacked experts, whose weights are quantised one at a time.
+
+Until its values are read, a weight has no memory, and the form of its quantised bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gemini.plan.quantised import KINDS
 
 
 def quantise(module: nn.Module, config: Any) -> None:
-    """In place, of a module that has its values."""
+    """Quantise, in place, a module that has its values."""
     before: dict[str, Any] = dict(module.named_modules())
     for name, layer in put_quantised(module, config):
         _put(layer, quantised(layer, before[name].weight.data))
@@ -24,8 +25,10 @@ def quantise(module: nn.Module, config: Any) -> None:
 
 
 def config_of(quantize: Any, dtype: torch.dtype) -> Any:
-    """transformers' `BitsAndBytesConfig` of a kind, or the one that is given. Raises ValueError for
-    another."""
+    """`BitsAndBytesConfig` of transformers for "nf4" or "int8"; a config is returned as it is.
+
+    Raises ValueError for another value.
+    """
     from transformers import BitsAndBytesConfig
 
     if isinstance(quantize, BitsAndBytesConfig):
@@ -45,8 +48,8 @@ def config_of(quantize: Any, dtype: torch.dtype) -> Any:
 
 
 def put_quantised(module: nn.Module, config: Any) -> Iterator[tuple[str, Any]]:
-    """(name, layer) of every linear layer that transformers would quantise, now one of
-    bitsandbytes on the meta device. Raises ImportError without bitsandbytes."""
+    """Replace the linear layers that transformers would quantise by bitsandbytes layers on the meta
+    device; yield (name, layer) of each. Raises ImportError without bitsandbytes."""
     try:
         import bitsandbytes
     except ImportError as error:
@@ -67,7 +70,7 @@ def put_quantised(module: nn.Module, config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def quantised_experts(values: Tensor) -> nn.Parameter:
-    """Of stacked experts: NF4 with quantised statistics, as linear layers of "nf4"."""
+    """Stacked experts in NF4 with quantised statistics, like linear layers of "nf4"."""
     from bitsandbytes.functional import quantize_4bit
 
     data, state = quantize_4bit(values, compress_statistics=True, quant_type="nf4")
@@ -79,8 +82,11 @@ def quantised_experts(values: Tensor) -> nn.Parameter:
 def put_experts(
     module: nn.Module, key: str, dtype: torch.dtype, forms: dict[Any, nn.Parameter]
 ) -> nn.Parameter:
-    """A parameter without memory in place of stacked experts, of which a layer of bitsandbytes
-    makes their weights; of the form that its bytes will have. forms: as of `without_memory`."""
+    """Replace stacked experts by a parameter without memory, in the form of its quantised bytes,
+    and return it. A bitsandbytes layer makes their weights from it.
+
+    forms: a cache, see `without_memory`.
+    """
     from bitsandbytes.nn.parametrize import replace_parameter_4bit_prequantized
 
     shape = module.get_parameter(key).shape
@@ -98,7 +104,7 @@ def put_experts(
 
 
 def quantised(layer: Any, values: Tensor) -> nn.Parameter:
-    """What a layer's weight is when its values are [out, in], of GPT-2's layers [in, out]."""
+    """Quantised weight of a layer from values [out, in], for GPT-2's layers [in, out]."""
     if layer.source_cls.__name__ == "Conv1D":
         values = values.T.contiguous()
     kept: dict[str, Any] = layer.weight.__dict__
@@ -113,7 +119,10 @@ def quantised(layer: Any, values: Tensor) -> nn.Parameter:
 
 
 def without_memory(layer: Any, dtype: torch.dtype, forms: dict[Any, nn.Parameter]) -> nn.Parameter:
-    """A weight for a layer, of the form that its bytes will have. forms: those that are known."""
+    """Give a layer a weight without memory, in the form of its quantised bytes, and return it.
+
+    forms: a cache by (shape, dtype): only the first weight of each is quantised to learn its form.
+    """
     shape = layer.out_features, layer.in_features
     if layer.source_cls.__name__ == "Conv1D":
         shape = shape[::-1]

@@ -1,15 +1,16 @@
-"""save_checkpoint: agree, describe, stream, commit; the one save that may be under way in a thread.
+"""save_checkpoint: agree, describe, stream, commit. A process has at most one save in a thread.
 
-    1. ranks agree on the path, and rank 0 makes the folder beside it
+    1. ranks agree on the path, and rank 0 makes a temporary folder next to it
     2. every rank describes its tensors to DCP, which plans
     3. every rank streams its runs into one file and syncs it
     4. rank 0 writes `.metadata` and the manifest, syncs, and renames the folder into its place
 
-An asynchronous save returns before 2: state on disk keeps its version until it was copied, what is
-in memory was copied to host memory as far as `async_ram_budget` allows, and written else.
+An asynchronous save returns before step 2. State on disk keeps its version until the thread has
+copied it. State in memory is copied to host memory, up to `async_ram_budget`; the rest is written
+before the call returns.
 
-A pinned save (ADR 0020) streams what is in memory. State on disk stays where it is: its store keeps
-that version, and 3 writes where it is.
+A pinned save (ADR 0020) streams state in memory alone. State on disk is not copied: its store keeps
+that version, and step 3 writes the names of its files.
 """
 
 from __future__ import annotations
@@ -64,31 +65,37 @@ def save_checkpoint(
     """Save everything that training needs to go on with the same bits. All ranks call.
 
     A checkpoint is a folder that torch.distributed.checkpoint can read as it is, with a manifest of
-    checksums. It is complete when it appears at `path`; `latest` beside it then points to it.
+    checksums. It is complete when it appears at `path`; the link `latest` in the parent folder then
+    points to it.
 
-    path: the folder, new or a checkpoint that is replaced in one step.
+    path: the folder: a new one, or a checkpoint, which is replaced in one step.
     model, optimizer: a `GeminiDDP` and its optimizer, or a plain module and any optimizer.
     scheduler: anything with a `state_dict`.
     extra: tensors, numbers, strings and containers of them; each rank's own is saved.
-    async_save: return at once and write in a thread. Ask the ticket, or the next call raises.
-    keep_last: delete older checkpoints beside `path` but for this many in all, once it is complete.
-    async_ram_budget: bytes (or `"2GiB"`) of host memory on this rank that copies may take; what
-        does not fit is written before this returns. None: half of what is free.
-    weights: False leaves the module's out, fp32 masters too: the optimizer's state alone.
-    pinned: write no state: the optimizer's files keep this version, in place of one of its
+    async_save: return at once and write in a thread. An error of the thread is raised by the
+        ticket's `wait()`, else by the next call.
+    keep_last: number of checkpoints to keep in the parent folder, this one included; older ones
+        are deleted once it is complete. None keeps all.
+    async_ram_budget: bytes (or `"2GiB"`) of host memory on this rank that copies may take; state
+        that does not fit is written before this returns. None: half of this machine's free memory,
+        divided by its ranks.
+    weights: False leaves the module's weights out, fp32 masters too: the optimizer's state alone.
+    pinned: write no state. The optimizer's files keep this version, in place of one of its
         `NvmeConfig(keep_versions=)`, until the checkpoint is deleted or replaced, and stay when the
-        process ends. It loads where those files are, and not by DCP alone; do not move its folder.
-        With `async_save` it is complete when this returns, and a thread copies it out: then it is
-        one like all others.
+        process ends. The checkpoint loads where those files are, and not by DCP alone; do not move
+        its folder. With `async_save` it is complete when this returns, and a thread copies the
+        state out: the result is a checkpoint that is not pinned.
 
-    Returns a ticket; what it stands for is done unless `async_save`.
-    Raises CheckpointError on every rank, whichever failed; checkpoints that were there stay.
+    Returns a ticket, which is done already unless `async_save`.
+    Raises CheckpointError on every rank if any rank fails; earlier checkpoints stay.
     """
     ranks = Ranks(model, "save_checkpoint()", parts_of(model))
     target = Path(path).expanduser().absolute()
     _check_call(ranks, target, keep_last, pinned)
     keeper = ranks.together(lambda: _keeper(model, optimizer, target)) if pinned else None
     if pinned and async_save:
+        # The pinned checkpoint is complete before the copy begins, and the copy replaces it in one
+        # step: a process that dies between the two still leaves a checkpoint.
         save_checkpoint(target, model, optimizer, scheduler, extra, weights=weights, pinned=True)
         keeper = None
     save = Save(ranks, target, keep_last)
@@ -107,6 +114,7 @@ def save_checkpoint(
 
         def open_file() -> RankFile:
             file = save.open_file()
+            # Space for all runs now: a full disk is an error of all ranks, before any run is read.
             if runs is not None and keeper is None:
                 file.reserve(runs.nbytes, runs.num_items)
             return file
@@ -124,11 +132,13 @@ def save_checkpoint(
 
 
 def _save_pinned(save: Save, runs: RunState, keeper: SavedShards) -> None:
-    """Write what is in memory, and where the rest is."""
+    """Write runs in memory, and for state on disk the places of its version."""
     with ExitStack() as stack:
 
         def stream(file: RankFile) -> None:
             runs.visit_weights(file.add_run)
+            # The pin's witness is a file of the finished checkpoint. `settle` runs when the save
+            # has ended, well or not: only then is it known whether that file exists.
             pinned = keeper.pin_state(save.target / file.pinned_name)
             stack.callback(pinned.settle)
             file.pin(pinned.version)
@@ -138,7 +148,7 @@ def _save_pinned(save: Save, runs: RunState, keeper: SavedShards) -> None:
 
 
 def _keeper(model: nn.Module, optimizer: torch.optim.Optimizer | None, target: Path) -> SavedShards:
-    """Whose state can be pinned. Raises CheckpointError for any other."""
+    """The state that a pinned save keeps. Raises CheckpointError where it cannot be pinned."""
     found = model.engine.find_optimizer() if isinstance(model, GeminiDDP) else None
     if found is None or optimizer is None or found.kept_steps is None:
         raise CheckpointError(
@@ -162,7 +172,7 @@ def _keeper(model: nn.Module, optimizer: torch.optim.Optimizer | None, target: P
 
 
 def _save_later(save: Save, runs: RunState | None, file: RankFile, budget: int) -> Ticket[None]:
-    """Keep what the next step would change, and leave the rest to a thread."""
+    """Copy or write all that the next step changes in place; a thread does the rest."""
     save.state = _copied(save.state)
     failure: BaseException | None = None
     copies: list[tuple[str, Region, int, Tensor]] = []
@@ -181,12 +191,15 @@ def _save_later(save: Save, runs: RunState | None, file: RankFile, budget: int) 
         if snapshot is not None:
             snapshot.visit_memory(keep)
     except BaseException as error:
-        failure = error  # other ranks hear it when they plan
+        # Not raised here: the other ranks are on their way into the collectives of `write`, where
+        # this rank tells them.
+        failure = error
 
     def stream(file: RankFile) -> None:
         if snapshot is not None:
             snapshot.visit_disk(file.add_run)  # first: a step may wait for it
             snapshot.close()
+        # `pop` and not `for`: each copy's memory is freed once it is written.
         while copies:
             file.add_run(*copies.pop())
 
@@ -202,7 +215,8 @@ def _save_later(save: Save, runs: RunState | None, file: RankFile, budget: int) 
 
 
 def _check_call(ranks: Ranks, target: Path, keep_last: int | None, pinned: bool) -> None:
-    """Raise on every rank what any of them must not go on with."""
+    """Raise CheckpointError on every rank for arguments that differ, a save under way, or a failed
+    one that nobody was told of."""
     if keep_last is not None and keep_last < 1:
         raise CheckpointError(f"keep_last={keep_last}; expected at least 1, or None for all")
     raise_pending(ranks)
@@ -217,14 +231,14 @@ def _check_call(ranks: Ranks, target: Path, keep_last: int | None, pinned: bool)
 
 
 def raise_pending(ranks: Ranks) -> None:
-    """Raise what went wrong in the background, on every rank."""
+    """Raise CheckpointError on every rank for a background save of any rank that failed."""
     errors = [error for error in ranks.gather(_take_error()) if error]
     if errors:
         raise CheckpointError(errors[0])
 
 
 def settle(ranks: Ranks) -> None:
-    """Before a load: what is under way ends, and what failed is raised on every rank."""
+    """Wait for the save under way, before a load. Raises CheckpointError on every rank."""
     _wait()
     raise_pending(ranks)
 
@@ -238,7 +252,7 @@ def _content(
     weights: bool,
     common: dict[str, Any],
 ) -> tuple[dict[str, Any], RunState | None]:
-    """What this rank saves: nested, for DCP; and the runs of it that are streamed."""
+    """(nested state of this rank for DCP, its runs that are streamed); None if there are none."""
     own = {"random": random_state(), "extra": extra, "buffers": {}}
     common["scheduler"] = None if scheduler is None else scheduler.state_dict()
     runs = runs_of(model, optimizer, ranks.world_size, Keys(), weights, once=True)
@@ -264,7 +278,7 @@ def _content(
 
 
 def base_of(model: nn.Module, ranks: Ranks) -> dict[str, str]:
-    """Digests by name of what a checkpoint does not hold: opaque parameters. Collective."""
+    """Digests of opaque parameters by name: a checkpoint has them in their place. Collective."""
     found = [base_digests(part.engine) for part in parts_of(model) if part.engine.opaque]
     mine = {name: digest for of_part in found for name, digest in of_part.items()}
     if not any(ranks.gather(bool(found))):
@@ -281,9 +295,9 @@ def runs_of(
     *,
     once: bool = False,
 ) -> RunState | None:
-    """What is to be streamed; None where torch's own state dicts are all there is.
+    """Runs that are streamed; None for a module that only torch's own state dicts can save.
 
-    once: for a save, see `ShardedState`.
+    once: True for a save, see `ShardedState`.
     Raises CheckpointError for an optimizer that is not the module's.
     """
     parts = parts_of(model)
@@ -304,7 +318,10 @@ def runs_of(
 def state_of(
     runs: RunState, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, first: bool
 ) -> dict[str, Any]:
-    """Nested as torch's own state dicts are. `first`: of the ranks with these parameters."""
+    """State nested as torch's own state dicts are.
+
+    first: this rank describes values that all ranks with the same parameters share.
+    """
     keys = Keys()
     weights: dict[str, Any] = {}
     planes: dict[str, dict[str, Any]] = {}
@@ -333,7 +350,7 @@ def state_of(
 
 
 def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Param groups with parameters by name, and with what torch's own optimizers ask for."""
+    """Param groups with parameters by name, and with the options that torch's optimizers need."""
     groups = []
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
@@ -370,7 +387,7 @@ def _budget(asked: int | str | None) -> int:
 
 
 def _copied(value: Any) -> Any:
-    """Small tensors of a nested state as copies; streamed ones hold nothing."""
+    """A nested state with its small tensors copied to the CPU; streamed ones have no values."""
     if isinstance(value, dict):
         return {key: _copied(inner) for key, inner in value.items()}
     is_small = isinstance(value, Tensor) and not isinstance(value, FlatRuns)
@@ -381,7 +398,7 @@ def _copied(value: Any) -> Any:
 
 
 class BackgroundSave:
-    """A ticket for a save that goes on in a thread."""
+    """Ticket of a save in a thread."""
 
     def __init__(self, path: str, work: Callable[[], None]) -> None:
         self.path = path
@@ -410,7 +427,7 @@ class BackgroundSave:
 
     @property
     def error(self) -> str:
-        """What went wrong and was not raised yet; empty where nothing did, or it still runs."""
+        """Error that was not raised yet, in words; empty if none, or while the save runs."""
         if self._error is None or self.was_raised:
             return ""
         return f"the asynchronous save to {self.path} failed: {self._error}"
@@ -420,7 +437,7 @@ _last: BackgroundSave | None = None
 
 
 def in_background(path: str, work: Callable[[], None]) -> BackgroundSave:
-    """Run `work` in a thread. There is no other save under way."""
+    """Run `work` in a thread. The caller has made sure that no other save is under way."""
     global _last
     assert _last is None or _last.ready()
     _last = BackgroundSave(path, work)
@@ -434,12 +451,12 @@ def _error_at_the_end() -> str:
 
 
 def _running() -> str:
-    """Path of the save that is under way, or nothing."""
+    """Path of the save under way, or an empty string."""
     return "" if _last is None or _last.ready() else _last.path
 
 
 def _take_error() -> str:
-    """The error of the last save, once."""
+    """Error of the last save, in words; the second call returns an empty string."""
     if _last is None or not _last.ready():
         return ""
     error = _last.error
@@ -448,10 +465,11 @@ def _take_error() -> str:
 
 
 def _wait() -> None:
-    """Until no save is under way."""
+    """Wait until no save is under way."""
     if _last is not None:
         _last._thread.join()
 
 
-# Before the interpreter forbids threads to begin anything, which it does before it joins them.
+# At its end the interpreter forbids threads to begin anything before it joins them, so a save must
+# end earlier.
 threading._register_atexit(_wait)  # type: ignore[attr-defined]

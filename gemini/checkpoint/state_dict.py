@@ -1,12 +1,12 @@
-"""State dicts for torch.distributed.checkpoint with any writer or reader, as torch's own functions.
+"""State dicts for torch.distributed.checkpoint with any writer or reader, like torch's functions.
 
     model_state, optim_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=path)
     dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
 
-They hold copies of this rank's runs in host memory. `save_checkpoint` streams instead, and has
-checksums, random numbers and the rest.
+State dicts have copies of this rank's runs in host memory. `save_checkpoint` streams runs instead,
+and also saves checksums, random numbers, counters and schedulers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .save import state_of
 def get_state_dict(
     model: GeminiDDP, optimizer: TieredOptimizer | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the module's, the optimizer's), sharded; names are those of the inner module."""
+    """(state dict of the module, of the optimizer), sharded, with the inner module's names."""
     runs = ShardedState(model, optimizer, Keys())
     state = state_of(runs, model, optimizer, first=True)
 
@@ -45,7 +45,7 @@ def set_state_dict(
     model_state_dict: dict[str, Any],
     optim_state_dict: dict[str, Any] | None = None,
 ) -> None:
-    """The way back, for what `get_state_dict` made on this rank and DCP has filled."""
+    """Load state dicts that `get_state_dict` made on this rank and DCP has filled."""
     keys = Keys()
     given = {keys.weight(name): value for name, value in model_state_dict.items()}
     planes = (optim_state_dict or {}).get("state", {})

@@ -1,13 +1,15 @@
-"""What the dimensions of a mesh are for, and the place of every rank in it. Pure.
+"""Roles of the dimensions of a mesh, and the place of every rank in it. Pure.
 
 S shards · R replicas · T places of parameters that are split already
 
-Every parameter belongs to a sharding group, named by the dimensions that split it: `"world"` where
-none does. Its chunks are cut into shards, of each of which there are R replicas. Ranks at other
-places of the split have other elements of what is split, and the same of all else.
+Every parameter belongs to a sharding group, named by the dimensions that split it: `"world"` for a
+parameter that none splits. Its chunks are cut into S shards, each with R replicas. Ranks at
+different places of the split have different elements of a split parameter, and the same elements of
+all other parameters.
 
-Experts are split over a dimension whose ranks have other tokens: what they do not split is sharded
-over it too (S), and they are sharded over the rest. Their gradients are means over all R * S ranks.
+Experts are split over a dimension whose ranks have different tokens. So all other parameters are
+sharded over it too (S), and experts are sharded over the other dimensions of S. Gradients of both
+are means over all R * S ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-WORLD = "world"  # the group of what no dimension splits
+WORLD = "world"  # the group of parameters that no dimension splits
 
 REPLICATE = ("replicate", "dp_replicate")
 SHARD = ("shard", "dp_shard", "fsdp", "efsdp", "dp", "cp")
@@ -27,7 +29,7 @@ EXPERTS = "ep"  # splits experts, and shards the rest
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one rank stands in a mesh."""
+    """Place of one rank in a mesh."""
 
     shard: int
     replica: int
@@ -36,9 +38,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class GroupRoles:
-    """Of one sharding group, each in the order of the mesh: the dimensions that its parameters are
-    sharded over, those that split them, and those over which ranks have the same of them and come
-    to the same."""
+    """Mesh dimensions of one sharding group by role, each in the order of the mesh.
+
+    shard: its parameters are sharded over these. split: these split them. copies: ranks at
+    different places of these have the same elements and compute the same gradients.
+    """
 
     shard: tuple[str, ...]
     split: tuple[str, ...]
@@ -49,7 +53,8 @@ class GroupRoles:
 class MeshRoles:
     """A mesh with the role of each of its dimensions.
 
-    ranks: row-major, as the mesh has them. shard, split: `EXPERTS` shards what it does not split.
+    ranks: of the mesh, row-major. shard, split: `EXPERTS` is in `shard`, as it shards every
+    parameter that it does not split.
     """
 
     names: tuple[str, ...]
@@ -61,26 +66,26 @@ class MeshRoles:
 
     @property
     def num_shards(self) -> int:
-        """S, of what nothing splits."""
+        """S: shards of a chunk in the group `WORLD`."""
         return self._count(self.shard)
 
     @property
     def num_replicas(self) -> int:
-        """R."""
+        """R: replicas of a shard."""
         return self._count(self.replicate)
 
     @property
     def num_split(self) -> int:
-        """T."""
+        """T: places of parameters that are split, `EXPERTS` not counted."""
         return self._count(self.split)
 
     @property
     def num_means(self) -> int:
-        """Ranks that have other data: a gradient is the mean over them, of whatever group."""
+        """Ranks with different data, R * S: the gradient of any group is the mean over them."""
         return self.num_shards * self.num_replicas
 
     def group(self, name: str) -> GroupRoles:
-        """Of the sharding group of what the dimensions of this name split."""
+        """Roles in the sharding group `name`: dimensions that split, joined by `+`, or `WORLD`."""
         split = tuple(dim for dim in self.names if dim in name.split("+"))
         return GroupRoles(
             tuple(dim for dim in self.shard if dim not in split),
@@ -89,13 +94,13 @@ class MeshRoles:
         )
 
     def place(self, rank: int) -> Place:
-        """Of a rank by its number among all ranks."""
+        """Place of a rank, given by its number among all ranks."""
         at = dict(zip(self.names, self._coordinate(rank), strict=True))
         roles = (self.shard, self.replicate, self.split)
         return Place(*(self._index(names, at) for names in roles))
 
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that have the same shard of the same parameters, for each shard; none if R is 1."""
+        """Sets of ranks with the same shard of the same parameters; empty if R is 1."""
         if self.num_replicas == 1:
             return ()
         alike: dict[tuple[int, int], list[int]] = {}
@@ -125,11 +130,13 @@ def roles_of(
     split: Sequence[str],
     world_size: int,
 ) -> MeshRoles:
-    """The roles of a mesh's dimensions, by their names.
+    """Roles of a mesh's dimensions, by their names.
 
-    names: None where the mesh has none: (replicate, shard), as `fully_shard` takes it. split: the
-    dimensions that a parameter is split or replicated over by torch; `world_size`: all ranks.
-    Raises ValueError, with the names, for what cannot be carried out.
+    names: None for a mesh without names, which is (replicate, shard) as in `fully_shard`.
+    sizes, ranks: of the mesh; ranks row-major.
+    split: the dimensions over which torch has split or replicated a parameter.
+    world_size: number of all ranks.
+    Raises ValueError, with the names, for a mesh that cannot be carried out.
     """
     if names is None:
         if len(sizes) != 2:

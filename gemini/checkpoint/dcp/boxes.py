@@ -1,13 +1,13 @@
 """Runs of a flattened tensor as boxes of its N-dimensional shape: DCP knows boxes, shards are runs.
 
 A run [start, stop) is a part of a row, whole rows and a part of a row, and so on inwards: at most
-2N - 1 boxes (offsets and sizes). They come in the order of the run, and each is contiguous in it.
-Where a rank has several segments of a dimension (fused matrices that torch has split), a box is cut
-into those, which are strided in it.
+2N - 1 boxes (offsets and sizes). Boxes come in the order of the run, and each is contiguous in it.
+If a rank has several segments of a dimension (fused matrices that torch has split), a box is cut at
+the segments, and its pieces are strided in the run.
 
-A `FlatRuns` stands for a whole parameter, or a plane of its state, of which this rank holds some
-runs. It tells DCP their boxes. Mostly it holds no values: those are streamed by the writer and the
-reader of this package, which finds what was saved of a box in `PartsOf` a tensor.
+A `FlatRuns` stands for a whole parameter, or a plane of its state, of which this rank has some
+runs. It tells DCP their boxes. In a save or a load it has no values: the writer and the reader of
+this package stream them, and the reader finds the saved parts of a box with `PartsOf`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The part of a tensor of which a rank has runs: all of it, or what torch has split off."""
+    """Part of a tensor of which a rank has runs: all of it, or its segments of a split tensor."""
 
     shape: tuple[int, ...]  # of the whole
     segments: tuple[Segments, ...]  # by dimension
@@ -72,8 +72,10 @@ class Region:
 
 
 def boxes_of_region(region: Region, start: int, stop: int) -> tuple[Box, ...]:
-    """Boxes of the whole tensor of elements [start, stop) of the flattened region; the `start` of
-    each counts in the region, in which it has the region's strides."""
+    """Boxes, in the whole tensor, of elements [start, stop) of the flattened region.
+
+    The `start` of each box counts in the region, in which the box has the region's strides.
+    """
     boxes = boxes_of_run(region.sizes, start, stop)
     if region.sizes == region.shape:
         return boxes  # all of the tensor
@@ -89,7 +91,7 @@ def boxes_of_region(region: Region, start: int, stop: int) -> tuple[Box, ...]:
 
 
 def is_contiguous(box: Box, region: Region) -> bool:
-    """Whether the elements of a box follow each other in the flattened region."""
+    """Whether a box is one run of the flattened region."""
     expected = 1
     for size, stride in zip(reversed(box.sizes), reversed(region.strides), strict=True):
         if size > 1 and stride != expected:
@@ -99,8 +101,8 @@ def is_contiguous(box: Box, region: Region) -> bool:
 
 
 def _overlaps(segments: Segments, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-    """(place in the region, offset in the whole, size) of what [start, start + numel) has of each
-    segment."""
+    """(place in the region, offset in the whole, size) of the overlap of [start, start + numel)
+    with each segment."""
     before = 0
     for offset, size in segments:
         first, last = max(start, before), min(start + numel, before + size)
@@ -110,7 +112,7 @@ def _overlaps(segments: Segments, start: int, numel: int) -> Iterator[tuple[int,
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """The boxes of elements [start, stop) of a flattened tensor of `shape`, in order."""
+    """Boxes of elements [start, stop) of a flattened tensor of `shape`, in order."""
     assert 0 <= start <= stop <= prod(shape)
     if start == stop:
         return ()
@@ -120,7 +122,7 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]
 def _cut(
     shape: tuple[int, ...], start: int, stop: int, outer: tuple[int, ...], base: int
 ) -> Iterator[Box]:
-    """Boxes of [start, stop) of one inner tensor, which begins at `base` of the whole one."""
+    """Boxes of [start, stop) of an inner tensor that begins at element `base` of the whole one."""
     ones = (1,) * len(outer)
     if len(shape) <= 1:
         sizes = (stop - start,) if shape else ()
@@ -145,7 +147,7 @@ def _cut(
 
 
 class Overlap(NamedTuple):
-    """Elements that a box has in common with a part: the same ones, counted in each."""
+    """Elements that a box shares with a saved part, by their offsets in each of the two."""
 
     part: SavedPart
     in_part: tuple[int, ...]
@@ -154,7 +156,7 @@ class Overlap(NamedTuple):
 
 
 class PartsOf:
-    """Parts of one tensor, to be found by a box that is wanted."""
+    """Saved parts of one tensor, searched by box."""
 
     def __init__(self, parts: Sequence[SavedPart]) -> None:
         self._alike = {(part.offsets, part.sizes): part for part in parts}
@@ -162,7 +164,7 @@ class PartsOf:
         self._all = parts
 
     def overlaps(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Overlap]:
-        """What the parts have of a box, in the order of their places in it."""
+        """Overlaps of a box with the saved parts, in the order of the parts' offsets."""
         same = self._alike.get((offsets, sizes))
         if same is not None:  # saved as it is asked for: the usual case
             zeros = (0,) * len(sizes)
@@ -202,7 +204,7 @@ FlatRun = tuple[int, int]  # first element, and how many
 
 
 class FlatRuns(Tensor):
-    """A tensor of which this rank has `runs`; see the top of the file."""
+    """Description of a tensor of which this rank has `runs`; see the top of the file."""
 
     runs: tuple[FlatRun, ...]
     order: tuple[int, ...]  # of each run among all runs of this rank, as they are stored
@@ -242,15 +244,15 @@ class FlatRuns(Tensor):
         )
 
     def flat_part(self, whole: Tensor) -> Tensor:
-        """The elements in which runs count, flat, of values of `shape`."""
+        """Elements of the region, flat, of a whole tensor of `shape`."""
         return part_of(whole, self.region.segments).reshape(-1)
 
     def boxes_by_run(self) -> list[tuple[int, tuple[Box, ...]]]:
-        """(first element, boxes) of all runs, in order."""
+        """(first element, boxes) of each run, in order."""
         return [(s, boxes_of_region(self.region, s, s + n)) for s, n in self.runs]
 
     def boxes(self) -> list[Box]:
-        """Of all runs, in order."""
+        """Boxes of all runs, in order."""
         return [box for _, boxes in self.boxes_by_run() for box in boxes]
 
     # -- the protocol of torch.distributed._checkpointable --
@@ -278,7 +280,7 @@ class FlatRuns(Tensor):
 
 
 def in_run(values: Tensor, start: int, box: Box, region: Region) -> Tensor:
-    """A box in the elements [start, start + n) of a flattened region, `values` [n]: a view."""
+    """View of a box in `values` [n], the elements [start, start + n) of a flattened region."""
     return values[box.start - start :].as_strided(box.sizes, region.strides)
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a save or a load: one error on all; a save has a group of its own."""
+"""Ranks of a save or a load: an error of one is raised on all; a save has a group of its own."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _gloo_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class Ranks:
-    """All ranks that call together.
+    """All ranks of one save or load.
 
-    first: this one describes what all that hold the same parameters have alike.
-    is_pipeline: other ranks hold other parameters.
+    first: this rank describes the values that all ranks with the same parameters share.
+    is_pipeline: other ranks have other parameters.
     """
 
     def __init__(self, model: nn.Module, call: str, parts: Sequence[GeminiDDP] = ()) -> None:
-        """`call`: the function that all ranks are in, for the error where one is not.
+        """Check that all ranks call the same function.
 
-        parts: of a pipeline, where `model` is such. Raises CheckpointError for a call that has none
-            and gets one.
+        call: its name, for the error if a rank is elsewhere. parts: of `model`, see `parts_of`.
+        Raises CheckpointError for one part of a pipeline in a call that takes none.
         """
         together = model.engine.together if isinstance(model, GeminiDDP) else None
         if together is not None and not parts:
@@ -64,8 +64,10 @@ class Ranks:
                 )
 
     def together(self, work: Callable[[], T]) -> T:
-        """`work()` on every rank; where it fails on any, the same CheckpointError on all."""
+        """Run `work()` on every rank; if it fails on any, raise one CheckpointError on all."""
         value, failure = None, None
+        # The error waits until all ranks have gathered: a rank that raised at once would leave the
+        # others in the collective.
         try:
             value = work()
         except Exception as error:
@@ -78,11 +80,11 @@ class Ranks:
     def through_first(
         self, work: Callable[[], T], whole: Callable[[list[T]], list[Any]], group: Any
     ) -> Any:
-        """What `whole` has for this rank, on rank 0, of what `work` gives on every rank. Collective
-        over `group`.
+        """Run `work` on every rank and `whole` on rank 0, over the list of all results; return this
+        rank's entry of the list that `whole` returns. Collective over `group`.
 
-        Where either fails on any rank, the same CheckpointError on all; what is no error
-        (KeyboardInterrupt, SystemExit) stays what it is on the rank that has it.
+        If either fails on any rank, all raise the same CheckpointError; a KeyboardInterrupt or
+        SystemExit is raised as it is on the rank that has it.
         """
         mine, failure = _tried(work)
         every = self._at_first((mine, None if failure is None else _said(failure)), group)
@@ -101,7 +103,7 @@ class Ranks:
         return value
 
     def _at_first(self, value: Any, group: Any) -> list[Any] | None:
-        """Of all ranks, on rank 0."""
+        """Values of all ranks on rank 0, None on the others."""
         if self.world_size == 1:
             return [value]
         found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
@@ -109,7 +111,7 @@ class Ranks:
         return found
 
     def _from_first(self, values: list[Any] | None, group: Any) -> Any:
-        """The one for this rank."""
+        """This rank's entry of rank 0's `values`."""
         if self.world_size == 1:
             assert values is not None
             return values[0]
@@ -118,9 +120,11 @@ class Ranks:
         return mine[0]
 
     def group(self) -> Any:
-        """A gloo group for what a save says, which a thread may do. Collective the first time."""
+        """Gloo group for the collectives of a save in a thread. Collective the first time."""
         if self.world_size == 1:
             return None
+        # A group of its own: in the group of training the thread's collectives would have no order
+        # among those of the steps that run meanwhile.
         parent = self._comm.process_group
         if parent not in _gloo_groups:
             members = dist.get_process_group_ranks(parent)
@@ -142,7 +146,7 @@ def _failed(said: Sequence[_Said | None]) -> dict[int, _Said]:
 
 
 def _together(failed: dict[int, _Said]) -> CheckpointError:
-    """One error from those of some ranks; of their kind, where they are of one."""
+    """One error from those of some ranks; its class is theirs if they share one."""
     kinds = {kind for kind, _ in failed.values()}
     texts = list(dict.fromkeys(text for _, text in failed.values()))
     kind = kinds.pop() if len(kinds) == 1 else CheckpointError

@@ -1,6 +1,7 @@
-"""What can be loaded from: a folder of DCP, ours or not, a file of torch.save, or weights alone.
+"""Sources of a load: a folder of DCP, ours or not, a file of torch.save, or weights alone.
 
-`Reader` reads what an index says: verified units of our files; files of DCP's own writer, safely.
+`Reader` reads the items of an index: verified units of our files, or, without checksums, files of
+DCP's own writer, whose pickles run no code.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ RunWalk = Callable[[RunFiller], None]  # walks over this rank's runs in storage 
 
 
 class Reader:
-    """A checkpoint folder: its tensors and values by key."""
+    """Tensors and values of a checkpoint folder, by key."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises FormatError for what is no checkpoint, CorruptError for one that is damaged."""
+        """Raise FormatError for a folder that is no checkpoint, CorruptError for a damaged one."""
         self.path = folder
         self.manifest = read_manifest(folder)
         if not (folder / METADATA).exists():
@@ -84,9 +85,9 @@ class Reader:
 
     @torch.no_grad()
     def load_into(self, state: dict[str, Any]) -> None:
-        """Fill tensors in place, of sharded ones this rank's part; replace other values.
+        """Fill tensors in place (of a sharded one this rank's part) and replace other values.
 
-        Raises FormatError for a key that is a tensor in one and none in the other.
+        Raises FormatError for a key that was saved as a tensor and is no tensor in `state`.
         """
         for key, value in state.items():
             entry = self.index[key]
@@ -104,7 +105,9 @@ class Reader:
                     self._copy(key, entry, overlap, there)
 
     def fill(self, tensors: Mapping[str, FlatRuns], walk: RunWalk) -> None:
-        """Hand `walk` what gives every run of `tensors` its values."""
+        """Call `walk` with a filler that gives every run of `tensors` its saved values."""
+        # Reads are announced in storage order, which is the order in which `walk` asks: so units
+        # can be read ahead.
         runs = sorted(
             (order, key, run)
             for key, tensor in tensors.items()
@@ -141,7 +144,7 @@ class Reader:
 
 
 class _OurItems:
-    """Items of our files: verified, and with direct I/O."""
+    """Items of our own files, read with direct I/O and verified."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._units = UnitReader(folder, manifest.files)
@@ -151,14 +154,14 @@ class _OurItems:
         self._stack = ExitStack()
 
     def will_read(self, parts: Iterable[SavedPart]) -> None:
-        """What comes, in order."""
+        """Announce the parts of the reads to come, in order."""
         self._units.will_read(part[:3] for part in parts if part.file not in self._pinned)
 
     def data(self, part: SavedPart) -> bytes:
         return bytes(self._units.read(part.file, part.at, part.nbytes))
 
     def tensor(self, key: str, entry: SavedValue, part: SavedPart) -> Tensor:
-        """The whole item; good until the next call."""
+        """Whole item, valid until the next call."""
         assert entry.dtype is not None
         if not can_be_raw(entry.dtype):
             return _tensor_of(io.BytesIO(self.data(part)), key, part.sizes)
@@ -171,7 +174,7 @@ class _OurItems:
                 file = self._pinned[part.file]
                 self._streams[part.file] = PinnedStream(self._folder, file, self._stack)
             return self._streams[part.file].read(part.at, numel).view(part.sizes)
-        # elements come last
+        # an item is a header and then its elements
         view = self._units.read(part.file, part.at + part.nbytes - nbytes, nbytes)
         return torch.frombuffer(view, dtype=entry.dtype, count=numel).view(part.sizes)
 
@@ -189,7 +192,7 @@ class _DcpItems:
         self._recent: OrderedDict[tuple[str, int], Tensor] = OrderedDict()  # oldest first
 
     def will_read(self, parts: Iterable[SavedPart]) -> None:
-        """Nothing is read before it is asked for."""
+        """Do nothing: items are read on request."""
 
     def data(self, part: SavedPart) -> bytes:
         path = self._folder / part.file
@@ -236,7 +239,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 class WholeSource:
-    """Whole tensors and values by key: tensors of weights, or of a file of torch.save."""
+    """Whole tensors and values by key, of files of weights or of a file of torch.save."""
 
     def __init__(
         self, path: Path, values: Mapping[str, Any], sizes: Mapping[str, torch.Size | None]
@@ -244,7 +247,7 @@ class WholeSource:
         self.path, self.sizes, self._values = path, sizes, values
 
     def load_into(self, state: dict[str, Any]) -> None:
-        """As `Reader.load_into`."""
+        """Fill tensors in place and replace other values; see `Reader.load_into`."""
         for key, there in state.items():
             value = self._values[key]
             if not isinstance(there, Tensor):
@@ -257,7 +260,7 @@ class WholeSource:
             there.copy_(value)
 
     def fill(self, tensors: Mapping[str, FlatRuns], walk: RunWalk) -> None:
-        """As `Reader.fill`."""
+        """Call `walk` with a filler; see `Reader.fill`."""
         read: dict[str, Tensor] = {}  # the last one: runs of a tensor come one after the other
 
         def put(key: str, start: int, values: Tensor) -> bool:
@@ -272,14 +275,16 @@ class WholeSource:
         walk(put)
 
 
-# tensors and small values by key: `sizes` of every tensor, None for what is none
+# tensors and small values by key; `sizes` has the shape of a tensor, None for a value
 CheckpointSource = Reader | WholeSource
 
 
 def open_source(path: Path, names: Sequence[str], stack: ExitStack) -> CheckpointSource:
-    """Raises FormatError for what is no checkpoint, CorruptError for one that is damaged.
+    """Open a checkpoint, a file of torch.save, or weights.
 
-    stack: closes what stays open meanwhile.
+    names: of the optimizer's parameters in order, for states that are keyed by position.
+    stack: closes the files.
+    Raises FormatError for a path that is none of these, CorruptError for a damaged checkpoint.
     """
     if _has_weights_alone(path):
         tensors = LazyTensors(path, stack)
@@ -295,7 +300,7 @@ def open_source(path: Path, names: Sequence[str], stack: ExitStack) -> Checkpoin
 
 
 def _has_weights_alone(path: Path) -> bool:
-    """A file that begins as safetensors do, or a folder of weights and no checkpoint."""
+    """Whether a path is a file of safetensors, or a folder of weights without a checkpoint."""
     if path.is_dir():
         return not (path / METADATA).exists() and bool(weight_files(path))
     if not path.is_file():
@@ -306,7 +311,7 @@ def _has_weights_alone(path: Path) -> bool:
 
 
 def _values_of_file(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Of a file of torch.save: a module's state dict, or one with an optimizer's beside it.
+    """Values of a file of torch.save: a module's state dict, or a dict with an optimizer's too.
 
     names: of the optimizer's parameters in order, for states that are keyed by position.
     """
@@ -330,7 +335,7 @@ def _values_of_file(path: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _flat(prefix: str, value: Any, names: Sequence[str], levels: int) -> Iterator[tuple[str, Any]]:
-    """Leaves by their path, as DCP flattens; state by position under the names of parameters."""
+    """Leaves by their path, as DCP flattens; positions of parameters become their names."""
     if not levels:
         raise FormatError(f"{prefix:.80} is nested deeper than any state dict")
     if isinstance(value, Mapping) and value:

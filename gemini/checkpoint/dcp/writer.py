@@ -1,4 +1,4 @@
-"""Writes what DCP plans to one data file a rank, streamed state block by block, and commits."""
+"""Writer of a save: one data file a rank, state streamed block by block, and the commit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DCP_VERSION = "1.0.0"
 
 
 class RankFile:
-    """One rank's data file, and where in it the items lie."""
+    """One rank's data file, with the place of each item in it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
@@ -62,17 +62,20 @@ class RankFile:
         self._units.reserve(nbytes + items * (HEADER_BYTES + ITEM_ALIGN))
 
     def add_run(self, key: str, region: Region, start: int, values: Tensor) -> None:
-        """Write elements [start, start + n) of a flattened region, as one item a box."""
+        """Write elements [start, start + n) of a flattened region, one item for each box."""
         for box in boxes_of_region(region, start, start + values.numel()):
             mine = in_run(values, start, box, region)
             self.add_tensor(MetadataIndex(key, box.offsets), mine, box.sizes)
 
     def pin(self, version: StateVersion) -> None:
-        """Say where state is that is not written. Raises CheckpointError."""
+        """Write the file that names the pinned state's files. Raises CheckpointError."""
         self._pinned = write_pinned(self._folder / self.pinned_name, version)
 
     def add_pinned(self, key: str, region: Region, run: RunSpec, at: int) -> None:
-        """A run of the state that is pinned, from byte `at` of its stream, as one item a box."""
+        """Record the place of a pinned run, from byte `at` of its stream, one item for each box.
+
+        Raises CheckpointError for a region that torch has split into strided pieces.
+        """
         itemsize = ITEMSIZE[run.dtype]
         for box in boxes_of_region(region, run.start, run.start + run.numel):
             if not is_contiguous(box, region):
@@ -100,13 +103,13 @@ class RankFile:
 
 
 class Save:
-    """One save of one rank: what DCP plans goes to its file; rank 0 makes the folder a checkpoint.
+    """One save on one rank: DCP's items go to its file, and rank 0 makes the folder a checkpoint.
 
-    state: nested, for DCP. aliases: further key of a tensor -> the key that it is saved under.
+    state: nested, for DCP. aliases: another key of a tensor -> the key under which it is saved.
     """
 
     def __init__(self, ranks: Ranks, target: Path, keep_last: int | None) -> None:
-        """Rank 0 makes the folder. Collective. Raises CheckpointError on every rank."""
+        """Make the folder, on rank 0. Collective. Raises CheckpointError on every rank."""
         self.ranks, self.target = ranks, target
         self.state: dict[str, Any] = {}
         self.aliases: Mapping[str, str] = {}
@@ -125,10 +128,12 @@ class Save:
 
     @contextmanager
     def or_nothing(self) -> Iterator[None]:
-        """What fails inside leaves nothing of this save on disk."""
+        """Context of a save: an error inside removes all of it from the disk."""
         try:
             yield
         except BaseException:
+            # Callbacks run last in, first out: the file is closed, with its writes, before its
+            # folder is removed.
             with ExitStack() as stack:
                 if self._folder is not None:
                     stack.callback(self._folder.abandon)
@@ -141,10 +146,10 @@ class Save:
         stream: Callable[[RankFile], None] = lambda file: None,
         failure: BaseException | None = None,
     ) -> None:
-        """Write the checkpoint as DCP plans it. Collective, in any thread.
+        """Write the checkpoint by DCP's plan. Collective, in any thread.
 
-        stream: writes to the file what DCP must not ask for.
-        failure: of this rank, so far. Raises CheckpointError on every rank, whichever failed.
+        stream: writes the runs that DCP must not ask for.
+        failure: an earlier error of this rank. Raises CheckpointError on every rank if one failed.
         """
         planner = DefaultSavePlanner(flatten_sharded_tensors=False)
         ranks, group, file = self.ranks, self._group, self._file
@@ -167,10 +172,12 @@ class Save:
             return [None] * len(written)
 
         plan = planner.finish_plan(ranks.through_first(plan_mine, plan_all, group))
+        # Rank 0 commits only when all ranks have written and synced: one failure keeps all of them
+        # from a checkpoint with a hole.
         ranks.through_first(lambda: _written(file, stream, plan, planner), commit, group)
 
     def _commit(self, metadata: Metadata, written: list[_Written]) -> None:
-        """On rank 0."""
+        """Write `.metadata` and the manifest, and rename the folder; on rank 0."""
         assert self._folder is not None
         files = tuple(file for _, (file, _) in written)
         pinned = tuple(file for _, (_, file) in written if file is not None)
@@ -194,7 +201,7 @@ class Save:
         self._folder.commit(manifest, pickled, self._keep_last)
 
 
-# by one rank, all synced
+# places of one rank's items, and its files, all synced
 _Written = tuple[dict[MetadataIndex, _StorageInfo], tuple[DataFile, PinnedFile | None]]
 
 
@@ -219,7 +226,7 @@ def _written(
 
 
 def _add_aliases(metadata: Metadata, aliases: Mapping[str, str]) -> None:
-    """Tied parameters are saved once and found under each of their names."""
+    """Let a tied parameter, which is saved once, be found under each of its names."""
     items: dict[str, list[tuple[MetadataIndex, Any]]] = {}
     for index, place in metadata.storage_data.items():
         items.setdefault(index.fqn, []).append((index, place))

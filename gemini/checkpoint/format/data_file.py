@@ -1,12 +1,12 @@
-"""Files of one rank: its data, a stream of items, and where the state is that it has pinned.
+"""Files of one rank: its data, a stream of items, and a small file that names its pinned state.
 
-Both ways go through nvme's engine: direct I/O, several pieces at a time, checksums on the way, in a
-few staging buffers. An item is in torch.save's format from before zip files: all there is to say
-comes first, so that elements can be streamed behind it, and DCP's own reader can read it.
+Data is written and read by nvme's engine: direct I/O, several pieces at a time, checksummed in the
+transfer, in two or three staging buffers. An item has torch.save's format from before zip files:
+the header comes first, so that elements can be streamed after it, and DCP's own reader can read it.
 
-A pinned file is small and names the store's files that have the state. Its name is the checkpoint's
-own, so the store keeps the version while it exists (`nvme.versions`): until the checkpoint is
-deleted, or another takes its place.
+A pinned file names the store's files that have the state. Its name is unique to the checkpoint, and
+the store keeps the version while that file exists (`nvme.versions`): until the checkpoint is
+deleted, or another replaces it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from gemini.units import BLOCK_NUMEL, PAGE_BYTES, align_up
 from .manifest import JSON_BYTES, CorruptError, DataFile, PinnedFile, Unit, on_disk, read_file
 
 ITEM_ALIGN = 64  # of raw elements in a file, so that a buffer can be looked at as a tensor
-HEADER_BYTES = 512  # more than a header takes
+HEADER_BYTES = 512  # no header is larger
 # a block of Adam's state with its master, and room for the headers of its planes
 BUFFER_BYTES = align_up(12 * BLOCK_NUMEL + 16 * HEADER_BYTES, PAGE_BYTES)
 WRITE_BUFFERS = 2
@@ -79,7 +79,7 @@ _STORAGES = {
 
 
 class _Reduced:
-    """Pickles as a call: a function and its arguments."""
+    """An object whose pickle is a call of a function."""
 
     def __init__(self, *call: Any) -> None:
         self._call = call
@@ -100,7 +100,7 @@ def can_be_raw(dtype: torch.dtype) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def tensor_header(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
-    """What stands before raw elements so that `torch.load(weights_only=True)` reads a tensor."""
+    """Bytes before raw elements with which `torch.load(weights_only=True)` reads a tensor."""
     numel = prod(sizes)
     strides = tuple(accumulate(reversed(sizes[1:]), mul, initial=1))[::-1][: len(sizes)]
     storage = ("storage", _STORAGES[dtype], "0", "cpu", numel, None)
@@ -130,7 +130,10 @@ class _OpenUnit:
 
 
 class UnitWriter:
-    """Appends items to a new file. Memory: `buffers` staging buffers. One thread at a time."""
+    """Writer that appends items to a new file. One thread at a time.
+
+    Memory: `buffers` staging buffers of `buffer_nbytes`.
+    """
 
     def __init__(
         self, path: Path, *, buffer_nbytes: int = BUFFER_BYTES, buffers: int = WRITE_BUFFERS
@@ -148,7 +151,7 @@ class UnitWriter:
         return self._pool.nbytes
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate this much on disk now. Raises nvme.DiskFullError where it is not there."""
+        """Allocate `nbytes` on disk now. Raises nvme.DiskFullError if the disk has less."""
         try:
             calls.reserve(self._file.fd, max(nbytes, 1))
         except OSError as error:
@@ -156,12 +159,14 @@ class UnitWriter:
             raise transfer_error("write", path, 0, nbytes, error.errno or 0) from error
 
     def append(self, header: bytes, values: Tensor) -> tuple[int, int]:
-        """Write `header` and the elements behind it; (offset, length) of both together.
+        """Write `header` and then the elements; return (offset, length) of both together.
 
-        `values` has any device and is copied before this returns.
+        `values` may be on any device and is copied before this returns.
         """
         flat = values.detach().reshape(-1)
         total = len(header) + flat.nbytes
+        # An item that fits one unit is not cut in two, so that a read of it takes one unit; a
+        # larger one begins in this unit only if its header fits.
         if total + ITEM_ALIGN > self._room and (
             total + ITEM_ALIGN <= self._capacity or len(header) + 2 * ITEM_ALIGN > self._room
         ):
@@ -207,7 +212,7 @@ class UnitWriter:
             self.close()
 
     def close(self) -> None:
-        """Wait for what is under way; the file stays as it is. Raises TransferError."""
+        """Wait for the transfers under way; the file stays as it is. Raises TransferError."""
         self._writes.abandon()
         self._engine.close()
         self._file.close()
@@ -221,9 +226,11 @@ class UnitWriter:
         self._now.used += len(data)
 
     def _flush(self) -> None:
-        """Send the unit to the disk and begin the next one in a buffer that is free."""
+        """Send the unit to the disk and begin the next one in a free buffer."""
         now = self._now
         nbytes = align_up(now.used, PAGE_BYTES)
+        # Direct I/O writes whole pages; the tail of the last one must not be what a unit before
+        # left in this buffer.
         self._put(bytes(nbytes - now.used))
         ticket = self._engine.write(
             Transfer(self._file, now.offset, now.buffer.view[:nbytes], True)
@@ -234,10 +241,10 @@ class UnitWriter:
 
 
 class UnitReader:
-    """Reads the units of several files, verified, some ahead. One thread at a time."""
+    """Reader of the units of several files, verified, some read ahead. One thread at a time."""
 
     def __init__(self, folder: Path, files: Sequence[DataFile]) -> None:
-        """Raises CorruptError where a file has another size than the manifest says."""
+        """Raise CorruptError if a file has another size than in the manifest."""
         for file in files:
             check_there(folder / file.name, file.nbytes)
         self._folder = folder
@@ -251,7 +258,7 @@ class UnitReader:
         self._next = 0  # of `_order`
 
     def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """(file, offset, bytes) of the reads to come, in order: what is read ahead."""
+        """Announce reads, (file, offset, bytes) in order: their units are read ahead."""
         order: list[_Key] = []
         for name, offset, nbytes in ranges:
             for number in self._file(name).units_of(offset, nbytes):
@@ -260,7 +267,7 @@ class UnitReader:
         self._order, self._next = order, 0
 
     def read(self, name: str, offset: int, nbytes: int) -> memoryview:
-        """Bytes of a file, good until the next call. Raises CorruptError."""
+        """Bytes of a file, valid until the next call. Raises CorruptError."""
         if nbytes == 0:
             return memoryview(b"")
         file = self._file(name)
@@ -280,7 +287,7 @@ class UnitReader:
         return memoryview(whole)
 
     def verify(self, said: Callable[[str, int], None] = lambda name, nbytes: None) -> None:
-        """Read everything once. Raises CorruptError for the first file that is not as written."""
+        """Read every unit once. Raises CorruptError for the first file with another content."""
         self.will_read((file.name, 0, file.nbytes) for file in self._files.values())
         for file in self._files.values():
             for number in range(len(file.units)):
@@ -288,6 +295,7 @@ class UnitReader:
             said(file.name, file.nbytes)
 
     def close(self) -> None:
+        # A read under way writes into its buffer, which must not be freed before it ends.
         for ticket, _ in self._cache.values():
             settle(ticket)
         self._cache.clear()
@@ -321,7 +329,7 @@ class UnitReader:
         return buffer.view[: unit.nbytes]
 
     def _read_ahead(self, key: _Key) -> None:
-        """Begin the reads that are planned behind `key`, as far as buffers allow."""
+        """Begin the announced reads after `key`, as far as buffers allow."""
         try:
             here = self._order.index(key, self._next)
         except ValueError:
@@ -333,7 +341,10 @@ class UnitReader:
                 self._begin(ahead, keep=coming)
 
     def _begin(self, key: _Key, keep: Sequence[_Key]) -> None:
-        """Begin to read a unit, over the one that was used longest ago."""
+        """Begin to read a unit, in the buffer of the unit that was used longest ago.
+
+        keep: units whose buffers are not taken.
+        """
         if not self._pool.num_free:
             oldest = next(old for old in self._cache if old not in keep)
             ticket, buffer = self._cache.pop(oldest)
@@ -360,7 +371,7 @@ _Key = tuple[str, int]  # file, number of the unit
 
 
 def check_there(path: Path, nbytes: int) -> None:
-    """Raise CorruptError where `path` is no file of this many bytes."""
+    """Raise CorruptError unless `path` is a file of this many bytes."""
     try:
         status = path.stat()
     except OSError as error:
@@ -377,12 +388,12 @@ def check_there(path: Path, nbytes: int) -> None:
 
 
 def pinned_name(rank: int) -> str:
-    """Of no other checkpoint."""
+    """Name of a rank's pinned file, which no other checkpoint has."""
     return f"__{rank}_0.{secrets.token_hex(4)}.pinned"
 
 
 def write_pinned(path: Path, version: StateVersion) -> PinnedFile:
-    """The small file of one rank, synced. Raises CheckpointError."""
+    """Write one rank's pinned file, synced. Raises CheckpointError."""
     data = version.encode()
     with on_disk("write", path):
         calls.write_whole(path, data)
@@ -390,10 +401,10 @@ def write_pinned(path: Path, version: StateVersion) -> PinnedFile:
 
 
 class PinnedStream:
-    """Reads the state that one rank has pinned, verified."""
+    """Reader of the state that one rank has pinned, verified."""
 
     def __init__(self, folder: Path, file: PinnedFile, stack: ExitStack) -> None:
-        """stack: closes the store's files. Raises CorruptError."""
+        """Open the store's files, which `stack` closes. Raises CorruptError."""
         self._path = folder / file.name
         data = read_file(self._path, max(file.file_nbytes, JSON_BYTES))
         if len(data) != file.file_nbytes or zlib.crc32(data) != file.crc32:
@@ -421,7 +432,7 @@ class PinnedStream:
             raise CorruptError(f"{self._path}: {error}") from error
 
     def read(self, at: int, numel: int) -> Tensor:
-        """[numel] elements, good until the next call. Raises CorruptError."""
+        """Elements [numel] from byte `at`, valid until the next call. Raises CorruptError."""
         try:
             return self._reader.read(at, numel)
         except (nvme.NvmeError, ValueError) as error:
@@ -443,7 +454,7 @@ class PinnedStream:
 
 
 def verify_pinned(folder: Path, file: PinnedFile, say: Callable[[str, int], None]) -> None:
-    """Read all that a rank has pinned. Raises CorruptError."""
+    """Read all state that a rank has pinned, once. Raises CorruptError."""
     with ExitStack() as stack:
         PinnedStream(folder, file, stack).verify()
         say(file.name, file.nbytes)

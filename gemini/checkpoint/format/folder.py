@@ -1,23 +1,24 @@
-"""The folder of a checkpoint: made beside its place, complete before it is renamed into it.
+"""Folder of a checkpoint: written under a temporary name, complete before it is renamed.
 
     PARENT/.NAME.saving   while it is written, with a lock file of rank 0
-    PARENT/NAME           a checkpoint: its manifest is there, and was written last
-    PARENT/latest         a symlink to the newest one
+    PARENT/NAME           a checkpoint: it has a manifest, which was written last
+    PARENT/latest         a symlink to the newest checkpoint
     PARENT/.latest.RANDOM the link, before it is renamed to `latest`
-    PARENT/.NAME.deleting on its way out (`keep_last`)
+    PARENT/.NAME.deleting a checkpoint that is being deleted (`keep_last`)
 
-What is dead is recognised by its content and its lock, reported, and removed by the next save.
-Anybody may have a folder `.thesis.saving`, so a name says nothing. A folder is ours if it has our
-lock file, or a manifest: the lock file is the first that is made in one and the last that is
-removed, and is locked for as long as its owner lives.
+A dead folder (its process was killed) is recognised by its content and its lock, reported, and
+removed by the next save. A name alone proves nothing: anybody may have a folder `.thesis.saving`.
+A folder is ours if it has our lock file, or a manifest. The lock file is the first file that is
+made in a folder and the last that is removed, and is locked for as long as its owner lives.
 
-[Note: order on disk] A name is synced before anything that depends on it begins: the files of a
-checkpoint before it is renamed into its place, that before `latest` points to it and before what it
-replaced is removed, and a name that is to vanish before the files under it. So a disk that lost its
-power holds under every name a whole checkpoint or none.
+[Note: order on disk] A name is synced before anything that depends on it begins. The files of a
+checkpoint are synced before it is renamed into its place; the rename before `latest` points to it
+and before the checkpoint that it replaced is removed; the removal of a name before the files under
+it are removed. So after a power failure every name has a whole checkpoint, or none.
 
-[Note: newborn folders] Between its making and its lock a folder looks dead. Who removes one holds
-its lock meanwhile, and who makes one looks, once it has the lock, whether it is there.
+[Note: newborn folders] A folder looks dead between its making and its lock. So a process that
+removes a folder has its lock meanwhile, and a process that made one checks, once it has the lock,
+that the lock file still exists.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ _LINK = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}")
 
 
 class SaveFolder:
-    """The folder of one save, on the rank that commits it. Other ranks write into `path`."""
+    """Folder of one save, on the rank that commits it. Other ranks write into `path`."""
 
     def __init__(self, target: Path) -> None:
-        """Raises CheckpointError, before anything is changed, for a place that cannot take one."""
+        """Make and lock `path`. Raises CheckpointError, before anything is changed, if `target`
+        cannot be a checkpoint."""
         self.target = target
         self.path = saving_path(target)
         check_target(target)
@@ -85,6 +87,8 @@ class SaveFolder:
             older = list(checkpoints(parent))
         sequence = max((found.sequence for _, found in older), default=0) + 1
         last = replace(manifest, sequence=sequence).encode()
+        # The manifest goes last: a folder that has one is complete. For the syncs below see
+        # [Note: order on disk].
         for name, data in ((METADATA, metadata), (NAME, last)):
             with on_disk("write", self.path / name):
                 calls.write_whole(self.path / name, data)
@@ -111,12 +115,12 @@ class SaveFolder:
                 _delete(path)
 
     def abandon(self) -> None:
-        """Remove what was written, and what it has replaced already."""
+        """Remove the folder, or the old checkpoint that the rename has put in its place."""
         remove_folder(self.path)
         self._let_go()
 
     def _let_go(self) -> None:
-        """Give the lock back; a checkpoint in its place does not need its file."""
+        """Release the lock, and remove its file from a finished checkpoint."""
         if self._dropped.detach():
             with contextlib.suppress(OSError):
                 calls.unlink(self.target / LOCK)
@@ -128,7 +132,7 @@ def saving_path(target: Path) -> Path:
 
 
 def check_target(target: Path) -> None:
-    """Raise CheckpointError where a checkpoint cannot be put at `target`."""
+    """Raise CheckpointError if `target` cannot be a checkpoint's path."""
     if target.name in ("", "..", LATEST) or target.is_symlink():
         raise CheckpointError(
             f"cannot save to {target}: it is the link to the newest checkpoint, or no name; give "
@@ -146,9 +150,9 @@ def check_target(target: Path) -> None:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest of the folder that it is.
+    """Path of a checkpoint: `path` itself, or the newest checkpoint in that folder.
 
-    Raises FormatError where there is none. Reports what a dead save left beside it.
+    Logs the folders of dead saves next to it. Raises FormatError if there is no checkpoint.
     """
     if not path.exists():
         partial = " (a save to it did not end)" if saving_path(path).exists() else ""
@@ -164,7 +168,7 @@ def find(path: Path) -> Path:
 
 
 def checkpoints(parent: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Checkpoints of a folder that can be read, by name."""
+    """Readable checkpoints of a folder with their manifests, ordered by name."""
     for path in sorted(parent.iterdir()):
         if path.is_symlink() or not path.is_dir() or path.name.startswith("."):
             continue
@@ -177,9 +181,10 @@ def checkpoints(parent: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def dead(parent: Path) -> Iterator[Path]:
-    """What saves and deletions in `parent` left whose process died, each locked meanwhile.
+    """Folders and links in `parent` of saves and deletions whose process died.
 
-    A link that was to become `latest` is its owner's while the folder that it points to is locked.
+    Each folder is locked until the next is asked for. A link that was to become `latest` is alive
+    while the folder that it points to is locked.
     """
     try:
         names = sorted(os.listdir(parent))
@@ -199,11 +204,11 @@ def dead(parent: Path) -> Iterator[Path]:
 
 
 def remove_dead(parent: Path) -> None:
-    """Remove what `dead` finds, and say so."""
+    """Remove the paths that `dead` yields, and log them."""
     found = False
     for path in dead(parent):
         if not found:
-            calls.sync_folder(parent)  # what is gone by its name may not come back half empty
+            calls.sync_folder(parent)  # see [Note: order on disk]
             found = True
         log.warning("removed %s, left by a save that did not end", path)
         if path.is_symlink():
@@ -213,7 +218,7 @@ def remove_dead(parent: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Remove a checkpoint so that no half of it is ever taken for one."""
+    """Delete a checkpoint under another name, so that no half of it is taken for one."""
     away = path.parent / f".{path.name}{_DELETING}"
     try:
         calls.rename(path, away)
@@ -225,6 +230,8 @@ def _delete(path: Path) -> None:
 
 
 def _point_latest_to(target: Path) -> None:
+    # A symlink cannot be changed in place: a new one is renamed over it, so that `latest` always
+    # exists.
     link = target.parent / f".{LATEST}.{secrets.token_hex(4)}"
     calls.symlink(target.name, link)
     try:
@@ -235,7 +242,7 @@ def _point_latest_to(target: Path) -> None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Swap two folders in one step. Raises CheckpointError where the file system cannot."""
+    """Swap two folders in one step. Raises CheckpointError if the file system cannot."""
     try:
         calls.exchange(new, old)
     except OSError as error:
@@ -248,9 +255,9 @@ def _exchange(new: Path, old: Path) -> None:
 
 
 def make_locked(path: Path) -> int:
-    """Make a folder and hold its lock, a descriptor. See [Note: newborn folders].
+    """Make a folder, lock it, and return the lock's descriptor. See [Note: newborn folders].
 
-    Raises FileExistsError where there is one with content, OSError where it cannot be made.
+    Raises FileExistsError if a folder with content exists, OSError if none can be made.
     """
     while True:
         with contextlib.suppress(OSError):
@@ -268,6 +275,7 @@ def make_locked(path: Path) -> int:
         try:
             calls.pwritev(lock, [_MAGIC], 0)
             calls.lock(lock, fcntl.LOCK_EX)
+            # No link: a process that took the folder for dead has removed it; make another.
             if os.fstat(lock).st_nlink:
                 calls.fsync(lock)
                 calls.sync_folder(path)
@@ -281,7 +289,7 @@ def make_locked(path: Path) -> int:
 
 @contextmanager
 def locked_if_dead(path: Path) -> Iterator[bool]:
-    """Whether a folder is ours and its owner died; locked for as long as this lasts."""
+    """Whether a folder is ours and its owner died; it stays locked inside the context."""
     lock = _open_lock(path / LOCK)
     try:
         if lock is None:
@@ -294,7 +302,7 @@ def locked_if_dead(path: Path) -> Iterator[bool]:
 
 
 def refuse(path: Path, target: Path, what: str) -> NoReturn:
-    """Raise CheckpointError: `path`, which `what` to `target` needs, is somebody's."""
+    """Raise CheckpointError: `path`, which `what` (a verb) to `target` needs, is in use."""
     if owner_lives(path):
         raise CheckpointError(
             f"another {what} to {target} is under way; wait for it, or give another path"
@@ -306,7 +314,7 @@ def refuse(path: Path, target: Path, what: str) -> NoReturn:
 
 
 def owner_lives(path: Path) -> bool:
-    """Whether somebody holds the lock of a folder."""
+    """Whether a process has the lock of a folder."""
     lock = _open_lock(path / LOCK)
     if lock is None:
         return False
@@ -317,7 +325,7 @@ def owner_lives(path: Path) -> bool:
 
 
 def _locks(lock: int) -> bool:
-    """Lock the file, where nobody does."""
+    """Lock the file if no process has it locked; return whether it is locked now."""
     try:
         calls.lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -326,8 +334,8 @@ def _locks(lock: int) -> bool:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder of ours. What says that it is ours goes last, and stays where anything does:
-    whoever comes next goes on."""
+    """Remove a folder of ours. The lock file and the manifest go last, and stay if any other file
+    cannot be removed: the next save then still knows the folder and continues."""
     with contextlib.suppress(OSError):
         marks = {LOCK, NAME} & set(names := os.listdir(path))
         for name in sorted(set(names) - marks):
@@ -343,13 +351,14 @@ def remove_folder(path: Path) -> None:
 
 
 def _is_ours(lock: int, path: Path) -> bool:
-    """By the content of the lock file; one that is empty and alone was just being made."""
+    """Whether the lock file has our content, or is empty and alone, as in a newborn folder."""
     content = os.pread(lock, len(_MAGIC) + 1, 0)
     return content == _MAGIC or (not content and os.listdir(path) == [LOCK])
 
 
 def _open_lock(path: Path) -> int | None:
-    """Writable where it can be: on NFS only such a descriptor can be locked."""
+    """Descriptor of a lock file, None if it cannot be opened. Writable if possible: NFS locks no
+    other."""
     for access in (os.O_RDWR, os.O_RDONLY):
         with contextlib.suppress(OSError):
             return calls.open_file(path, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

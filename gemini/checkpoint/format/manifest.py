@@ -1,10 +1,10 @@
-"""What a checkpoint says of itself: its manifest, the index of its tensors, and what can be wrong.
+"""Manifest of a checkpoint, index of its tensors, and the errors of this package.
 
 `manifest.json` has two lines: a JSON object, and the crc32 of its bytes. A data file is a sequence
-of units, each written by one transfer and read whole, so that whatever is read is verified. The
-index says which part of which tensor lies in which bytes of which file. It comes from the manifest
-or from DCP's `.metadata` (`untrusted/metadata.py`), and both may be a stranger's: `check` compares
-an index with the files before memory is taken for a tensor.
+of units, each written by one transfer and read whole, so that every byte is verified when it is
+read. The index maps each part of a tensor to bytes of a file. It comes from the manifest or from
+DCP's `.metadata` (`untrusted/metadata.py`), and both may be a stranger's: `check` compares an index
+with the files before memory is taken for a tensor.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FORMAT_VERSION = 1
 PINNED_VERSION = 2  # of a checkpoint that is pinned to state in other files
 NAME = "manifest.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
-JSON_BYTES = 1 << 20  # a manifest or an index is no larger, but for
-JSON_SHARE = 4096  # one byte in so many of the data that it describes
-MAX_UNIT_BYTES = 16 << 20  # of a file that any version wrote: what reads takes memory for a few
-ROOM_BYTES = 32 << 20  # of memory, for what is made of a small file
-_OBJECTS_SHARE = 16  # bytes of memory that objects take for each that they have in a pickle
+JSON_BYTES = 1 << 20  # most bytes of a manifest or an index,
+JSON_SHARE = 4096  # plus one for each 4096 bytes of the data that it describes
+MAX_UNIT_BYTES = 16 << 20  # of a file of any version: a reader takes memory for a few units
+ROOM_BYTES = 32 << 20  # of memory, for the objects of a small file
+_OBJECTS_SHARE = 16  # bytes of memory for each byte of a pickle
 _MOST = 1 << 62  # bytes or elements
 _DTYPES = {
     str(kind).removeprefix("torch."): kind
@@ -49,20 +49,20 @@ class CheckpointError(RuntimeError):
 
 
 class MismatchError(CheckpointError, ValueError):
-    """The checkpoint is of another model or optimizer; lists every difference."""
+    """A checkpoint of another model or optimizer; the text lists every difference."""
 
 
 class CorruptError(CheckpointError):
-    """A file that is missing or does not read back as it was written; names the file."""
+    """A file that is missing or has other bytes than were written; the text names the file."""
 
 
 class FormatError(CheckpointError, ValueError):
-    """No checkpoint, or one of a format that this code does not read."""
+    """A path without a checkpoint, or a checkpoint of a format that this code does not read."""
 
 
 @contextmanager
 def on_disk(what: str, path: Path) -> Iterator[None]:
-    """An OSError inside becomes a CheckpointError: what could not be done, where, and why."""
+    """Context in which an OSError becomes a CheckpointError: "cannot `what` `path`: reason"."""
     try:
         yield
     except OSError as error:
@@ -73,12 +73,12 @@ def on_disk(what: str, path: Path) -> Iterator[None]:
 
 
 def memory_limit(pickle_bytes: int, data_bytes: int) -> int:
-    """Bytes of memory that a pickle may take, with `data_bytes` of data beside it."""
+    """Bytes of memory that a pickle may take, with `data_bytes` for its tensors."""
     return ROOM_BYTES + _OBJECTS_SHARE * pickle_bytes + data_bytes
 
 
 def read_file(path: Path, limit: int | None = None) -> bytes:
-    """All of a regular file. Raises CorruptError for what is none, or has more than `limit`."""
+    """Content of a regular file. Raises CorruptError for another kind, or above `limit` bytes."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
     except OSError as error:
@@ -100,7 +100,7 @@ def read_file(path: Path, limit: int | None = None) -> bytes:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of all files in a folder. Raises CorruptError."""
+    """Bytes of all files in a folder. Raises CorruptError."""
     try:
         with os.scandir(folder) as entries:
             return sum(entry.stat().st_size for entry in entries if entry.is_file())
@@ -109,13 +109,16 @@ def folder_bytes(folder: Path) -> int:
 
 
 def read_json(path: Path) -> bytes:
-    """A manifest or an index, bounded by what it describes: as objects it takes some 30 times its
-    size. Raises CorruptError."""
+    """Content of a manifest or an index. Raises CorruptError if it is missing or too large.
+
+    The limit grows with the files that it describes: parsed, JSON takes about 30 times its size in
+    memory.
+    """
     return read_file(path, JSON_BYTES + folder_bytes(path.parent) // JSON_SHARE)
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """None where the folder has none. Raises FormatError or CorruptError."""
+    """Manifest of a folder, None if it has no such file. Raises FormatError or CorruptError."""
     path = folder / NAME
     if not os.path.lexists(path):
         return None
@@ -131,19 +134,19 @@ class Unit:
 
     offset: int  # a multiple of the page size
     nbytes: int  # whole pages
-    checksum: int  # as nvme's engines make it
+    checksum: int  # of nvme's engines
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One file that a rank wrote."""
+    """One data file, which one rank wrote."""
 
     name: str
     nbytes: int
     units: tuple[Unit, ...]  # in order, without gaps
 
     def units_of(self, offset: int, nbytes: int) -> range:
-        """Indices of the units that hold these bytes."""
+        """Indices of the units with bytes [offset, offset + nbytes)."""
         first = bisect_right(self.units, offset, key=lambda unit: unit.offset) - 1
         last = bisect_right(self.units, offset + nbytes - 1, key=lambda unit: unit.offset)
         return range(first, max(first, last))
@@ -151,7 +154,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class PinnedFile:
-    """A small file that says where one rank's state is pinned."""
+    """A small file that names the files of one rank's pinned state."""
 
     name: str
     nbytes: int  # of the state, as one stream
@@ -161,21 +164,21 @@ class PinnedFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """Content of `manifest.json`: the files of a checkpoint with their checksums."""
 
     world_size: int
-    sequence: int  # grows with every checkpoint of a folder
+    sequence: int  # one more than the largest in the parent folder
     metadata_nbytes: int
     metadata_crc32: int
     files: tuple[DataFile, ...] = ()
     about: dict[str, Any] = field(default_factory=dict)  # for people: versions, time
-    # "metadata": crc32 of the `.metadata` that says the same; "tensors": see `encode_index`
+    # "metadata": crc32 of the `.metadata` with the same index; "tensors": see `encode_index`
     index: dict[str, Any] | None = None
     pinned: tuple[PinnedFile, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Of the folder's files."""
+        """Bytes of the folder's files, without the manifest."""
         pinned = sum(file.file_nbytes for file in self.pinned)
         return sum(file.nbytes for file in self.files) + self.metadata_nbytes + pinned
 
@@ -187,13 +190,14 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """A name for the content of all files."""
+        """Hash of the content of all files, 16 hexadecimal digits."""
         units = [(f.name, [u.checksum for u in f.units]) for f in self.files]
         units += [(f.name, [f.crc32]) for f in self.pinned]
         return hashlib.sha256(repr((self.metadata_crc32, units)).encode()).hexdigest()[:16]
 
     def encode(self) -> bytes:
-        """Without the index where a reader would find the manifest too large for its files."""
+        """Bytes of the manifest; the index is left out if with it a reader would find the manifest
+        too large for its files."""
         body: dict[str, Any] = {
             "format": PINNED_VERSION if self.pinned else FORMAT_VERSION,
             "world_size": self.world_size,
@@ -219,8 +223,8 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Manifest:
-        """Raises FormatError for another version, CorruptError where its checksum or what it says
-        is wrong."""
+        """Parse and check a manifest. Raises FormatError for another version, CorruptError for a
+        wrong checksum or wrong content."""
         text, _, rest = data.partition(b"\n")
         if rest != f"crc32 {zlib.crc32(text):08x}\n".encode():
             raise CorruptError(f"{path} is damaged: its checksum does not match")
@@ -250,7 +254,7 @@ class Manifest:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether this is the name of a file of a folder, and of nothing outside of it."""
+    """Whether a name stays inside its folder: no slash, no backslash, no NUL, not `.` or `..`."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set("/\\\0") & set(name)
 
 
@@ -268,7 +272,8 @@ def _pinned(name: str, body: Any) -> PinnedFile:
 
 
 def _file(name: str, body: Any) -> DataFile:
-    """Units follow each other from the beginning to the end, none larger than is ever written."""
+    """A file of a manifest. Raises ValueError for a bad name, gaps between units, or a unit that is
+    larger than any version writes."""
     if not is_plain_name(name):
         raise ValueError(f"{name!r:.80} is no file of the folder")
     units = tuple(Unit(*map(_whole, unit)) for unit in body["units"])
@@ -291,7 +296,7 @@ class SavedPart(NamedTuple):
 
     file: str
     at: int  # first byte
-    nbytes: int  # with what stands before the elements
+    nbytes: int  # with the header before the elements
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -308,8 +313,8 @@ Index = Mapping[str, SavedValue]
 
 
 def encode_index(index: Index, files: Sequence[str]) -> dict[str, Any]:
-    """key -> [dtype, size, parts]; a part is its file's number, its first byte, its bytes, offsets
-    and sizes, and all parts are one list."""
+    """Index as JSON: key -> [dtype, size, parts]. All parts are one flat list: for each its file's
+    number, first byte, bytes, offsets and sizes."""
     numbers = {name: number for number, name in enumerate(files)}
     return {
         key: [
@@ -328,10 +333,11 @@ def encode_index(index: Index, files: Sequence[str]) -> dict[str, Any]:
 
 
 def decode_index(body: Any, files: Mapping[str, int]) -> dict[str, SavedValue]:
-    """The way back. `files`: bytes by name, in order. Raises CorruptError."""
+    """Parse and check an index. `files`: bytes by name, in order. Raises CorruptError."""
     names, index = list(files), {}
     try:
         for key, (kind, size, numbers) in body.items():
+            # Exactly int: a float or a bool of JSON would pass as a number until it is an index.
             dtype, every = None if kind is None else _DTYPES[kind], [0, *size, *numbers]
             if set(map(type, every)) != {int} or min(every) < 0 or max(every) >= _MOST:
                 raise ValueError(f"{key:.80} has a place that is none")
@@ -349,7 +355,7 @@ def decode_index(body: Any, files: Mapping[str, int]) -> dict[str, SavedValue]:
 
 
 def check(index: Index, files: Mapping[str, int]) -> None:
-    """Raise CorruptError for an item outside of its file, or a tensor larger than its items.
+    """Raise CorruptError for an item outside of its file, or a tensor not as large as its items.
 
     files: bytes by name.
     """
@@ -383,9 +389,9 @@ def check(index: Index, files: Mapping[str, int]) -> None:
 
 
 def own_index(folder: Path, manifest: Manifest | None) -> Index | None:
-    """What the manifest of a folder says of its tensors. Raises CorruptError.
+    """Index in the manifest of a folder. Raises CorruptError.
 
-    None in a folder of an older version or of others, or where `.metadata` was replaced.
+    None for a folder of an older version or of another program, or if `.metadata` was replaced.
     """
     own = None if manifest is None else manifest.index
     if manifest is None or own is None or own.get("metadata") != manifest.metadata_crc32:
@@ -397,7 +403,7 @@ def own_index(folder: Path, manifest: Manifest | None) -> Index | None:
 
 
 def metadata_of(folder: Path, manifest: Manifest | None) -> bytes:
-    """`.metadata`, a pickle. Raises CorruptError where it is not what the manifest says."""
+    """Content of `.metadata`, a pickle. Raises CorruptError if it does not match the manifest."""
     path = folder / METADATA
     data = read_file(path)
     if manifest is not None and (

@@ -1,18 +1,18 @@
-"""Keys of a checkpoint, those of torch's own `get_state_dict`, and what torch has no place for.
+"""Keys of a checkpoint: those of torch's own `get_state_dict`, and `gemini.` keys for the rest.
 
     model.NAME                  weights: fp32 masters where there are any
     optim.state.NAME.PLANE      exp_avg, ...
     optim.state.NAME.step
     optim.param_groups.I.OPTION
-    gemini.common, gemini.rank.R    counters, schedulers, random numbers, buffers, extra, and which
-                                    files of a run's stores are on disk
+    gemini.common, gemini.rank.R    counters, schedulers, random numbers, buffers, extra, and the
+                                    names of a run's store files
 
-Each of the last is one uint8 tensor, written by torch.save and read with `weights_only`. Numpy's
-generator is kept as plain numbers.
+Each value under `gemini.` is one uint8 tensor, written by torch.save and read with `weights_only`.
+Numpy's generator is saved as plain numbers.
 
-Killed processes of a run leave files on disk, and a checkpoint knows them all by name. Who goes on
-from one removes those that hold no later step than it does. A store counts the steps of its own
-process, so a checkpoint says what each began at.
+Killed processes of a run leave files on disk, and a checkpoint has the names of all of them. A run
+that loads it removes the files whose last step is not later than its own. A store counts the steps
+of its own process, so a checkpoint also has the step at which each store began.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def rank_key(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Where a checkpoint keeps what: other programs choose other prefixes."""
+    """Prefixes of a checkpoint's keys: other programs choose others."""
 
     model: str = "model."
     optim: str = "optim."
-    # of tied parameters: under which of its names it was saved, where not under the first
+    # first name of a tied parameter -> the name under which it was saved
     weight_names: Mapping[str, str] = field(default_factory=dict)
     state_names: Mapping[str, str] = field(default_factory=dict)
 
@@ -59,7 +59,7 @@ class Keys:
         return f"{self.optim}state.{self.state_names.get(name, name)}.{plane}"
 
     def groups(self, keys: Collection[str]) -> dict[int, dict[str, str]]:
-        """Key of every option of every param group that is saved."""
+        """Saved param groups: group number -> option -> key."""
         found: dict[int, dict[str, str]] = {}
         for key in keys:
             if key.startswith(self.optim):
@@ -69,7 +69,7 @@ class Keys:
         return found
 
     def unexpected(self, keys: Collection[str], known: Collection[str]) -> list[str]:
-        """Weights that are saved and not known."""
+        """Saved keys of weights that the model does not have."""
         others = ("gemini.", self.optim)
         return [
             key
@@ -79,7 +79,7 @@ class Keys:
 
     @classmethod
     def find(cls, keys: Collection[str], params: Sequence[Sequence[str]]) -> Keys:
-        """The prefixes under which `keys` hold most of the parameters, each with all its names."""
+        """Prefixes under which `keys` have the most parameters. params: each with all its names."""
         wanted = {name for names in params for name in names}
         models: dict[str, int] = {}
         optims: dict[str, int] = {}
@@ -120,7 +120,7 @@ def _most(counts: dict[str, int], default: str) -> str:
 def differences(
     sizes: Mapping[str, torch.Size | None], wanted: Mapping[str, torch.Size]
 ) -> list[str]:
-    """What is missing of tensors that are wanted, or saved in another shape."""
+    """Texts: wanted tensors that are missing, or were saved in another shape."""
     texts = []
     for key, size in wanted.items():
         if key not in sizes:
@@ -132,7 +132,7 @@ def differences(
 
 
 def check_fits(path: Path, texts: Sequence[str]) -> None:
-    """Raise MismatchError with all differences, where there are any."""
+    """Raise MismatchError with all differences, if there are any."""
     if texts:
         raise MismatchError(
             f"{path} does not fit the model; strict=False loads what does: " + "; ".join(texts)
@@ -143,11 +143,12 @@ def check_fits(path: Path, texts: Sequence[str]) -> None:
 
 
 def encode(what: str, value: Any) -> Tensor:
-    """uint8 [n]. Raises CheckpointError for what `weights_only` would not load again."""
+    """Encode a value as uint8 [n]. Raises CheckpointError if `weights_only` cannot load it."""
     data = io.BytesIO()
     try:
         torch.save(value, data)
         data.seek(0)
+        # Loaded at once: a value that no load accepts must fail the save, and not the restart.
         torch.load(data, map_location="cpu", weights_only=True)
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
@@ -159,7 +160,7 @@ def encode(what: str, value: Any) -> Tensor:
 
 
 def decode(value: Tensor, what: str) -> dict[str, Any]:
-    """The dict that was encoded. Raises CorruptError."""
+    """Decode a dict of `encode`. Raises CorruptError."""
     found = safe_load(io.BytesIO(value.numpy().tobytes()), what)
     if not isinstance(found, dict):
         raise CorruptError(f"{what} cannot be read: it is a {type(found).__name__}")
@@ -167,7 +168,7 @@ def decode(value: Tensor, what: str) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """Of this process: torch, the CUDA device in use, numpy and Python."""
+    """State of this process's generators: torch, the CUDA device in use, numpy and Python."""
     name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     state = {
         "torch": torch.get_rng_state(),
@@ -190,7 +191,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def known_stores(optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, Any]:
-    """What a checkpoint says of the stores of all ranks, see `stores_of_run`. Collective."""
+    """Stores of all ranks, for a checkpoint; see `stores_of_run`. Collective."""
     mine: tuple[dict[str, int], int | None] = {}, None
     if isinstance(optimizer, TieredOptimizer):
         mine = optimizer.stores_of_run()
@@ -200,7 +201,7 @@ def known_stores(optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[
 
 
 def take_over_stores(saved: Mapping[str, Any], optimizer: TieredOptimizer) -> None:
-    """The optimizer goes on from where these were `known_stores`; empty: nothing was."""
+    """Let the optimizer continue from a checkpoint with these `known_stores`; empty: do nothing."""
     if saved:
         began = {str(name): int(at) for name, at in saved["began"].items()}
         optimizer.go_on_from(int(saved["step"]), began)

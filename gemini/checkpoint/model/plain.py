@@ -1,5 +1,5 @@
-"""Modules that are not wrapped, through our files: torch's own state dicts with any optimizer; runs
-with one of ours, so that state on disk is streamed here too."""
+"""Checkpoints of plain modules: torch's own state dicts with any optimizer, or runs with one of
+ours, so that state on disk is streamed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .state import RunState, StatePart, cut, names_of
 def plain_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, weights: bool = True
 ) -> dict[str, Any]:
-    """Nested, as torch's tutorials save it; tensors are the module's own."""
+    """State nested as in torch's tutorials; tensors are the module's own."""
     state: dict[str, Any] = {}
     if weights:
         state["model"] = dict(get_model_state_dict(model))
@@ -54,14 +54,14 @@ def load_plain(
     *,
     weights: bool = True,
 ) -> None:
-    """Raises MismatchError before anything is changed."""
+    """Load a plain module and its optimizer. Raises MismatchError before anything is changed."""
     template = plain_state(model, optimizer, weights=weights)
     flat, paths = flatten_state_dict(template)
     names = [[name] for name in template["model"]] if weights else names_of(model)
     keys = Keys.find(source.sizes.keys(), names)
     prefixes = {"model": keys.model, "optim": keys.optim}
     key_of = {name: prefixes[name.partition(".")[0]] + name.partition(".")[2] for name in flat}
-    for tied in names_of(model):  # saved under one of its names, it is there under each
+    for tied in names_of(model):  # saved under one of its names, it loads under each
         saved = [name for name in tied if f"{keys.model}{name}" in source.sizes]
         for name in tied if saved else ():
             if name not in saved:
@@ -92,7 +92,7 @@ def load_plain(
 
 
 def can_be_runs(module: nn.Module) -> bool:
-    """Whether its state dict is parameters and buffers that lie in memory as they are saved."""
+    """Whether a module's state dict has only parameters and buffers, in memory as in a file."""
     params = dict(module.named_parameters(remove_duplicate=False))
     known = params.keys() | dict(saved_buffers(module)).keys()
     return known == module.state_dict().keys() and all(
@@ -107,7 +107,7 @@ class PlainRuns(RunState):
     def __init__(
         self, module: nn.Module, optimizer: TieredOptimizer, keys: Keys, *, weights: bool = True
     ) -> None:
-        """Raises CheckpointError for an optimizer over other parameters."""
+        """Raise CheckpointError for an optimizer over other parameters."""
         self.names = names_of(module)
         params = {names[0]: module.get_parameter(names[0]).detach() for names in self.names}
         self.shapes = {name: param.size() for name, param in params.items()}

@@ -1,8 +1,8 @@
-"""What a module and its optimizer have to save, as runs; and the way back.
+"""State of a module and its optimizer as runs, to save and to load.
 
-`RunState` is what they share; `ShardedState` is that of a wrapped module, `StagesState` of the
-parts of a pipeline, `plain.PlainRuns` of a plain module whose optimizer is ours. State on disk
-passes through block by block.
+`RunState` is the base; `ShardedState` is for a wrapped module, `StagesState` for the parts of a
+pipeline, `plain.PlainRuns` for a plain module whose optimizer is ours. State on disk is read and
+written one block at a time.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ RunVisitor = Callable[[str, Region, int, Tensor], None]  # (key, region, first e
 
 @dataclass(frozen=True, slots=True)
 class WeightRun:
-    """A run of a weight that is no master, and where it is."""
+    """A run of a weight without a master, and its place in memory."""
 
     name: str
     start: int  # in the parameter
     numel: int
-    home: Any  # what the state knows a flat tensor by; see `RunState._weights_at`
+    home: Any  # key of a flat tensor; see `RunState._weights_at`
     offset: int  # in that tensor
 
 
@@ -52,18 +52,18 @@ class StatePart:
     """Optimizer state of some parameters."""
 
     target: Target
-    names: Sequence[str]  # of its parameters, also of those that other processes hold
-    name_of: Callable[[str], str]  # by the name that the target gives to a parameter
+    names: Sequence[str]  # of its parameters, with those whose shards are in other processes
+    name_of: Callable[[str], str]  # the target's name of a parameter -> its name here
 
 
 class RunState:
     """One process's part of a module and its optimizer: runs of weights, runs of planes.
 
-    The truth of a weight is its fp32 master where the optimizer has one; then it is no run of its
-    own. Subclasses say where the other weights are.
+    A weight with an fp32 master in the optimizer is saved as that master, and has no run of its
+    own. Subclasses know where the other weights are.
     """
 
-    names: Sequence[tuple[str, ...]]  # of every parameter, tied ones with all they have
+    names: Sequence[tuple[str, ...]]  # of every parameter; a tied one has several
     shapes: Mapping[str, torch.Size]  # of every parameter, whole, by its first name
     buffers: Mapping[str, Tensor]
     on_other_ranks: frozenset[str] = frozenset()  # names that other ranks have, of other parts
@@ -79,10 +79,11 @@ class RunState:
         with_weights: bool = True,
         silent: Collection[str] = (),
     ) -> None:
-        """dtypes: of every weight that is no master, by the parameter's name.
+        """Describe the runs of `parts` and `weights` as tensors for DCP.
 
+        dtypes: of every weight without a master, by the parameter's name.
         silent: parameters whose runs another rank shows.
-        Without weights, subclasses have no buffers and name no runs and dtypes of weights.
+        with_weights: False for subclasses that give no buffers, runs or dtypes of weights.
         """
         self._keys = keys
         self._weights = weights
@@ -132,7 +133,7 @@ class RunState:
         }
 
     def region(self, name: str) -> Region:
-        """What this process has runs of: all of the parameter, but for one that torch has split."""
+        """Region of a parameter in this process: all of it, unless torch has split it."""
         return Region.whole(self.shapes[name])
 
     @property
@@ -146,7 +147,7 @@ class RunState:
 
     @property
     def num_items(self) -> int:
-        """At most this many boxes."""
+        """Upper bound of the number of boxes of all runs."""
         return sum(
             len(tensor.runs) * max(1, 2 * tensor.ndim - 1) * tensor.region.num_boxes
             for tensor in self.tensors.values()
@@ -163,12 +164,12 @@ class RunState:
         }
 
     def small_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """By parameter's name what every process has whole, as torch's optimizers have it: `step`,
-        0-d fp32, and lines of matrices; what is optimized only."""
+        """State that every process has whole, by the name of an optimized parameter, as in torch's
+        optimizers: `step`, [] fp32, and lines of matrices."""
         raise NotImplementedError
 
     def set_small_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Of the parameters that have some; empty without an optimizer."""
+        """Copy `state` into `small_state`; parameters without an entry keep theirs."""
         for name, whole in self.small_state().items():
             for plane, value in state.get(name, {}).items():
                 whole[plane].copy_(value)
@@ -176,20 +177,20 @@ class RunState:
     # -- out --
 
     def visit(self, look: RunVisitor) -> None:
-        """Show every run, state on disk a block at a time. What is to be kept is copied."""
+        """Show every run, state on disk a block at a time. The visitor copies values it keeps."""
         self.visit_weights(look)
         for part in self._parts:
             part.target.visit_state(self.shown(part, look))
 
     def snapshot(self) -> Snapshot:
-        """The same as it is now, to be shown while training goes on."""
+        """Snapshot of this state, to be shown while training continues."""
         return Snapshot([self])
 
     def snapshot_parts(self) -> list[tuple[StatePart, StateSnapshot]]:
         return [(part, part.target.snapshot_state()) for part in self._parts]
 
     def visit_weights(self, look: RunVisitor) -> None:
-        """Show the weights that are no masters."""
+        """Show the weights without masters."""
         for home, runs in groupby(self._weights, key=lambda run: run.home):
             values = self._weights_at(home)
             for run in runs:
@@ -197,11 +198,11 @@ class RunState:
                 look(self._keys.weight(run.name), self.region(run.name), run.start, mine)
 
     def _weights_at(self, home: Any) -> Tensor:
-        """The flat tensor that holds runs of weights, as the checkpoint has them."""
+        """Flat tensor of weights at `home`, in the dtype of the checkpoint."""
         raise NotImplementedError
 
     def _set_weights(self, home: Any, values: Tensor) -> None:
-        """What `_weights_at` gave was filled."""
+        """Take back `values`, the tensor of `_weights_at`, after it was filled."""
 
     def shown(self, part: StatePart, look: RunVisitor) -> Callable[[StateRun], None]:
         def show(run: StateRun) -> None:
@@ -222,7 +223,7 @@ class RunState:
     def visit_pinned(
         self, pinned: PinnedRuns, look: Callable[[str, Region, RunSpec, int], None]
     ) -> None:
-        """Show where every run of the state is that is kept and not copied."""
+        """Show every pinned run of the state with the byte at which it begins."""
         (part,) = self._parts
         for run, at in pinned.runs:
             if self._shows(run, part):
@@ -233,9 +234,9 @@ class RunState:
 
     @torch.no_grad()
     def fill(self, put: RunFiller, given: Set[str] = frozenset()) -> None:
-        """Ask `put` for every run; what it does not have stays. Weights follow masters.
+        """Ask `put` for every run; runs that it does not have stay. Weights follow masters.
 
-        given: keys of which it has every run.
+        given: keys of which `put` has every run.
         """
         self._fill_weights(put)
         for part in self._parts:
@@ -249,6 +250,7 @@ class RunState:
                 if key is not None:
                     put(key, run.start, run.values)
 
+            # A load that replaces all state need not read the old state from disk first.
             whole = all(key_of(run) in given for run in part.target.state_runs())
             part.target.fill_state(source, whole=whole)
 
@@ -263,20 +265,20 @@ class RunState:
 
 
 class Snapshot:
-    """States as they were when this was made, while training goes on."""
+    """States at the moment when this was made, readable while training continues."""
 
     def __init__(self, states: Sequence[RunState]) -> None:
         self._states = [(state, state.snapshot_parts()) for state in states]
 
     def visit_memory(self, look: RunVisitor) -> None:
-        """What the next step changes in place."""
+        """Show all runs that the next step changes in place: weights, and state in memory."""
         for state, parts in self._states:
             state.visit_weights(look)
             for part, snapshot in parts:
                 snapshot.visit_resident(state.shown(part, look))
 
     def visit_disk(self, look: RunVisitor) -> None:
-        """What keeps its version until it was shown; in any thread."""
+        """Show state on disk, whose version is kept until then. Any thread may call."""
         for state, parts in self._states:
             for part, snapshot in parts:
                 snapshot.visit_disk(state.shown(part, look))
@@ -290,10 +292,10 @@ class Snapshot:
 class ShardedState(RunState):
     """One rank's part of a wrapped module and its optimizer. Nothing is gathered.
 
-    optimizer: None saves and loads weights alone, from and to masters where there are any. Before
-    there is an optimizer, the truth of a weight is its fp32 original.
-    weights: False leaves them out, masters too.
-    once: of ranks that have the same shard, one shows it: for a save.
+    optimizer: None saves and loads weights alone, as masters if the module has an optimizer, else
+        as fp32 originals.
+    weights: False leaves weights and masters out.
+    once: True for a save: one of the ranks that have the same shard shows it.
     """
 
     def __init__(
@@ -312,7 +314,7 @@ class ShardedState(RunState):
         self._engine = engine
         self._target = engine.target
         layout = engine.layout
-        # a base that is opaque is in no checkpoint, but for its digest: see `save.base_of`
+        # an opaque base is in no checkpoint: only its digest is, see `save.base_of`
         self.names = [spec.names for spec in layout.params if spec.form is None]
         self._regions = {
             spec.name: Region(*region_of(param))
@@ -371,11 +373,12 @@ class ShardedState(RunState):
             return {}
         shown: Mapping[Any, dict[str, Tensor]] = target.shown_state()
         whole = {target.names[id(param)]: state for param, state in shown.items()}
-        silent = self._silent  # a copy of a tied weight: another stage says it
+        silent = self._silent  # a copy of a tied weight: another stage shows it
         return {n: state for n, state in whole.items() if n in self.shapes and n not in silent}
 
     def fill(self, put: RunFiller, given: Set[str] = frozenset()) -> None:
         super().fill(put, given)
+        # Payloads that are gathered still have the values from before the load.
         self._engine.manager.release_all()
         self._engine.shards_changed()
 
@@ -387,7 +390,7 @@ class ShardedState(RunState):
 
 
 def parts_of(model: nn.Module) -> list[GeminiDDP]:
-    """The wrapped modules of this process in `model`: itself, or an `nn.ModuleList` of parts."""
+    """Wrapped modules of this process: `model` itself, or the parts in an `nn.ModuleList`."""
     if isinstance(model, GeminiDDP):
         return [model]
     if isinstance(model, nn.ModuleList):
@@ -398,10 +401,10 @@ def parts_of(model: nn.Module) -> list[GeminiDDP]:
 
 
 class StagesState(RunState):
-    """Of the parts of a pipeline that one process has, as `ShardedState` is of one.
+    """One process's parts of a pipeline and their optimizer: a `ShardedState` for each part.
 
-    A checkpoint of a pipeline is one of the whole model: each rank streams the runs of its parts,
-    under the names that their parameters have in it. So it loads at any number of stages.
+    A checkpoint of a pipeline has the whole model: each rank streams the runs of its parts, under
+    the names that their parameters have in the whole model. So it loads at any number of stages.
     """
 
     def __init__(
@@ -413,7 +416,7 @@ class StagesState(RunState):
         weights: bool,
         once: bool = False,
     ) -> None:
-        """Raises CheckpointError where the optimizer has other parts."""
+        """Raise CheckpointError if the optimizer has other parts."""
         if optimizer is not None:
             _check_parts(parts, optimizer)
         self._states = [
@@ -473,13 +476,13 @@ def _check_parts(parts: Sequence[GeminiDDP], optimizer: TieredOptimizer) -> None
 
 
 def cut(name: str, start: int, numel: int, home: Any, offset: int) -> Iterator[WeightRun]:
-    """A run of a weight in such of at most a block."""
+    """Cut a run of a weight into runs of at most one block."""
     for first in range(0, numel, BLOCK_NUMEL):
         yield WeightRun(name, start + first, min(BLOCK_NUMEL, numel - first), home, offset + first)
 
 
 def _named(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
-    """Every parameter with all its names, in registration order."""
+    """Parameters with all their names, in registration order."""
     if isinstance(model, GeminiDDP):
         engine = model.engine
         specs = engine.layout.params
@@ -493,10 +496,10 @@ def _named(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
 
 
 def names_of(model: nn.Module) -> list[tuple[str, ...]]:
-    """All names of every parameter, in registration order."""
+    """Names of every parameter, in registration order; a tied one has several."""
     return [names for _, names in _named(model)]
 
 
 def first_names(model: nn.Module) -> dict[int, str]:
-    """The first name of every parameter, by its id."""
+    """First name of every parameter, by the parameter's id()."""
     return {id(param): names[0] for param, names in _named(model)}

@@ -1,4 +1,5 @@
-"""Weights in files of safetensors, or of torch.save as Hugging Face names them, read one by one."""
+"""Weights in files of safetensors, or in torch.save files with Hugging Face's names, read one by
+one."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a file."""
+    """Name, dtype and shape of one tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -48,9 +49,10 @@ class TensorSpec:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors of a file of safetensors, or of a folder of weights, each read when it is asked for.
+    """Tensors of a file of safetensors, or of a folder of weights, each read on request.
 
-    A folder has safetensors, or else `pytorch_model*.bin`, which are mapped.
+    A folder has safetensors, or else `pytorch_model*.bin`, which are mapped. Raises FormatError for
+    a folder without either, and for a file that cannot be read.
     """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
@@ -69,14 +71,14 @@ class LazyTensors(Mapping[str, Tensor]):
             self._file_of.update((key, (file, key)) for key in file.keys())  # noqa: SIM118
 
     def tie(self, tied: Iterable[Sequence[str]]) -> None:
-        """A tied parameter is there under each of its names if it is under one."""
+        """Let a tied parameter be found under each of its names if it has one of them."""
         for names in tied:
             there = [name for name in names if name in self._file_of]
             for name in names if there else ():
                 self._file_of.setdefault(name, self._file_of[there[0]])
 
     def with_others(self, others: Mapping[str, Any]) -> LazyTensors:
-        """These and further names, each with what makes its tensor: as a file of this module."""
+        """Copy of this mapping with further names. others: an object with a file's methods each."""
         found = copy.copy(self)
         found._file_of = self._file_of | {name: (made, name) for name, made in others.items()}
         return found
@@ -96,7 +98,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return name in self._file_of  # and nothing is read, as by Mapping's own
 
     def spec_of(self, name: str) -> TensorSpec:
-        """Its dtype and shape, which take no reading. Raises FormatError for another dtype."""
+        """Dtype and shape of a tensor, from the header. Raises FormatError for an unknown dtype."""
         file, key = self._file_of[name]
         dtype, shape = file.described(key)
         if dtype not in _DTYPES:
@@ -106,16 +108,16 @@ class LazyTensors(Mapping[str, Tensor]):
         return TensorSpec(name, _DTYPES[dtype], tuple(shape))
 
     def sizes(self) -> dict[str, torch.Size]:
-        """Of all, read from headers."""
+        """Shapes of all tensors, from headers."""
         return {name: file.described(key)[1] for name, (file, key) in self._file_of.items()}
 
     def copy(self) -> dict[str, Tensor]:
-        """What a plain module's `load_state_dict` makes first; files are mapped, not read."""
+        """Dict of all tensors, mapped and not read, for `load_state_dict` of a plain module."""
         return {name: file.mapped(key) for name, (file, key) in self._file_of.items()}
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files that have a folder's weights: as its index says, where there is one."""
+    """Names of a folder's files of weights, from its index if it has one."""
     for index_name, pattern in ((INDEX, "*.safetensors"), (TORCH_INDEX, "*pytorch_model*.bin")):
         indices = sorted(folder.glob(f"*{index_name}"))
         if len(indices) == 1:
@@ -127,8 +129,8 @@ def weight_files(folder: Path) -> list[str]:
 
 
 class _Safetensors:
-    """A file of safetensors. A tensor is read into memory of its own: of a mapping what was read is
-    resident while it is there, and torch's count as data of the process."""
+    """A file of safetensors. A tensor is read into memory of its own: pages of a mapping stay
+    resident once they are read, and count as data of the process."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         from safetensors import safe_open
@@ -165,7 +167,7 @@ class _Safetensors:
         return into.view(dtype).reshape(entry["shape"])
 
     def mapped(self, key: str) -> Tensor:
-        """The same, of a mapping of the file, which stays."""
+        """Tensor of a mapping of the file; the mapping stays until the stack closes."""
         from safetensors import safe_open
 
         if self._mapping is None:
@@ -175,7 +177,7 @@ class _Safetensors:
 
 
 class _TorchFile:
-    """A state dict of torch.save, mapped, with the methods of `_Safetensors`."""
+    """A state dict of torch.save, mapped. It has the methods of `_Safetensors`."""
 
     def __init__(self, path: Path) -> None:
         content = load_mapped(path)
@@ -200,7 +202,8 @@ class _TorchFile:
 
 
 def _names_in(index: Path) -> list[str]:
-    """Of the files that an index names."""
+    """Sorted names of the files in an index. Raises FormatError for a damaged one, or for a name
+    outside of its folder."""
     try:
         names = set(json.loads(read_json(index))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""The index that `.metadata` has, a pickle of DCP's.
+"""Reader of the index in `.metadata`, a pickle of DCP's.
 
-It is read of folders that others wrote or that older versions did, with a list of what may be in
-it. What it says of tensors is compared with the bytes that the files have before any memory is
-taken for one.
+It reads folders that other programs or older versions wrote. Only listed classes and functions are
+allowed in the pickle. Sizes of tensors are compared with the bytes of the files before any memory
+is taken for a tensor.
 """
 
 from __future__ import annotations
@@ -63,15 +63,16 @@ _KINDS = frozenset(_CLASSES.values())
 
 
 def _size(*sizes: Any) -> torch.Size:
-    """torch.Size of a few numbers; what it holds is hashed later."""
+    """torch.Size of at most 64 ints. Raises ValueError for others."""
     (values,) = sizes
+    # Places are keys of a dict: other values would bring hash functions of their own.
     if len(values) > _MOST_DIMENSIONS or any(type(value) is not int for value in values):
         raise ValueError("sizes that are none")
     return torch.Size(values)
 
 
 def _empty(*nothing: Any) -> OrderedDict[Any, Any]:
-    """Filled by the instructions that follow, which are counted."""
+    """OrderedDict without content: later instructions fill it, and those are counted."""
     if nothing:
         raise ValueError("content")
     return OrderedDict()
@@ -92,7 +93,7 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
 
 
 def _check_key(fields: Mapping[Any, Any]) -> None:
-    """Of a MetadataIndex, which is a key: its hash is that of a few values."""
+    """Raise PickleError unless a MetadataIndex can be hashed by a string and a torch.Size."""
     if type(fields.get("fqn")) is not str or type(fields.get("offset")) not in (
         type(None),
         torch.Size,
@@ -102,20 +103,20 @@ def _check_key(fields: Mapping[Any, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """Stands for a class until an object of it is made."""
+    """Class in a pickle, until an object of it is made."""
 
     kind: type
 
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """Stands for a function until it is called."""
+    """Function in a pickle, until it is called."""
 
     call: Callable[..., Any]
 
 
 class _MetadataReader(PickleMachine):
-    """Makes plain values and objects of `_CLASSES`; an object is made once, and filled once."""
+    """Machine that makes plain values and objects of `_CLASSES`; each object is filled once."""
 
     def named(self, module: str, name: str) -> Any:
         self.take(OBJECT)
@@ -140,11 +141,12 @@ class _MetadataReader(PickleMachine):
         self.take(sum(8 * len(a) for a in arguments if type(a) in (tuple, list, str)))
         try:
             return function.call(*arguments)
-        except Exception as error:  # whatever it says of arguments that nobody gives it
+        except Exception as error:  # any kind: the arguments are a stranger's
             raise PickleError(f"it calls {function.call.__name__} with {error}") from error
 
     def fill(self, made: Any, fields: Any) -> None:
         kind = type(made)
+        # Once: a key that is in a dict already must not change its hash.
         if kind not in _KINDS or vars(made):
             self.wrong("a new object", made)
         if hasattr(made, "__setstate__"):
@@ -176,14 +178,18 @@ class _MetadataReader(PickleMachine):
 
 @no_collection()
 def read_index(pickled: bytes, folder: Path, manifest: Manifest | None) -> Index:
-    """Of the `.metadata` of a folder. Raises CorruptError where it is damaged or lies about its
-    files, FormatError for what it holds."""
+    """Index of the `.metadata` of a folder.
+
+    Raises CorruptError if it is damaged or does not fit the files, FormatError for a class that no
+    checkpoint needs.
+    """
     return _index_of(_load(pickled, folder), folder, manifest)
 
 
 @no_collection()
 def read_metadata(folder: Path, manifest: Manifest | None) -> Metadata:
-    """What `.metadata` says, checked. Raises as `read_index`, and where a manifest differs."""
+    """Content of `.metadata`, checked. Raises the errors of `read_index`, and CorruptError if the
+    manifest has another index."""
     found = _load(metadata_of(folder, manifest), folder)
     index, own = _index_of(found, folder, manifest), own_index(folder, manifest)
     other = [
@@ -195,7 +201,7 @@ def read_metadata(folder: Path, manifest: Manifest | None) -> Metadata:
 
 
 def index_of(found: Metadata) -> dict[str, SavedValue]:
-    """DCP's description of a checkpoint as ours. Raises CorruptError."""
+    """Our index of a checkpoint, from DCP's description. Raises CorruptError."""
     tensors = _is(vars(found).get("state_dict_metadata"), dict, "its list of tensors")
     places = _is(vars(found).get("storage_data"), dict, "its list of places")
     for index, place in places.items():
@@ -219,7 +225,7 @@ def _load(pickled: bytes, folder: Path) -> Metadata:
 
 
 def _index_of(found: Metadata, folder: Path, manifest: Manifest | None) -> dict[str, SavedValue]:
-    """Checked against the files of the folder."""
+    """Index of DCP's description, checked against the files of the folder."""
     try:
         index = index_of(found)
         names = {place.relative_path for place in found.storage_data.values()}

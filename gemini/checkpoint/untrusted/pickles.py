@@ -1,9 +1,8 @@
-"""The stack machine of the pickle format, with a limit of memory. Pure.
+"""Stack machine of the pickle format, with a limit of memory. Pure. Protocols 2 to 5.
 
-Python's own unpickler asks before it looks up a class, and about nothing else: nine bytes make it
-take gigabytes for its memo, and one list may be copied into a thousand objects. Here every
-instruction says what it takes before it takes it. What names, calls and objects mean is for the
-subclass to say. Protocols 2 to 5.
+Python's own unpickler lets a program refuse classes, and nothing else: nine bytes make it take
+gigabytes for its memo, and one list may be copied into a thousand objects. Here the memory of every
+instruction is counted before it is taken. Subclasses define names, calls and objects.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ SLOT, NUMBER, TEXT, SEQUENCE, DICT, ENTRY, OBJECT = 10, 32, 60, 72, 232, 100, 29
 _FIRST_ENTRIES = 5  # of a dict, which are in DICT
 _MOST_DIGITS = 32  # bytes of a number
 _MOST_MARKS = 1000  # of containers in containers
-# what stands in the pickle itself, and what it takes beside its slot and its letters
+# values in the pickle itself -> bytes of memory, without a slot and letters
 _LITERALS = {
     "NONE": 0, "NEWTRUE": 0, "NEWFALSE": 0, "EMPTY_TUPLE": 0, "BININT1": 0,
     "BININT": NUMBER, "BININT2": NUMBER, "BINFLOAT": NUMBER,
@@ -48,11 +47,11 @@ _OPERATIONS = {
 
 
 class PickleError(ValueError):
-    """What was read is no such pickle; the message says why."""
+    """Bytes that are no pickle, or one that is not allowed; the text says why."""
 
 
 class PickleMachine:
-    """Reads pickles from `data`, one after the other. Subclasses give meaning to what they name."""
+    """Reader of the pickles in `data`, one after the other. Subclasses define names and calls."""
 
     def __init__(self, data: bytes, limit_bytes: int) -> None:
         self._data, self._at = data, 0
@@ -65,7 +64,7 @@ class PickleMachine:
         self._memo: list[Any] = []
 
     def load(self) -> Any:
-        """The next object. Raises PickleError, and what a subclass raises."""
+        """Read the next object. Raises PickleError, and the errors of the subclass."""
         self._clear()
         with no_collection():
             try:
@@ -74,7 +73,7 @@ class PickleMachine:
                 raise PickleError(f"it ends early or is damaged ({error})") from error
 
     def _run(self) -> Any:
-        """What a pickle has most of is done here, without a call: literals, memo, marks."""
+        """Run instructions until STOP. Literals and the memo, the most frequent, take no call."""
         data, at = self._data, self._at
         value: Any = None
         while True:
@@ -129,15 +128,15 @@ class PickleMachine:
     # -- for subclasses --
 
     def named(self, module: str, name: str) -> Any:
-        """What stands for a name."""
+        """Stand-in for the object of a name."""
         raise NotImplementedError
 
     def made(self, kind: Any, arguments: tuple[Any, ...]) -> Any:
-        """An object of a class, not filled yet."""
+        """Object of a class, not filled yet."""
         raise NotImplementedError
 
     def called(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """What a call gives."""
+        """Result of a call."""
         raise NotImplementedError
 
     def fill(self, made: Any, fields: Any) -> None:
@@ -153,7 +152,7 @@ class PickleMachine:
         raise NotImplementedError
 
     def persistent(self, place: Any) -> Any:
-        """What a pickle keeps outside of it."""
+        """Value outside of the pickle, by its place."""
         self.wrong("a value", place)
 
     def new_list(self) -> Any:
@@ -163,13 +162,13 @@ class PickleMachine:
         return {}
 
     def take(self, nbytes: int) -> None:
-        """Memory is about to be taken."""
+        """Count `nbytes` of memory. Raises PickleError above the limit."""
         self.left -= nbytes
         if self.left < 0:
             raise PickleError("it would take more memory than its files have bytes")
 
     def take_entries(self, there: int, more: int) -> None:
-        """A dict grows."""
+        """Count `more` new entries of a dict that has `there`."""
         self.take(ENTRY * max(0, min(more, there + more - _FIRST_ENTRIES)))
 
     def wrong(self, expected: str, found: Any) -> NoReturn:
@@ -223,7 +222,7 @@ class PickleMachine:
         self._stack.append(self.named(module, name))
 
     def _push_of(self, make: Callable[[Any, tuple[Any, ...]], Any], nbytes: int) -> None:
-        """An object of a class, or what a call gives."""
+        """Push an object of a class, or the result of a call."""
         arguments, kind = self._stack.pop(), self._stack.pop()
         if type(arguments) is not tuple:
             self.wrong("arguments", arguments)
@@ -241,7 +240,8 @@ class PickleMachine:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """The collector of cycles would look through all objects again and again as they are made."""
+    """Context without collection of cycles, which would walk all objects again and again as they
+    are made."""
     enabled = gc.isenabled()
     gc.disable()
     try:

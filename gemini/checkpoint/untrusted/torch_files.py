@@ -1,8 +1,8 @@
-"""torch.load of what may come from anybody: nothing is run, and little is taken beyond its bytes.
+"""torch.load of a stranger's file: it runs no code, and takes little memory beyond its bytes.
 
-`weights_only` holds the first. It does not hold the second: a zip file may be a thousand times
-larger when it is read than on disk, and sixty bytes can ask for `bytearray(10**10)`. So what torch
-will do is counted first.
+`weights_only` ensures the first. It does not ensure the second: a zip file may be a thousand times
+larger when it is read than on disk, and sixty bytes can ask for `bytearray(10**10)`. So the memory
+that torch will take is counted before it loads.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ITEMSIZES = {
 
 
 def safe_load(file: BinaryIO, what: str) -> Any:
-    """torch.load that makes tensors, numbers, strings and containers, and nothing else.
+    """Load tensors, numbers, strings and containers by torch.load, and nothing else.
 
-    Raises CorruptError, with `what` in it.
+    Raises CorruptError, whose text begins with `what`.
     """
     try:
         check(file)
@@ -40,14 +40,14 @@ def safe_load(file: BinaryIO, what: str) -> Any:
 
 
 def load_mapped(path: Path) -> Any:
-    """The same of a file; its tensors are mapped. Raises ValueError, and what torch.load does."""
+    """Load a file as `safe_load` does, its tensors mapped. Raises ValueError and torch's errors."""
     with path.open("rb") as file:
         check(file)
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 class FileSlice(io.RawIOBase):
-    """Bytes [offset, offset + nbytes) of a file as a file."""
+    """File of the bytes [offset, offset + nbytes) of another file."""
 
     def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
         self._file, self._offset, self._nbytes, self._at = file, offset, nbytes, 0
@@ -86,7 +86,7 @@ def first_line(error: Exception) -> str:
 
 
 def check(file: BinaryIO) -> None:
-    """Raise ValueError where loading `file` would take far more memory than it has bytes."""
+    """Raise ValueError if loading `file` would take far more memory than it has bytes."""
     nbytes = file.seek(0, io.SEEK_END)
     file.seek(0)
     if file.read(4) != b"PK\3\4":
@@ -100,7 +100,9 @@ def check(file: BinaryIO) -> None:
 
 
 def _pickles_of_zip(file: BinaryIO, nbytes: int) -> list[bytes]:
-    """Its pickles. Nothing in a file of torch's is compressed."""
+    """Pickles of a zip file. Raises ValueError for entries that torch never writes, such as
+    compressed ones."""
+    # Counted before zipfile makes an object for each entry.
     if _num_entries(file, nbytes) * _ENTRY_BYTES > ROOM_BYTES + nbytes:
         raise ValueError("its list of files is too long")
     with zipfile.ZipFile(file) as archive:
@@ -115,7 +117,7 @@ def _pickles_of_zip(file: BinaryIO, nbytes: int) -> list[bytes]:
 
 
 def _num_entries(file: BinaryIO, nbytes: int) -> int:
-    """At most as many as there is room for between its files and its end."""
+    """Number of entries that the end of a zip file states. Raises ValueError without an end."""
     file.seek(max(0, nbytes - 98))
     end = file.read()
     last, last64 = end.rfind(b"PK\5\6"), end.rfind(b"PK\6\6")
@@ -127,21 +129,21 @@ def _num_entries(file: BinaryIO, nbytes: int) -> int:
 
 
 class _NamedGlobal:
-    """Stands for a function or a class."""
+    """Name of a function or a class, in the place of the object."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class _Sized:
-    """Stands for a container, or for what a call gave."""
+    """Length of a container or of a call's result, in the place of the object."""
 
     def __init__(self, length: int = 0) -> None:
         self.length = length
 
 
 class _Gauge(PickleMachine):
-    """Counts what torch's own reader would take, and makes nothing."""
+    """Counter of the memory that torch's own reader would take; makes no object itself."""
 
     def __init__(self, data: bytes, limit_bytes: int) -> None:
         super().__init__(data, limit_bytes)
@@ -154,7 +156,7 @@ class _Gauge(PickleMachine):
         return self.called(kind, arguments)
 
     def called(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """A copy of what is given, or as many zeros as it says."""
+        """Count a copy of the arguments, and the zeros that numbers among them ask for."""
         if type(function) is not _NamedGlobal:
             self.wrong("a function", function)
         self.take(sum(map(_copied_bytes, arguments)))
@@ -173,7 +175,7 @@ class _Gauge(PickleMachine):
         self._grow(there, len(values) // 2)
 
     def persistent(self, place: Any) -> Any:
-        """A storage: its elements are in the file, once."""
+        """Take the memory of a storage, once for each key."""
         if type(place) is not tuple or len(place) < 5 or type(place[4]) is not int:
             self.wrong("a storage", place)
         kind, key, numel = place[1], place[2], place[4]
@@ -215,5 +217,5 @@ def _product(values: tuple[Any, ...]) -> int:
 
 
 def _itemsize(name: str) -> int:
-    """Of `FloatStorage` and `FloatTensor`; 1 for what is counted in bytes."""
+    """Bytes of an element of `FloatStorage`, `FloatTensor` and the like; 1 for unknown names."""
     return _ITEMSIZES.get(name.removesuffix("Storage").removesuffix("Tensor"), 1)

@@ -1,17 +1,19 @@
-"""The agreement vector: what all ranks must know before they change a weight, in one all-reduce.
+"""Agreement vector: all facts that ranks must share before they change a weight, in one all-reduce.
 
-fp64 [6 * W + P], summed over ranks. Everything that is not a plain count has a slot for each rank,
-so the sum adds only zeros to it: the result does not depend on the order of the reduction, and the
-total is combined in the order of ranks, as the kernels do (`kernels_triton.norm.tally_votes`).
+W world size · P parameters
 
-    [0, W)      sum of |g|^p of this rank's gradient shards (the largest |g| for p = inf), of
-                those that it speaks for
-    [W, 2W)     1 + id of the first parameter that is not finite, 0 where all are
-    [2W, 3W)    1 where this rank left its trace
-    [3W, 4W)    1 where this rank's disk failed
+fp64 [6 * W + P], summed over ranks. Every value but a plain count has a slot for each rank, so the
+sum adds only zeros to it: the result does not depend on the order of the reduction. The total norm
+is then combined in the order of ranks, as in the kernels (`kernels_triton.norm.tally_votes`).
+
+    [0, W)      sum of |g|^p over the gradient shards that this rank counts (the largest |g| for
+                p = inf)
+    [W, 2W)     1 + id of the first parameter that is not finite, 0 if all are
+    [2W, 3W)    1 if this rank left its trace
+    [3W, 4W)    1 if this rank's disk failed
     [4W, 5W)    digest of the collectives that this rank issued
     [5W, 6W)    checksum of gradient shards, which this rank's replicas must have too
-    [6W, 6W+P)  how many ranks have a gradient for each parameter
+    [6W, 6W+P)  number of ranks with a gradient, for each parameter
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ NUM_KINDS = 6  # of slots
 
 
 class ReplicaError(RuntimeError):
-    """A rank has other gradients than the ranks that have the same shard."""
+    """Different gradients on two ranks that have the same shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Who votes: ranks, or the parts of a pipeline on each of them; each has a slot.
+    """Voters: ranks, or the parts of a pipeline on each rank; every voter has a slot.
 
-    replicas: ranks that must have come to the same, set by set; none where each has its own.
+    replicas: sets of voters that must have the same gradients; empty if no two have one shard.
     """
 
     rank: int
@@ -44,13 +46,13 @@ class Scope:
 
     @property
     def num_slots(self) -> int:
-        """Numbers in the vector before those of each parameter."""
+        """Length of the vector without the counts of parameters: 6 * W."""
         return NUM_KINDS * self.world_size
 
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """What one rank says."""
+    """Values of one rank for the vector."""
 
     power_sum: float
     present: tuple[bool, ...]  # per parameter: a gradient arrived here
@@ -74,7 +76,7 @@ class Ballot:
         return vector + [float(p) for p in self.present]
 
     def to_text(self) -> str:
-        """The same for ranks that say the same."""
+        """Text of this ballot; equal ballots have equal texts."""
         return json.dumps(astuple(self))
 
     @staticmethod
@@ -85,7 +87,7 @@ class Ballot:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks know, the same on each."""
+    """Result of a vote, the same on all ranks."""
 
     power_sum: float
     present: tuple[bool, ...]  # per parameter: some rank has a gradient
@@ -98,7 +100,7 @@ class Agreement:
 
     @classmethod
     def of(cls, ballots: Sequence[Ballot], scope: Scope, norm_type: float = 2.0) -> Agreement:
-        """Of what every rank says, by rank."""
+        """Agreement of the ballots of all ranks, in the order of ranks."""
         vectors = [ballot.encode(replace(scope, rank=rank)) for rank, ballot in enumerate(ballots)]
         return cls.decode([sum(slot) for slot in zip(*vectors, strict=True)], scope, norm_type)
 
@@ -119,7 +121,7 @@ class Agreement:
         )
 
     def check_replicas(self) -> None:
-        """Raise ReplicaError, the same on all ranks, where one has strayed."""
+        """Raise ReplicaError, the same on all ranks, if any rank has strayed."""
         if self.strayed:
             said = "; ".join(
                 f"rank {rank} beside {', '.join(map(str, others))}" for rank, others in self.strayed
@@ -134,7 +136,10 @@ class Agreement:
 def _strayed(
     checksums: Sequence[float], replicas: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Of two that differ nobody knows which is wrong: both are named."""
+    """Ranks whose checksum is not the most frequent one of their replicas, with those replicas.
+
+    Without one most frequent checksum, as with two ranks, all of the replicas are named.
+    """
     found = []
     for ranks in replicas:
         said = Counter(checksums[rank] for rank in ranks)
@@ -147,7 +152,7 @@ def _strayed(
 
 
 def _in_order(parts: Sequence[float], norm_type: float) -> float:
-    """Of all ranks together. Not `sum`, which rounds otherwise in some versions of Python."""
+    """Total over ranks, added one by one: `sum` compensates rounding in some versions of Python."""
     if norm_type == math.inf:
         return max(parts)
     total = 0.0

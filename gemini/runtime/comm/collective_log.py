@@ -1,10 +1,10 @@
-"""The sequence of collectives on every rank, and how a difference between ranks is found.
+"""Log of the collectives of a rank, and the search for a difference between two logs.
 
 Ranks that issue collectives in different orders hang, or swap data of equal size without an error.
 So every rank keeps a log since the last agreement. The digests of the logs travel in the agreement
 vector, and are compared before an evaluation returns: swapped data is found before it is used. A
-wait that passes its deadline publishes its log in the group's store and reads the others': a hang
-ends with what both ranks were doing.
+rank that waits past its deadline publishes its log in the group's store and reads the others': a
+hang ends in an error that names the actions of both ranks.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-PROPOSAL = "asks to reduce"  # which waits, where other ranks mean something else
+PROPOSAL = "asks to reduce"  # this wish yields if another rank wishes something else
 MAX_ENTRIES = 4096  # an evaluation may go on for long without an agreement
 
 
 class SequenceError(RuntimeError):
-    """Ranks issued different collectives, or one of them called a collective alone."""
+    """Different collectives on two ranks, or a collective that one rank called alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One collective: its number since the engine was made, what it does, to what.
+    """One collective in a log.
 
-    kind: `"gathers"` or `"reduces"`, of a chunk; `"calls"`, a method; else what ranks meet for.
+    number: counted since the engine was made.
+    kind: `"gathers"` or `"reduces"` for a chunk; `"calls"` for a method; else a wish of a meeting.
     subject: a chunk's id, or words.
-    waits: this rank waits for the others to meet it; what it wants of them may be its own.
-    met: all ranks have, and know what each wanted.
+    waits: this rank still waits in a meeting; its wish may differ from those of other ranks.
+    met: all ranks have met, and know each other's wishes.
     """
 
     number: int
@@ -39,17 +40,17 @@ class Entry:
     met: bool = False
 
     def differs_from(self, other: Entry) -> bool:
-        """Whether two ranks that did these under one number did different things."""
+        """Whether two ranks with these entries under one number did different things."""
         may_meet = self.kind == other.kind != "calls" or PROPOSAL in (self.kind, other.kind)
         if self.waits and other.waits and may_meet:
             return False
         if self.waits != other.waits and (self.met or other.met):
-            return False  # what it said while it waited stays to be read
+            return False  # the log that a rank published while it waited is still in the store
         return (self.kind, self.subject) != (other.kind, other.subject)
 
 
 class SequenceLog:
-    """The collectives of this rank since the last agreement."""
+    """Collectives of this rank since the last agreement."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -59,7 +60,7 @@ class SequenceLog:
 
     @property
     def count(self) -> int:
-        """The number of the next entry."""
+        """Number of the next entry."""
         return self._count
 
     def record(self, kind: str, subject: int | str, *, met: bool = False) -> None:
@@ -72,11 +73,11 @@ class SequenceLog:
         self.digest = zlib.crc32(f"{kind}{subject};".encode(), self.digest)
 
     def wait(self, kind: str, subject: str) -> None:
-        """What this rank will record next, if the others meet it."""
+        """Note a wish; it is recorded as the next entry once all ranks have met."""
         self._waiting = Entry(self._count, kind, subject, waits=True)
 
     def clear(self) -> None:
-        """All ranks agreed: what was done so far was the same."""
+        """Forget all entries: the ranks have agreed that they were the same."""
         self._entries.clear()
         self.digest = 0
 
@@ -90,9 +91,9 @@ class SequenceLog:
 
 
 def first_difference(logs: Sequence[Sequence[Entry]]) -> tuple[int, Entry, int, Entry] | None:
-    """(rank, what it did, another rank, what that did under the same number), or None.
+    """First difference: (rank, its entry, another rank, its entry of the same number), or None.
 
-    A rank that is merely behind does not differ.
+    A log that is only shorter does not differ.
     """
     done: dict[int, tuple[int, Entry]] = {}
     for rank, log in enumerate(logs):
@@ -110,7 +111,7 @@ def first_difference(logs: Sequence[Sequence[Entry]]) -> tuple[int, Entry, int, 
 def explain_difference(
     difference: tuple[int, Entry, int, Entry], describe: Callable[[int], str]
 ) -> SequenceError:
-    """The error that names what both ranks did; `describe` turns a chunk's id into words."""
+    """Error that names the actions of both ranks; `describe` turns a chunk's id into words."""
     rank, entry, other_rank, other = difference
     return SequenceError(
         f"ranks issue different collectives: as number {entry.number}, rank {rank} "

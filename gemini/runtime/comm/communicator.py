@@ -37,15 +37,15 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 _PrefixStore = dist.distributed_c10d.PrefixStore
 
-DEADLINE_SECONDS = 30.0  # of a wait, before ranks compare what they are doing
+DEADLINE_SECONDS = 30.0  # of a wait, before ranks compare their logs
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0  # for the logs of other ranks, once a collective has failed
-PATIENCE_SECONDS = 1800.0  # with ranks that do not meet this one, and say nothing
+PATIENCE_SECONDS = 1800.0  # in a meeting to which other ranks do not come
 
 
 @dataclass(frozen=True, slots=True)
 class WorkTicket:
-    """A collective under way. Keeps its tensors alive."""
+    """Ticket of a collective. It keeps the tensors alive."""
 
     comm: Communicator
     work: Any
@@ -60,7 +60,7 @@ class WorkTicket:
 
 @dataclass(frozen=True, slots=True)
 class ReduceTicket:
-    """A payload [S * W] that is summed in place, of which this rank takes its part [S]."""
+    """Ticket of a payload [S * W] that is summed in place; `wait()` copies this rank's part [S]."""
 
     comm: Communicator
     work: Any
@@ -77,19 +77,23 @@ class ReduceTicket:
 
 
 class Communicator:
-    """One process group; at world size 1 every collective is nothing.
+    """Collectives of one process group; at world size 1 they send nothing.
 
-    All ranks must call the same collectives in the same order; those of chunks are logged, and a
-    difference ends in a `SequenceError` on every rank that waits.
+    All ranks must call the same collectives in the same order. Those of chunks are logged, and a
+    difference raises a `SequenceError` on every rank that waits.
 
-    describe: a chunk's id in words, for that error.
+    describe: chunk id -> words, for that error.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, whole: Communicator | None = None
     ) -> None:
-        """`whole`: the ranks of which these are some. They have one log and one watch, and meet
-        there."""
+        """Take a group, the default group, or this rank alone if torch.distributed is not set up.
+
+        whole: the communicator of which these ranks are a part. Its log, watch and meetings are
+            used for both.
+        Raises ValueError if this process is not in `group`.
+        """
         self._whole = whole
         self.describe: Callable[[int], str] = lambda chunk: f"chunk {chunk}"
         self._deadline = Deadline(DEADLINE_SECONDS)
@@ -115,20 +119,21 @@ class Communicator:
             self._open_store()
 
     def global_rank(self, rank: int) -> int:
-        """Of a rank here, its number among all."""
+        """Number, in the default group, of a rank of this group."""
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     @classmethod
     def alone(cls, whole: Communicator) -> Communicator:
-        """This rank without the others of `whole`."""
+        """Communicator of this rank alone, with the log of `whole`."""
         comm = cls(None, whole)
         comm._group, comm.rank, comm.world_size, comm._watches = None, 0, 1, False
         return comm
 
     def for_thread(self) -> Communicator:
-        """The same ranks in a group of its own, over host memory: for one other thread. Collective.
+        """Communicator of the same ranks over host memory, for one other thread. Collective.
 
-        Ranks call its collectives in the same order among themselves, and in any beside this one's.
+        It has a group of its own: its collectives have one order among themselves, and none
+        relative to those of this communicator.
         """
         if self.world_size == 1:
             return Communicator.alone(self)
@@ -137,11 +142,13 @@ class Communicator:
         return Communicator(group, self)
 
     def leave_group(self) -> None:
-        """It was destroyed, and the interpreter ends: hold nothing of it."""
+        """Drop the reference to a destroyed group, at the end of the interpreter."""
         self._group = None
 
     def _open_store(self) -> None:
-        """A part of the group's store for this group alone. Collective."""
+        """Open a part of the store for this group alone, and its meetings. Collective."""
+        # A random name of rank 0: groups of the same ranks, one after the other, share a store, and
+        # must not read each other's rounds.
         name = f"gemini/{self.gather_objects(uuid.uuid4().hex)[0]}"
         whole = dist.distributed_c10d._get_default_store()
         self._store = _PrefixStore(name, whole)
@@ -155,7 +162,7 @@ class Communicator:
 
     @property
     def deadline_seconds(self) -> float:
-        """Of a wait, before ranks compare what they are doing."""
+        """Seconds of a wait before ranks compare their logs."""
         return self._deadline.seconds
 
     @deadline_seconds.setter
@@ -164,11 +171,11 @@ class Communicator:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """None where torch.distributed was not set up."""
+        """Process group; None if torch.distributed was not set up."""
         return self._group
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if the group has not the ranks it had: chunks are cut for those."""
+        """Raise RuntimeError if the number of ranks has changed: chunks are cut for that number."""
         self._check_process()
         there = dist.is_available() and dist.is_initialized()
         try:
@@ -193,18 +200,19 @@ class Communicator:
     # -- chunks --
 
     def all_gather(self, payload: Tensor, shard: Tensor, label: int) -> Ticket[None]:
-        """payload [S * W] from every rank's shard [S]."""
+        """Gather every rank's `shard` [S] into `payload` [S * W]."""
         self._record("gathers", label, payload)
         work = all_gather_tensor(payload, shard, group=self._group, async_op=True)
         return WorkTicket(self, work, (payload, shard))
 
     def reduce_scatter(self, shard: Tensor, payload: Tensor, label: int) -> Ticket[None]:
-        """shard [S]: the sum over ranks of their payload's [S] that belongs to this rank.
+        """Sum this rank's [S] of every rank's `payload` [S * W] into `shard` [S].
 
-        `payload` is given away: gloo's own reduce-scatter sums up a copy, in a wait that no
-        deadline ends.
+        `payload` may be overwritten.
         """
         self._record("reduces", label, payload)
+        # gloo's own reduce-scatter sums a copy, in a wait that no deadline ends: an all-reduce in
+        # place can be watched.
         if self._watches:
             work = dist.all_reduce(payload, group=self._group, async_op=True)
             return ReduceTicket(self, work, payload, shard)
@@ -212,7 +220,7 @@ class Communicator:
         return WorkTicket(self, work, (payload, shard))
 
     def all_reduce_chunk(self, payload: Tensor, label: int) -> Ticket[None]:
-        """payload: its sum over ranks, in place."""
+        """Sum `payload` over ranks, in place."""
         self._record("reduces", label, payload)
         return self.all_reduce(payload)
 
@@ -223,7 +231,7 @@ class Communicator:
     # -- the rest --
 
     def all_reduce(self, tensor: Tensor, largest: bool = False) -> Ticket[None]:
-        """Sum over ranks, or the largest, in place."""
+        """Replace `tensor` by its sum over ranks, or with `largest` by the elementwise maximum."""
         if self.world_size == 1:
             return Done(None)
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
@@ -233,8 +241,8 @@ class Communicator:
     def all_to_all(
         self, there: Tensor, numels: Sequence[int], here: Tensor, sent: Sequence[int]
     ) -> None:
-        """`there` [sum of numels]: what every rank has sent to this one, of its `here` [sum of
-        sent]. Waits for it."""
+        """Send `here` [sum of sent], `sent[rank]` elements to each rank, and receive `there`
+        [sum of numels], `numels[rank]` from each. Waits for it."""
         if self.world_size == 1:
             there.copy_(here)
             return
@@ -244,12 +252,12 @@ class Communicator:
         self.wait(work)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's values on every rank."""
+        """Copy rank 0's values to every rank."""
         if self.world_size > 1:
             dist.broadcast(tensor, group=self._group, group_src=0)
 
     def gather(self, shard: Tensor) -> Tensor | None:
-        """[S * W] of every rank's shard [S] on rank 0, None on the others."""
+        """Gather every rank's shard [S] into [S * W] on rank 0; None on the others."""
         if self.world_size == 1:
             return shard
         here = shard.to(self.device).contiguous()
@@ -258,7 +266,7 @@ class Communicator:
         return None if parts is None else torch.cat(parts)
 
     def scatter(self, payload: Tensor | None, shard: Tensor) -> None:
-        """shard [S]: this rank's part of rank 0's payload [S * W]."""
+        """Scatter rank 0's `payload` [S * W] into every rank's `shard` [S]."""
         if self.world_size == 1:
             assert payload is not None
             shard.copy_(payload)
@@ -271,7 +279,7 @@ class Communicator:
         shard.copy_(here)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value. For set-up, not for a step."""
+        """Values of all ranks, by rank. For set-up, not for a step: values are pickled."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -280,7 +288,7 @@ class Communicator:
 
     @property
     def device(self) -> torch.device:
-        """Where small control tensors must be for this group's backend."""
+        """Device on which the group's backend takes small control tensors."""
         if self._group is None:
             return torch.device("cpu")
         if dist.get_backend(self._group) == "nccl":
@@ -288,7 +296,7 @@ class Communicator:
         return torch.device("cpu")
 
     def numbers(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """A tensor [len(values)] where this group's backend takes one; no wait for a device."""
+        """Tensor [len(values)] on the backend's device; the host does not wait for the copy."""
         on_gpu = self.device.type == "cuda"
         here = torch.tensor(values, dtype=dtype, pin_memory=on_gpu)
         return here.to(self.device, non_blocking=on_gpu)
@@ -296,30 +304,32 @@ class Communicator:
     # -- meetings: what is not part of a pass, whose order all ranks know --
 
     def call(self, name: str) -> None:
-        """All ranks are about to call this method, which is collective.
+        """Meet all ranks before a collective method.
 
-        Raises SequenceError on every rank where another does something else, or is gone.
+        Raises SequenceError on every rank if one does something else, or has ended.
         """
         self._check_process()
         self._meet(Wish("calls", {name: name}))
 
     def unite(self, subjects: Mapping[str, str]) -> list[str]:
-        """What any rank reads now, in one order: so ranks may read in orders of their own.
+        """Names that any rank reads now, in one order for all: so each may read in its own order.
 
-        subjects: names, each in words; none: this rank has read all it wants, and helps the
-        others. Raises SequenceError as `call`.
+        subjects: name -> words; empty if this rank has read all it wants, and helps the others.
+        Raises SequenceError as `call`.
         """
         said = self._meet(Wish("reads", subjects))
         return sorted({name for wish in said for name in wish.subjects})
 
     def propose(self, subjects: Mapping[str, str]) -> set[str]:
-        """Of what this rank may reduce, what all ranks reduce now; nothing, where one is about to
-        do something else. Raises SequenceError as `call`."""
+        """Names that all ranks may reduce now; empty if one is about to do something else.
+
+        subjects: name -> words, of this rank. Raises SequenceError as `call`.
+        """
         said = self._meet(Wish(PROPOSAL, subjects))
         return set.intersection(*(other.proposed for other in said))
 
     def end_pass(self, found: str) -> list[str]:
-        """All ranks have come to the end of a pass: what each found in it, by rank.
+        """Meet all ranks at the end of a pass; return each rank's `found`, by rank.
 
         Raises SequenceError as `call`.
         """
@@ -327,7 +337,7 @@ class Communicator:
         return [text for other in said for text in other.subjects]
 
     def agree(self, kind: str, subjects: Mapping[str, str]) -> None:
-        """Raise SequenceError on every rank where another names other subjects."""
+        """Raise SequenceError on every rank if two name different subjects."""
         for rank, said in enumerate(self._meet(Wish(kind, subjects))):
             if said.subjects.keys() != subjects.keys():
                 mine = Entry(self.log.count - 1, kind, Wish(kind, subjects).words)
@@ -335,22 +345,23 @@ class Communicator:
                 raise explain_difference((self.rank, mine, rank, theirs), self.describe)
 
     def tell(self, does: str, text: str) -> list[str]:
-        """What every rank tells the others, by rank; through the store, so no device is waited for.
+        """Exchange texts through the store, by rank: no device is waited for. Collective.
 
-        Collective. Costs least where all say the same.
+        It costs least if all texts are equal.
         """
         self._told.arrive(text)
         self._await_others(self._told, Wish(does, {does: text}))
         return self._told.said()
 
     def _meet(self, wish: Wish) -> list[Wish]:
-        """What every rank wishes, by rank. Raises SequenceError where ranks do not meet for the
-        same."""
+        """Wishes of all ranks, by rank. Raises SequenceError if no one action fulfils them."""
         if self.world_size == 1:
             return [wish]
         said = self._round(wish)
+        # A proposal yields: the ranks that made it continue with their pass, and come to a later
+        # round with the wish that this rank has now.
         while wish.kind != PROPOSAL and any(other.kind == PROPOSAL for other in said):
-            said = self._round(wish)  # who proposed has gone on, and will be as far
+            said = self._round(wish)
         return said
 
     def _round(self, wish: Wish) -> list[Wish]:
@@ -382,7 +393,7 @@ class Communicator:
                     raise SequenceError(text_of(self.rank, f"{wish.kind} {wish.words}", *call))
             gone = self._meeting.gone()
             if gone and meeting.is_complete(POLL_SECONDS):
-                return  # they came, and then left
+                return  # they arrived, and left after that
             if gone or time.monotonic() - started > PATIENCE_SECONDS:
                 who = f"rank {gone[0]} has ended" if gone else "others do not come"
                 raise SequenceError(
@@ -394,14 +405,17 @@ class Communicator:
     # -- the watch --
 
     def compare_logs(self) -> None:
-        """Raise SequenceError on every rank where they differ; the others' digests said so."""
+        """Raise the SequenceError of logs whose digests differ, on every rank. Collective."""
         logs = [SequenceLog.decode(text) for text in self.gather_objects(self.log.encode())]
         difference = first_difference(logs)
         assert difference is not None, "the digests of two equal logs differ"
         raise explain_difference(difference, self.describe)
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective; past the deadline, or if it failed, compare with the others."""
+        """Wait for a collective; past the deadline, or if it failed, compare logs with the others.
+
+        Raises SequenceError for a difference, else the error of the collective.
+        """
         if not self._watches:
             work.wait()
             return
@@ -430,7 +444,7 @@ class Communicator:
         raise failure
 
     def published_logs(self) -> list[list[Entry]]:
-        """Publish this rank's log and read those that were published."""
+        """Publish this rank's log; return the published logs by rank, empty for the others."""
         store = self._store
         store.set(str(self.rank), self.log.encode())
         return [
@@ -440,7 +454,8 @@ class Communicator:
 
 
 def _ends(work: Any, seconds: float) -> bool:
-    """Whether a collective ends within this time. Raises RuntimeError where it failed."""
+    """Wait at most this time; return whether a collective has ended. Raises RuntimeError if it
+    failed."""
     try:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError:

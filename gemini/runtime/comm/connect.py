@@ -1,10 +1,10 @@
-"""From a process group or a mesh to the communicators of one engine.
+"""Communicators of one engine, from a process group or a mesh.
 
-Where a mesh has a dimension "pp", an engine has one stage.
-Its other dimensions are a mesh of their own at each place of "pp", with the roles that they have
-without stages; a rank's number in it is its place there. Of (shard=2, pp=2, tp=2), ranks 0, 1, 4
-and 5 are the mesh (shard=2, tp=2) of the first stage, and each of them has a half of the shards of
-its part. Votes are of all ranks of the mesh (`gemini.runtime.pipeline.seats`).
+In a mesh with a dimension "pp", an engine has one stage. At each place of "pp" the other dimensions
+form a mesh of their own, with the roles that they have without stages, and ranks are numbered by
+their places in it. In (shard=2, pp=2, tp=2), ranks 0, 1, 4 and 5 are the mesh (shard=2, tp=2) of
+the first stage, and each of them has half of the shards of its part. All ranks of the whole mesh
+vote (`gemini.runtime.pipeline.seats`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ DATA_PARALLEL = (*REPLICATE, "dp", "shard", "fsdp", "dp_shard", "cp")
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """comm: all ranks, for what they agree on. links: of each sharding group, by its name."""
+    """Communicators of one engine.
+
+    comm: all its ranks, for votes and set-up. links: of each sharding group, by its name.
+    """
 
     comm: Communicator
     links: Mapping[str, Links]
@@ -37,12 +40,12 @@ class Connections:
 
     @property
     def num_shards(self) -> dict[str, int]:
-        """S of each sharding group: ranks among which its parameters are cut."""
+        """S by sharding group: number of ranks among which its parameters are cut."""
         return {group: links.world_size for group, links in self.links.items()}
 
     @property
     def num_replicas(self) -> int:
-        """R."""
+        """R: replicas of a shard."""
         return self.links[WORLD].num_replicas
 
 
@@ -53,11 +56,14 @@ def connect(
     groups: Collection[str] = (),
     ties: Mapping[str, Tie] | None = None,
 ) -> Connections:
-    """split: mesh dimensions over which torch has split or replicated a parameter. groups: the
-    sharding groups that there are. ties: of parameters that other stages have too, by their
-    groups; None where the mesh is not of one stage of a pipeline.
+    """Make the communicators of one engine. Collective.
 
-    Collective. Raises ValueError for a mesh that cannot be carried out; see `roles_of`.
+    split: mesh dimensions over which torch has split or replicated a parameter.
+    groups: names of the sharding groups of the engine's parameters.
+    ties: of parameters that other stages have too, by their groups; None if the mesh is not the
+        mesh of one stage of a pipeline.
+
+    Raises ValueError for a mesh that cannot be carried out; see `roles_of`.
     """
     check_mesh(process_group, mesh)
     inside, ties = ties is not None, ties or {}
@@ -73,6 +79,7 @@ def connect(
         return _over(mesh, roles, dims, comm)
 
     links = {}
+    # Sorted: making a group is a collective, and all ranks must make them in one order.
     for name in sorted({WORLD, *groups}):
         group = roles.group(name)
         links[name] = Links(
@@ -87,7 +94,7 @@ def connect(
 
 
 def check_mesh(process_group: dist.ProcessGroup | None, mesh: object) -> None:
-    """Raise ValueError for what is no mesh, and for one beside a group."""
+    """Raise ValueError if `mesh` is no DeviceMesh, or was given together with a group."""
     if mesh is None:
         return
     if not isinstance(mesh, DeviceMesh):
@@ -102,18 +109,18 @@ def check_mesh(process_group: dist.ProcessGroup | None, mesh: object) -> None:
 
 
 def everyone(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> Communicator:
-    """All ranks that `connect` would connect."""
+    """Communicator of all ranks that `connect` would connect."""
     return Communicator(_only_group(process_group, mesh))
 
 
 def is_pipeline(process_group: dist.ProcessGroup | None, mesh: object) -> bool:
-    """Whether stages of a pipeline are at other places of the mesh. Raises ValueError for both."""
+    """Whether a mesh has a dimension "pp". Raises ValueError as `check_mesh`."""
     check_mesh(process_group, mesh)
     return PIPELINE in (getattr(mesh, "mesh_dim_names", None) or ())
 
 
 def check_stages(mesh: Any, split: Sequence[str]) -> None:
-    """Raise ValueError for dimensions that are not carried out beside "pp", for parameters that are
+    """Raise ValueError for a dimension that cannot be combined with "pp", for parameters that are
     split over others than "tp" and "ep", and for a mesh that misses ranks."""
     names = tuple(mesh.mesh_dim_names or ())
     if not {*names, *split} <= {PIPELINE, TENSOR_PARALLEL, EXPERTS, *DATA_PARALLEL}:
@@ -131,8 +138,8 @@ def check_stages(mesh: Any, split: Sequence[str]) -> None:
 
 
 def stage_of(mesh: Any) -> tuple[dist.ProcessGroup | None, Any]:
-    """(group, None) of this rank alone, or (None, mesh) of the ranks that have the same part as
-    this one. Collective among them."""
+    """(None, mesh) of the ranks that have the same part as this one, or (group, None) if this rank
+    alone has it. Collective among them."""
     others = tuple(name for name in mesh.mesh_dim_names if name != PIPELINE)
     if others:
         return None, mesh[others]
@@ -142,7 +149,7 @@ def stage_of(mesh: Any) -> tuple[dist.ProcessGroup | None, Any]:
 def _only_group(
     process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> dist.ProcessGroup | None:
-    """The one group that shares everything; None is the default one."""
+    """Group of all ranks: the 1-D mesh's, or the one that was given; None is the default group."""
     return mesh.get_group() if mesh is not None and mesh.ndim == 1 else process_group
 
 
@@ -161,7 +168,7 @@ def _roles(mesh: DeviceMesh | None, split: Sequence[str], *, inside: bool) -> Me
 def _over(
     mesh: DeviceMesh, roles: MeshRoles, names: Sequence[str], comm: Communicator
 ) -> Communicator:
-    """This rank's group over some dimensions, of which none is this rank alone."""
+    """This rank's group over some dimensions; over none it is this rank alone."""
     if not names:
         return Communicator.alone(comm)
     if mesh.mesh_dim_names is None:  # dimensions by number
@@ -170,5 +177,5 @@ def _over(
 
 
 def _group_over(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks of this one's part of a mesh, in its order. Collective the first time."""
+    """Group of all ranks of a mesh, in its order. Collective the first time."""
     return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()

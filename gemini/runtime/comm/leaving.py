@@ -1,14 +1,14 @@
-"""The end of a rank: what failed unasked is in its exit status, and gloo's threads are at rest.
+"""End of a rank: errors that nobody has read set its exit status, and gloo's threads come to rest.
 
-Work that goes on behind a call (a save, the tail of a step) may fail when nobody asks for it any
-more. Then the program says so on stderr, and ends with status 120.
+Work that continues after a call (a save, the tail of a step) may fail when the program does not ask
+for it any more. Then the program prints the error on stderr, and ends with status 120.
 
-A thread of gloo lets go of a tensor after it has told who waits, and needs the interpreter's lock
-for it. Where the machine is busy it may come so late that Python has begun to end. Then the process
-is aborted, with its work done: "terminate called without an active exception".
+A thread of gloo frees a tensor after it has signalled the end of a collective, and needs the
+interpreter's lock for that. On a busy machine this may come so late that Python has begun to end.
+Then the process is aborted, with its work done: "terminate called without an active exception".
 
-So what holds a group that was destroyed is let go of here, and with the group its threads end. A
-group that was not destroyed, or that others hold (functions of torch.distributed.nn do, where that
+So references to a destroyed group are dropped here, and with the group its threads end. A group
+that was not destroyed, or that other code refers to (functions of torch.distributed.nn do, if that
 was imported late), has threads that cannot be ended, since they may wait for another rank: they are
 given time.
 """
@@ -39,18 +39,19 @@ _members: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def watch(member: Communicator) -> None:
-    """It holds a group of several ranks, over gloo."""
+    """Register a communicator of several ranks over gloo, to drop its group at the end."""
     rest_at_exit()
     _members.add(member)
 
 
 @cache
 def rest_at_exit() -> None:
-    """When this process ends, let go of groups and give gloo's threads time."""
-    atexit.register(_rest)  # in front of what was registered before
+    """Drop groups, and give gloo's threads time, when this process ends."""
+    atexit.register(_rest)  # runs before functions that were registered earlier
 
 
 def _rest() -> None:
+    # Only of a destroyed group: the threads of another may wait for a rank that still works.
     if not dist.is_initialized():
         for member in list(_members):
             member.leave_group()
@@ -58,13 +59,13 @@ def _rest() -> None:
     time.sleep(_REST_SECONDS)
 
 
-_unasked: dict[Hashable, tuple[int, Callable[[], str]]] = {}  # with the process they are of
+_unasked: dict[Hashable, tuple[int, Callable[[], str]]] = {}  # (id of the process, error)
 
 
 def ask_at_the_end(key: Hashable, error: Callable[[], str]) -> None:
-    """Ask when this process ends, until `was_asked(key)`; not in processes that it forks.
+    """Call `error` when this process ends, unless `was_asked(key)` before; not in its forks.
 
-    error: waits for the work; what went wrong that nobody was told, empty where nothing did.
+    error: waits for the work and returns an error that was not raised yet, in words, or "".
     """
     _unasked[key] = os.getpid(), error
     if multiprocessing.parent_process() is not None:
@@ -73,7 +74,10 @@ def ask_at_the_end(key: Hashable, error: Callable[[], str]) -> None:
 
 @cache
 def _watch_end_of_child(pid: int) -> None:
-    """A process of multiprocessing ends without `atexit`; before its files of blocks go, at 0."""
+    """Call `_at_end_of_child` in a process of multiprocessing, which ends without `atexit`.
+
+    Priority 1 is before the files of blocks are removed, at priority 0.
+    """
     multiprocessing.util.Finalize(None, _at_end_of_child, exitpriority=1)
 
 
@@ -87,10 +91,10 @@ def _errors() -> list[str]:
 
 
 class _Failed(io.TextIOBase):
-    """`sys.stderr` of a program whose last work failed.
+    """Stand-in for `sys.stderr` in a program whose last work failed.
 
-    A program that has come to its end has its exit status, but for one thing: where a stream cannot
-    be flushed at the very end, Python makes it 120.
+    At its end a program cannot change its exit status but in one way: if a stream cannot be flushed
+    then, Python sets the status to 120.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -108,7 +112,7 @@ class _Failed(io.TextIOBase):
 
 @atexit.register
 def _at_exit_errors() -> None:
-    """Threads have ended."""
+    """Print the errors that nobody has read; all threads have ended by now."""
     errors = _errors()
     if errors:
         sys.stderr = _Failed(sys.stderr)

@@ -1,8 +1,9 @@
-"""One sharding group: who has the shards of a chunk, and who has replicas of them.
+"""Links of one sharding group: the ranks with the shards of a chunk, and those with replicas.
 
-S shards · R replicas · [S] here is one shard
+W shards of a chunk · R replicas · [S] one shard
 
-Gradients are summed over both: reduced and scattered inside a replica, then [S] is summed across.
+Gradients are summed over both: reduced and scattered inside a replica, then [S] is summed over
+replicas.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from .communicator import Communicator
 
 @dataclass(frozen=True, slots=True)
 class AcrossReplicas:
-    """A reduction inside a replica; the sum over replicas is begun when it is waited for."""
+    """Reduction inside a replica, and then over replicas.
+
+    The second needs the result of the first, so `wait()` begins it: all ranks must wait in one
+    order.
+    """
 
     inside: Ticket[None]
     replicas: Communicator
@@ -37,8 +42,9 @@ class AcrossReplicas:
 class Tie:
     """A parameter of which several stages of a pipeline have a copy.
 
-    names: all that it has in the whole model. copies: this rank and those that have the same part
-    of other copies; None where all copies are this process's. is_first: it speaks for the others.
+    names: all its names in the whole model. copies: this rank and the ranks with the same part of
+    the other copies; None if this process has all copies. is_first: this copy is counted and saved,
+    for all of them.
     """
 
     names: tuple[str, ...]
@@ -49,12 +55,14 @@ class Tie:
 class Links:
     """Collectives of the chunks of one sharding group.
 
-    rank, world_size: of the shards of one replica. num_means: ranks over which gradients are
-    averaged: those of all shards and replicas, and for experts those whose tokens they were given.
-    is_alone: no other rank has a part in them. counts: this rank speaks for its shards, in sums
-    over all ranks and in what is saved; of the ranks that have the same shards, one does. sums:
-    what reduces and scatters: the shards themselves, where there is one replica. tie: of a
-    parameter that is in other stages too, whose gradients are added up before a step.
+    rank, world_size: of the shards of one replica.
+    num_means: ranks over which gradients are averaged: those of all shards and replicas, and for
+        experts also those whose tokens they were given.
+    is_alone: no other rank has a part of these chunks.
+    counts: this rank's shards are counted in sums over all ranks, and saved; true on one of the
+        ranks that have the same shards.
+    sums: object that reduces and scatters: the communicator of shards if there is one replica.
+    tie: of a parameter that other stages have too, whose gradients are added up before a step.
     """
 
     def __init__(
@@ -66,9 +74,12 @@ class Links:
         num_means: int | None = None,
         tie: Tie | None = None,
     ) -> None:
-        """`copies`: ranks that have the same and come to it by themselves: those at other places
-        of what splits other parameters. `split`: those that have other parts of these parameters.
-        `num_means`: None where they are the ranks of all shards and replicas.
+        """Connect the ranks of one sharding group.
+
+        copies: ranks that have the same shards and compute the same gradients by themselves: those
+            at other places of a dimension that splits other parameters.
+        split: ranks with other parts of these parameters.
+        num_means: None for the number of all shards and replicas.
         """
         self.shards = shards
         self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
@@ -78,7 +89,7 @@ class Links:
         self.num_replicas = 1 if self.replicas is None else self.replicas.world_size
         self.num_means = num_means or self.world_size * self.num_replicas
         self.is_alone = self.world_size * self.num_replicas == 1
-        # gradients are of other ranks' data too, which travels to the experts here
+        # experts: other ranks send their tokens here, so these gradients are of their data too
         self.is_sent_data = self.num_means > self.world_size * self.num_replicas
         self.sums: Communicator | Links = shards if self.replicas is None else self
         self._is_first = self.replicas is None or self.replicas.rank == 0
@@ -90,9 +101,9 @@ class Links:
     # -- chunks --
 
     def reduce_scatter(self, shard: Tensor, payload: Tensor, label: int) -> Ticket[None]:
-        """shard [S]: the sum over all ranks of their payload's [S] that belongs to this rank.
+        """Sum this rank's [S] of every rank's `payload` [S * W] into `shard` [S].
 
-        With one shard a replica, `shard` is `payload`.
+        With one shard in a replica, `shard` is `payload`.
         """
         assert self.replicas is not None
         if self.world_size == 1:
@@ -111,7 +122,7 @@ class Links:
 
     @property
     def is_given_nothing(self) -> bool:
-        """Whether a module starts with what this rank has of these parameters."""
+        """Whether a module starts from this rank's own values: no other rank has them."""
         return self.is_alone and self.copies is None
 
     @property
@@ -120,17 +131,18 @@ class Links:
         return self._is_first and self.rank == 0
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Those of the first rank that has these parameters, on all that have them."""
+        """Give every rank of these parameters the values of the first."""
+        # Innermost last: each broadcast is from a rank that the one before has reached.
         for comm in (self.copies, self.replicas, self.shards):
             if comm is not None:
                 comm.broadcast(tensor)
 
     def gather(self, shard: Tensor) -> Tensor | None:
-        """[S * W] on the first rank of the first replica, None on the others."""
+        """Gather [S * W] on the first rank of the first replica; None on the others."""
         return self.shards.gather(shard) if self._is_first else None
 
     def gather_for_all(self, shard: Tensor, label: int) -> Tensor:
-        """[S * W] on every rank; `shard` itself where it is all there is."""
+        """Gather [S * W] on every rank; at world size 1 it is `shard` itself."""
         if self.world_size == 1:
             return shard
         payload = torch.empty(
@@ -140,7 +152,7 @@ class Links:
         return payload
 
     def scatter(self, payload: Tensor | None, shard: Tensor) -> None:
-        """The inverse, on all replicas."""
+        """Scatter [S * W] of the first rank of the first replica to the shards of all replicas."""
         if self._is_first:
             self.shards.scatter(payload, shard)
         if self.replicas is not None:

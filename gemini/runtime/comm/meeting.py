@@ -1,9 +1,9 @@
-"""Where ranks meet before they do what nothing else puts in order: rounds in the group's store.
+"""Meetings of ranks before a collective that has no fixed order: rounds in the group's store.
 
-A collective that one rank issues alone, or that ranks issue for different things, hangs, swaps
-data or ends the process. A round in the store does none of that: every rank says what it wants,
-and learns what the others want, before any of them issues a collective. It costs four small
-requests to the store, whatever the number of ranks, where all want the same.
+A collective that one rank issues alone, or that ranks issue for different purposes, hangs, swaps
+data or ends the process. A round in the store does none of that: every rank writes its wish, and
+reads those of the others, before any of them issues a collective. If all wish the same, a round
+costs each rank four small requests to the store, at any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from .collective_log import PROPOSAL
 
 
 class Wish(NamedTuple):
-    """What one rank wants of a meeting: to call a method, or something of some subjects."""
+    """Wish of one rank in a meeting: to call a method, or to do `kind` with some subjects."""
 
     kind: str
-    subjects: Mapping[str, str]  # in words, by name
+    subjects: Mapping[str, str]  # name -> words for an error
 
     @property
     def words(self) -> str:
         return " and ".join(self.subjects[n] for n in sorted(self.subjects)) or "nothing more"
 
     def differs_from(self, other: Wish) -> bool:
-        """Whether the two cannot be met by doing one thing on both ranks."""
+        """Whether no one action fulfils both wishes."""
         return self.kind != other.kind or (self.kind == "calls" and self.words != other.words)
 
     @property
     def proposed(self) -> set[str]:
-        """What may be reduced now."""
+        """Names of the subjects that this rank may reduce now."""
         return set(self.subjects) if self.kind == PROPOSAL else set()
 
     def encode(self) -> str:
@@ -47,7 +47,7 @@ class Wish(NamedTuple):
 
 
 class MeetingPoint:
-    """The rounds of one group; its store is shared with nobody else."""
+    """Rounds of one group, in a store of their own."""
 
     def __init__(self, store: dist.distributed_c10d.Store, rank: int, world_size: int) -> None:
         self._store = store
@@ -56,18 +56,20 @@ class MeetingPoint:
         self._round = 0
 
     def arrive(self, wants: str) -> None:
-        """Say what this rank wants of the next round; `is_complete` and `said` follow."""
+        """Begin the next round with this rank's wish; call `is_complete` and then `said`."""
         self._round += 1
         store = self._store
+        # The first rank's wish stands for all that wish the same; only a different one is written
+        # in addition. It is written before `arrived` is counted: a complete round has all wishes.
         if store.compare_set(self._key("first"), "", wants).decode() != wants:
             store.set(self._key(f"rank {self._rank}"), wants)
             store.add(self._key("different"), 1)
         if store.add(self._key("arrived"), 1) == self._world_size:
             store.set(self._key("complete"), "1")
-            self._forget(self._round - 1)  # all have left it
+            self._forget(self._round - 1)  # every rank is in this round, so none reads that one
 
     def is_complete(self, seconds: float) -> bool:
-        """Whether all ranks arrive within this time."""
+        """Wait for all ranks, at most this time; return whether all have arrived."""
         try:
             self._store.wait([self._key("complete")], timedelta(seconds=seconds))
         except RuntimeError:
@@ -76,7 +78,7 @@ class MeetingPoint:
         return True
 
     def said(self) -> list[str]:
-        """What every rank wants, by rank. The round is complete."""
+        """Wishes of all ranks, by rank. The round must be complete."""
         first = self._store.get(self._key("first")).decode()
         said = [first] * self._world_size
         if self._store.check([self._key("different")]):
@@ -87,22 +89,23 @@ class MeetingPoint:
         return said
 
     def say_waiting(self, does: str) -> None:
-        """This rank waits for others in the round that it has come to."""
+        """Publish that this rank waits for others in its present round."""
         self._store.set("waiting", json.dumps([self._round, self._rank, does]))
 
     def waiting(self) -> tuple[int, str] | None:
-        """(rank, what it does) of one that waits in a round to which this one has not come."""
+        """(rank, its wish in words) of a rank that waits in the round after this rank's; None if
+        no rank does."""
         if not self._store.check(["waiting"]):
             return None
         number, rank, does = json.loads(self._store.get("waiting"))
         return (rank, does) if number == self._round + 1 else None
 
     def answer(self, call: str) -> None:
-        """This rank comes not to the next round: it is in `call`."""
+        """Publish that this rank is in `call` and does not come to the next round."""
         self._store.set(f"in_call/{self._round + 1}", json.dumps([self._rank, call]))
 
     def user_call(self) -> tuple[int, str] | None:
-        """(rank, its call) of one that said so of this round."""
+        """(rank, its call) of a rank that does not come to this round; None if none said so."""
         key = f"in_call/{self._round}"
         if not self._store.check([key]):
             return None
@@ -110,11 +113,11 @@ class MeetingPoint:
         return rank, call
 
     def leave(self) -> None:
-        """This rank comes to no round any more: the others need not wait for it."""
+        """Publish that this rank comes to no further round, so that the others do not wait."""
         self._store.set(f"gone/{self._rank}", "1")
 
     def gone(self) -> list[int]:
-        """Ranks that left."""
+        """Ranks that have called `leave`."""
         return [r for r in range(self._world_size) if self._store.check([f"gone/{r}"])]
 
     def _key(self, name: str) -> str:

@@ -1,8 +1,9 @@
-"""A rank that is in a collective of the user's own, while another waits in a meeting for it.
+"""Watch for a rank in a collective of the user's own while another waits for it in a meeting.
 
-Neither can go on: the one waits for a rank that reads a parameter, say, and that one for this to
-come and gather it. Nothing of ours runs in such a rank but a thread, which looks now and then
-whether somebody waits, and says where this rank is. Then both know, and raise.
+Neither can continue: rank 0, say, reads a parameter and waits for rank 1 to gather it, and rank 1
+is in a barrier and waits for rank 0. In rank 1 the only code of ours that runs is a thread. It
+looks four times per deadline whether a rank waits, and publishes the call that its rank is in.
+Then both ranks raise.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ _OF_TWO_RANKS = ("send", "recv", "send_object_list", "recv_object_list", "batch_
 
 @dataclass(slots=True)
 class Deadline:
-    """Of a wait, before ranks compare what they are doing. A thread that looks at it keeps nothing
-    else of who waits."""
+    """Seconds of a wait before ranks compare their logs.
+
+    An object of its own, so that the thread refers to nothing else of its communicator.
+    """
 
     seconds: float
 
 
 class UserCalls:
-    """The thread of one rank, and what it says of the rank's own thread: the one that made this.
+    """Watching thread of one rank. The watched thread is the one that makes this object.
 
     ranks: of the group that meets, by their numbers in the default group.
 
-    [Note: what the thread keeps] Nothing of a process group: one whose last reference went in this
-    thread would end gloo's threads here, beside a rank that ends.
+    [Note: what the thread keeps] The thread refers to no process group. If the last reference to
+    one went in this thread, gloo's threads would be ended here, while the rank may be ending, too.
     """
 
     def __init__(
@@ -64,8 +67,11 @@ class UserCalls:
         looks.start()
 
     def look(self, before: tuple[int, int] | None) -> tuple[int, int] | None:
-        """Where this rank is in a collective of the user's; where it is there still, say so to who
-        waits for it, and raise in its own thread once it leaves."""
+        """Look once; return the place of the user's collective that this rank is in, or None.
+
+        before: the result of the last look. If the rank has not moved since, publish the call for
+        the rank that waits, and raise in the watched thread once it returns to Python.
+        """
         waiting = self.meeting.waiting()
         thread = self._owner.ident
         if waiting is None or thread is None or not self._owner.is_alive():
@@ -78,20 +84,20 @@ class UserCalls:
         reader, does = waiting
         if here == before and self._has_member(call.f_locals.get("group"), reader):
             name = f"torch.distributed.{call.f_code.co_name}()"
-            # first: the end of the reader may be what ends this rank's call
+            # before the answer: it ends the reader, and that may end this rank's call
             _raise_in(thread, text_of(reader, does, self.rank, name))
             self.meeting.answer(name)
             return None
         return here
 
     def _has_member(self, group: Any, rank: int) -> bool:
-        """group: the user's, None for the default one."""
+        """Whether a rank of this group is in `group`, the user's; None is the default group."""
         return self._ranks[rank] in dist.get_process_group_ranks(group)
 
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that is in the store when the interpreter ends would abort the process."""
+    """Stop all threads: one that is in the store when the interpreter ends aborts the process."""
     looking = list(_looking.items())
     for _, stop in looking:
         stop.set()
@@ -100,7 +106,7 @@ def _end_all() -> None:
 
 
 def text_of(reader: int, does: str, rank: int, call: str) -> str:
-    """What both ranks are told."""
+    """Text of the error that both ranks raise."""
     return (
         f"rank {reader} {does}, and waits for rank {rank}, which is in {call} and waits for rank "
         f"{reader}. All ranks must do so before they go on; take it out of what one rank runs alone"
@@ -121,7 +127,7 @@ def _look_on(reference: weakref.ref[UserCalls], deadline: Deadline, stop: thread
 
 
 def _users_call(frame: FrameType) -> FrameType | None:
-    """The collective of torch.distributed in which a thread is, where it is none of ours."""
+    """Frame of the user's collective of torch.distributed in a thread; None if it is in none."""
     call = None
     caller: FrameType | None = frame
     while caller is not None and PurePath(caller.f_code.co_filename).name in _OF_TORCH:
@@ -133,7 +139,8 @@ def _users_call(frame: FrameType) -> FrameType | None:
 
 
 def _raise_in(thread: int, text: str) -> None:
-    """A SequenceError in another thread, when it comes back to Python."""
+    """Raise a SequenceError in another thread, when it returns to Python."""
+    # CPython takes a class and no object: so the class itself has the text.
     error = type("SequenceError", (SequenceError,), {"__init__": _init_of(text)})
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 

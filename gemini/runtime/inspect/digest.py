@@ -1,4 +1,4 @@
-"""A digest of an engine's weights, equal on all ranks unless replicas have diverged."""
+"""Digest of an engine's weights, equal on all ranks unless replicas have diverged."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ _Sum = Callable[[Tensor, int, int], Tensor]
 
 @torch.no_grad()
 def digest(parts: Parts) -> str:
-    """Of weights in the compute dtype, step counts and the loss scale. Collective.
+    """Digest of weights in the compute dtype, step counts and the loss scale. Collective.
 
-    What this rank has whole (chunks that are never released) is summed from what it has, so a
-    replica that differs gives another digest; what is sharded is summed over the shards of this
-    rank's replica. It does not depend on chunks, placement or world size, but on how torch has
-    split parameters.
+    Chunks that are never released are summed from this rank's own payload, so a rank whose copy
+    differs has another digest; other chunks are summed over the shards of this rank's replica.
+    Chunks, placement and world size do not change the digest; a split of parameters by torch does.
     """
     write_back_changes(parts)
     from gemini.kernels_triton.digest import digest_on_device, digest_reference
 
     def by_kernel(words: Tensor, first: int, salt: int) -> Tensor:
-        parts.backend.address(words)  # raises for what no kernel reaches
+        parts.backend.address(words)  # raises for memory that no kernel reaches
         return digest_on_device(words, first, salt)
 
     on_device = by_kernel if parts.backend.updates_by_triton else digest_reference
@@ -57,7 +56,9 @@ def digest(parts: Parts) -> str:
         links.shards.all_reduce(there).wait()
         there += own[group].to(there.device)
         if links.split is not None:
-            there *= 2 * links.split.rank + 1  # the same values at two places are not the other way
+            # An odd factor for each place: parts that are swapped give another sum, and no bit of
+            # a sum is lost.
+            there *= 2 * links.split.rank + 1
             links.split.all_reduce(there).wait()
         sums = [total + other for total, other in zip(sums, there.tolist(), strict=True)]
     said = repr((sums, _counts(parts), sorted(parts.control_vector.state_dict().items())))
@@ -66,8 +67,11 @@ def digest(parts: Parts) -> str:
 
 @torch.no_grad()
 def base_digests(parts: Parts) -> dict[str, str]:
-    """By name the digest of every opaque parameter, on the first rank; read once, until it is
-    written. It depends on bytes and form alone. Collective."""
+    """Digests of opaque parameters by name on the first rank, empty on the others. Collective.
+
+    A digest depends on bytes and form alone. It is made once, and again after the parameter was
+    written.
+    """
     write_back_changes(parts)
     mine = [c.spec.id for c in parts.chunks if isinstance(c, OpaqueChunk) and not c.is_named]
     for chunk_id in sorted({c for of_rank in parts.comm.gather_objects(mine) for c in of_rank}):
@@ -101,7 +105,7 @@ def _of_shard(parts: Parts, chunk: Chunk, add: _Sum) -> list[tuple[int, Tensor]]
 
 
 def _of_run(values: Tensor, start: int, param: int, add: _Sum) -> Tensor:
-    """Of elements [start, ...) of a parameter; `start` is a multiple of 64."""
+    """Sum of `values` [n], the elements of a parameter from `start` on, a multiple of 64."""
     per_word = WORD_BYTES // values.itemsize
     whole = values.numel() // per_word * per_word
     total = add(values[:whole].contiguous().view(torch.int64), start // per_word, param)

@@ -1,4 +1,4 @@
-"""Whole parameters from shards and back, one chunk at a time."""
+"""Full parameters from shards, and shards from full parameters, one chunk at a time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .weights import exact_dtype, full_chunk, master_of, set_master
 def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
     """(name, value) of every parameter on rank 0, nothing on the others; all ranks iterate.
 
-    Values are the fp32 masters where there are any, in the dtype that the parameter had before
-    wrapping, on the CPU; what is opaque is as its library saves it. Tied parameters come under each
-    of their names, as one tensor.
+    Values come from the fp32 masters, if there are any, in the dtype that the parameter had before
+    wrapping, on the CPU. An opaque parameter has the form in which its library saves it. Tied
+    parameters come under each of their names, as one tensor.
     """
     write_back_changes(parts)
     for chunk in parts.chunks:
@@ -38,7 +38,7 @@ def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
                 yield from parts.opaque[param].saved(mine).items()
                 continue
             value = full_tensor_of(parts.params[param], mine).cpu()
-            if parts.comm.rank != 0:  # other parts of what is split were asked for
+            if parts.comm.rank != 0:  # this rank only gave its part of a split parameter
                 continue
             value = value.to(parts.original_dtypes[param], copy=True)
             for name in parts.layout.params[param].names:
@@ -46,8 +46,11 @@ def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
 
 
 def opaque_as_saved(parts: Parts) -> dict[ParamId, dict[str, Tensor]]:
-    """What state dicts have of every opaque parameter: on rank 0 empty tensors of the right dtypes
-    and shapes, which depend on values; elsewhere of zeros. All ranks call."""
+    """Tensors of every opaque parameter in a state dict, on the meta device. All ranks call.
+
+    Dtypes and shapes may depend on values: they are exact on the first rank of the first replica,
+    and those of zeros on the others.
+    """
     write_back_changes(parts)
     found = {}
     for chunk in parts.chunks:
@@ -65,8 +68,8 @@ def opaque_as_saved(parts: Parts) -> dict[ParamId, dict[str, Tensor]]:
 def cut_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
     """(name, DTensor) of every parameter on every rank, on the CPU; all ranks iterate.
 
-    As exact as values are known: fp32 where there are masters or originals, else in the compute
-    dtype. Tied parameters come under each of their names, as one tensor.
+    Values are fp32 if there are masters or originals, else in the compute dtype. Tied parameters
+    come under each of their names, as one tensor.
     """
     write_back_changes(parts)
     for chunk in parts.chunks:
@@ -81,10 +84,10 @@ def cut_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
 
 
 def salvageable(parts: Parts) -> dict[str, Tensor]:
-    """Copies, in the compute dtype, of this rank's whole parameters that need no disk.
+    """Copies, in the compute dtype, of the full parameters that this rank has in memory.
 
-    What is left where files are lost: 16-bit values, and not the fp32 masters. At several ranks
-    only gathered chunks are whole.
+    They are what remains if files are lost: 16-bit values, and not the fp32 masters. With several
+    ranks only parameters of gathered chunks are full.
     """
     settle(parts)
     parts.regather.end()
@@ -107,12 +110,12 @@ def salvageable(parts: Parts) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
-    """Rank 0's `values` for the parameters they name, and every rank's part of what is a DTensor;
-    all ranks call, other values of theirs are ignored.
+    """Load rank 0's `values` into the parameters that they name. All ranks call.
 
-    Shards and fp32 masters take them, moments and step counts stay. What is not named stays.
-    Raises ValueError on every rank, before anything is changed, where a shape differs, or ranks
-    differ in what is a DTensor.
+    Of a DTensor every rank gives its part; other values of other ranks are ignored. Shards and fp32
+    masters take the values; moments, step counts and other parameters stay.
+    Raises ValueError on every rank, before anything is changed, if a shape differs, or a value is a
+    DTensor on some ranks only.
     """
     write_back_changes(parts)
     known = [
@@ -168,6 +171,6 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
 
 
 def _loaded_names(parts: Parts, param: ParamId) -> Sequence[str]:
-    """Names by which a state dict has values for a parameter."""
+    """Names of a parameter's values in a state dict."""
     one = parts.opaque.get(param)
     return parts.layout.params[param].names if one is None else one.saved_names

@@ -1,4 +1,4 @@
-"""What a wrapped module says of its memory: at its start, of one parameter, of all, over time."""
+"""Reports on a wrapped module's memory: at the start, of one parameter, of all, and over time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger("gemini")
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Bytes of one kind on one tier. `measured` is None where nothing was measured yet."""
+    """Bytes of one kind on one tier. `measured_bytes` is None before anything was measured."""
 
     tier: str
     kind: str
@@ -48,12 +48,12 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """A table: every tier when it holds most, predicted beside measured in a sampled iteration.
+    """Table of the peak bytes of every tier, predicted and, in a sampled iteration, measured.
 
-    overruns: budgets that were passed, and measured iterations that fit nowhere, in words.
-    frozen_bytes: of parameters that nobody updates, by tier; a part of the rows.
-    frozen_read_bytes: of those, what one iteration reads from files, as planned.
-    ignored_bytes: of `ignored_params`, by device: in no row, plan or budget.
+    overruns: budgets that were passed, and measured iterations that no plan fits, in words.
+    frozen_bytes: of frozen parameters, by tier; also counted in the rows.
+    frozen_read_bytes: of frozen parameters that one iteration reads from files, as planned.
+    ignored_bytes: of `ignored_params`, by device; in no row, plan or budget.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -63,7 +63,7 @@ class MemoryReport:
     ignored_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, int]:
-        """Numbers for a log, flat: the peak of every tier, and how many overruns there were."""
+        """Flat numbers for a log: the peak of every tier in bytes, and the number of overruns."""
         found = {"overruns": len(self.overruns)}
         if self.frozen_bytes:
             found["frozen_bytes"] = sum(self.frozen_bytes.values())
@@ -98,7 +98,7 @@ def _places(nbytes: Mapping[str, int]) -> str:
 
 
 def _update_lines(parts: Parts) -> list[str]:
-    """When what is not on the device is updated, and what of it is hidden, or could be."""
+    """Lines on the update of state off the device: when it runs, and its hidden seconds."""
     result = parts.planning.result
     costs, update = result.overlapped, update_of(parts)
     prices = [priced_in_words(result.seconds_by_update)] if costs else []
@@ -126,7 +126,8 @@ def _update_lines(parts: Parts) -> list[str]:
 
 
 def when_updated(parts: Parts) -> str:
-    """What is not on the device, in words, with the rule that is against what was asked for."""
+    """Time of the update of state off the device, in words, with the rule against `update=` if one
+    applies."""
     asked, update = asked_update(parts), update_of(parts)
     has_tail, is_early = update in BEHIND, update in IN_BACKWARD
     rest = "behind the next forward" if has_tail else "in step()"
@@ -141,8 +142,10 @@ def when_updated(parts: Parts) -> str:
 
 
 def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str:
-    """Where a parameter lives, why, and what it costs. ignored: those that are left as they are, by
-    name. Raises ValueError for no such name."""
+    """Home of a parameter, its reason and its cost, in words. ignored: `ignored_params` by name.
+
+    Raises ValueError for an unknown name.
+    """
     if name in ignored:
         left = ignored[name]
         return (
@@ -166,7 +169,7 @@ def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str
 
 
 def memory_report(parts: Parts, ignored: Iterable[nn.Parameter]) -> MemoryReport:
-    """Predicted beside measured; see `MemoryReport`. ignored: what is left as it is."""
+    """Memory report, see `MemoryReport`. ignored: parameters that were left as they are."""
     planning, measured = parts.planning, parts.ledger.peaks
     predicted = planning.result.profile.peaks()
     train = parts.sampler.traces("train")
@@ -198,7 +201,7 @@ def memory_report(parts: Parts, ignored: Iterable[nn.Parameter]) -> MemoryReport
 
 
 def _pinned(total: MemoryRow, predicted: Mapping[str, int], found: Mapping[str, int]) -> MemoryRow:
-    """All but originals and averages, which no step moves."""
+    """Row of pinned host memory: all of `total` but originals and averages, which no step moves."""
     measured, still = total.measured_bytes, ("originals", "average")
     return replace(
         total,
@@ -229,9 +232,10 @@ def memory_timeline(parts: Parts, path: str | Path, title: str | None = None) ->
 
 
 def say_start(parts: Parts, config: StateConfig, update_path: str, num_groups: int) -> None:
-    """On the first rank when its optimizer is made: once, in three lines.
+    """Log three lines on the first rank, once, when its optimizer is made.
 
-    `config` is of the optimizer, `update_path` of what carries out its updates."""
+    config: of the optimizer. update_path: name of its executor.
+    """
     if log.level <= logging.INFO:
         _say(_start_of(parts, config, update_path, num_groups).lines())
 
@@ -261,8 +265,8 @@ def _start_of(parts: Parts, config: StateConfig, update_path: str, num_groups: i
 
 
 def _say(lines: Sequence[str]) -> None:
-    """Through the program's handlers, and on stderr where it has none: Python itself would drop
-    what is below a warning, so nobody would see it."""
+    """Log lines by the program's handlers, or print them on stderr if it has none: Python's last
+    resort drops messages below a warning."""
     for line in lines:
         if log.hasHandlers():
             log.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, line, (), None))

@@ -1,7 +1,7 @@
-"""What the weights of a chunk are, as exact as they are known; and how they are set.
+"""Weights of a chunk in their most exact form, to read and to set.
 
-The optimizer's fp32 master where there is one; else the fp32 original, until it becomes one; else
-the shard. What a user has written to a shard counts for all three.
+The most exact form is the optimizer's fp32 master; without one the fp32 original, from which the
+master will start; without either the shard. User writes to the shard are in all three.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gemini.runtime.parts import Parts
 
 
 def master_of(parts: Parts, chunk: Chunk) -> Tensor:
-    """[S] fp32 on the CPU, a copy; of an opaque chunk its bytes."""
+    """Copy of a chunk's weights, [S] fp32 on the CPU; of an opaque chunk its bytes."""
     if parts.target is not None and chunk.spec.trainable:
         return parts.target.read_master(chunk)
     dtype = torch.float32 if chunk.spec.dtype != BYTES else chunk.dtype
@@ -24,7 +24,7 @@ def master_of(parts: Parts, chunk: Chunk) -> Tensor:
 
 
 def set_master(parts: Parts, chunk: Chunk, values: Tensor) -> None:
-    """The inverse: [S] fp32, and rounded to the shard."""
+    """Set a chunk's weights to `values` [S] fp32: the master or original, and the rounded shard."""
     if parts.target is not None and chunk.spec.trainable:
         parts.target.write_master(chunk, values)
     else:
@@ -32,7 +32,7 @@ def set_master(parts: Parts, chunk: Chunk, values: Tensor) -> None:
 
 
 def exact_dtype(parts: Parts, chunk: Chunk) -> torch.dtype:
-    """In which nothing of a chunk's weights is lost."""
+    """Dtype in which a chunk's weights lose nothing: fp32 with masters or originals."""
     trained = parts.target is not None and chunk.spec.trainable
     has_master = trained and parts.precision_settings.master_weights
     in_fp32 = has_master or chunk.spec.id in parts.originals
@@ -40,15 +40,16 @@ def exact_dtype(parts: Parts, chunk: Chunk) -> torch.dtype:
 
 
 def full_chunk(parts: Parts, chunk: Chunk) -> Tensor:
-    """[S * W] fp32: every rank's masters of one chunk, where collectives are. Collective."""
+    """Masters of a chunk from all ranks, [S * W] fp32, on the device of collectives. Collective."""
     mine = master_of(parts, chunk).to(parts.comm.device)
     return parts.links[chunk.spec.group].gather_for_all(mine, chunk.spec.id)
 
 
 def weights_without_master(parts: Parts, chunk: Chunk) -> Tensor:
-    """[S] of a chunk whose masters no optimizer has: fp32 or as wide as the chunk.
+    """Weights [S] of a chunk without masters: fp32 originals, or the shard in the chunk's dtype.
 
-    It is what there is, or a copy of what lies in a file: `set_without_master` takes changes back.
+    The tensor is the stored one, or a copy of a file's content: after a change call
+    `set_without_master`.
     """
     shard = chunk.load_shard()
     originals = parts.originals
@@ -61,7 +62,7 @@ def weights_without_master(parts: Parts, chunk: Chunk) -> Tensor:
 
 
 def set_without_master(parts: Parts, chunk: Chunk, values: Tensor) -> None:
-    """Make [S] the weights."""
+    """Set the weights [S] of a chunk without masters: shard and original."""
     chunk.store_shard(values)
     if chunk.spec.id in parts.originals:
         parts.originals.put(chunk.spec.id, values)

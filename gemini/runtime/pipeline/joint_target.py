@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class JointCounters:
-    """The loss scale of all parts, which is one: by one vote all of them step, or none."""
+    """The one loss scale of all parts: one vote decides for all of them, so they have equal
+    counters."""
 
     def __init__(self, members: Sequence[Counters]) -> None:
         self._members = members
@@ -46,9 +47,9 @@ class JointCounters:
 
 
 class JointTarget:
-    """The shards of this process's parts. See `optim.target.Target`.
+    """Target of an optimizer over this process's parts of a pipeline. See `optim.target.Target`.
 
-    Steps and clips are collective over all stages; state is that of each part.
+    Steps and clips are collective over all stages; every part has its own state.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class JointTarget:
         owners: Sequence[ParameterOwner],
         together: PipelineOwner,
     ) -> None:
-        """`owners`: of each member's parameters."""
+        """Join the targets of the parts. owners: of each member's parameters, in their order."""
         self.members, self.owners = list(members), list(owners)
         self._together = together
         self._known_seats: Seats | None = None
@@ -98,7 +99,10 @@ class JointTarget:
         return carry_out(steps, partial(self._together.raise_what_any_raised, self.seats))
 
     def clip(self, clip: Clip) -> Tensor | None:
-        """For the coming step of all stages; the norm over all of them, where one is asked for."""
+        """Clip the gradients of the coming step; the norm is over all stages.
+
+        Returns the norm, or None if no norm was asked for.
+        """
         chunks = self._reduced()
         for member in self.members:
             member.gradients.begin_clip()
@@ -113,15 +117,18 @@ class JointTarget:
         return norm
 
     def _reduced(self) -> list[list[Chunk]]:
-        """Of each part the chunks that have a gradient. Collective over stages that tie weights."""
+        """Chunks with a gradient, by part. Collective over stages that tie weights."""
         for member in self.members:
             member.gradients.reduced()
         add_up(member.parts for member in self.members)
         return [member.gradients.present() for member in self.members]
 
     def _measured(self, clips: Sequence[PendingClip]) -> Agreed | None:
-        """What a clip has measured, if no stage has changed its gradients since. Collective where
-        there was a clip."""
+        """Agreement of the last clip; None if any stage has changed its gradients since.
+
+        Collective if there was a clip.
+        """
+        # All stages had the clip, or none: so all of them are in the collective below, or none.
         if self._clipped is None:
             return None
         same = zip(clips, self._clipped.parts, strict=True)
@@ -155,9 +162,9 @@ class JointTarget:
 
     @property
     def seats(self) -> Seats:
-        """All who step together. Collective the first time.
+        """Seats of all parts that step together. Collective the first time.
 
-        Raises ValueError on all ranks for parts that are no whole model.
+        Raises ValueError on all ranks if the parts are not one whole model.
         """
         if self._known_seats is None:
             self._known_seats = self._together.seated([member.parts for member in self.members])
@@ -207,7 +214,7 @@ class JointTarget:
         return [run for member in self.members for run in member.state_runs()]
 
     def snapshot_state(self) -> StateSnapshot:
-        """Of the one part of this process. A checkpoint takes each part's own."""
+        """Snapshot of this process's only part; with several a checkpoint asks each part."""
         (member,) = self.members
         return member.snapshot_state()
 
@@ -236,7 +243,7 @@ class JointTarget:
 
 
 def share(groups: Sequence[Group], owner: ParameterOwner) -> list[Group]:
-    """The same groups, with the parameters of one owner."""
+    """Param groups with the parameters of one owner alone."""
     return [
         {
             **group,

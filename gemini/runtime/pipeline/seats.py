@@ -1,11 +1,11 @@
-"""Who votes on a step of a pipeline, and where in the vector: all parts of all stages. Pure.
+"""Seats in the vote of a pipeline: one for each part on each rank, over all stages. Pure.
 
-The vector is that of `gemini.runtime.comm.ballot`, with a seat for each part on each rank in place
-of a slot for each rank. What parts say of their own parameters (which have a gradient) stands
-behind it, each place at an offset of its own: ranks that hold the same part share it.
+The vector is that of `gemini.runtime.comm.ballot`, with a slot for each seat in place of each rank.
+The counts of gradients follow the slots. Each part of the model has an offset of its own, which the
+ranks that shard the part share.
 
     [0, 6S)     slots of S seats
-    [6S, 6S+P)  how many ranks have a gradient for each parameter of each place
+    [6S, 6S+P)  number of ranks with a gradient, for each of the P parameters of all parts
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from gemini.runtime.comm.ballot import Agreement, Ballot, Scope
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank says of one wrapped module of its own.
+    """Description of one wrapped module on one rank.
 
-    place: which part of the model it is: ranks that shard it say the same.
+    place: of the part in the model: equal on the ranks that shard the part.
     stage: (index, number of stages) of its `GeminiStage`, if it has one.
-    options: what all parts must have been given alike, by name.
-    replicas: ranks that have the same shard of this part, for each shard.
-    copies: names of weights that are tied to another stage's, which speaks for them.
+    options: (name, value) of options that must be equal on all parts.
+    replicas: sets of ranks with the same shard of this part.
+    copies: names of tied weights that another stage counts and saves.
     """
 
-    place: tuple[int, int]  # coordinate in "pp", and which of the parts there
+    place: tuple[int, int]  # coordinate in "pp", number of the part in its process
     names: tuple[str, ...]
     stage: tuple[int, int] | None = None
     options: tuple[tuple[str, str], ...] = ()
@@ -43,16 +43,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where the ballot of one part begins in the vote of all stages."""
+    """Place of one part on one rank in the vote of all stages."""
 
     rank: int
     part: Part
-    offset: int  # of its presence, behind the slots
+    offset: int  # of its counts, from the end of the slots
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks know of a step: each of this rank's parts for itself, and all together."""
+    """Result of a vote: an agreement for each of this rank's parts, and facts of all parts."""
 
     parts: tuple[Agreement, ...]
     nonfinite: str | None  # the first parameter that is not finite, and its rank
@@ -63,7 +63,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """Of all parts on all ranks, in the order of ranks."""
+    """Seats of all parts on all ranks, in the order of ranks."""
 
     seats: tuple[Seat, ...]
     rank: int
@@ -72,7 +72,10 @@ class Seats:
 
     @staticmethod
     def of(said: Sequence[Sequence[Part]], rank: int) -> Seats:
-        """`said`: by rank its parts. Raises ValueError for parts that are no whole model."""
+        """Seats of the parts of all ranks. said: the parts of each rank.
+
+        Raises ValueError if the parts are not one whole model.
+        """
         first: dict[tuple[int, int], Part] = {}
         offsets: dict[tuple[int, int], int] = {}
         total = 0
@@ -98,7 +101,7 @@ class Seats:
         return Seats(tuple(seats), rank, total, tuple(replicas))
 
     def encode(self, ballots: Sequence[Ballot]) -> list[float]:
-        """Of this rank's parts, in their order."""
+        """Vector of the ballots of this rank's parts, in their order."""
         slots = self._scope().num_slots
         vector = [0.0] * (slots + self.num_present)
         for place, ballot in zip(self._own(), ballots, strict=True):
@@ -110,7 +113,7 @@ class Seats:
         return vector
 
     def decode(self, vector: Sequence[float], norm_type: float = 2.0) -> Agreed:
-        """What the sum over ranks says."""
+        """Result of a vote, from the sum of the vectors over ranks."""
         scope, count = self._scope(), len(self.seats)
         slots, there = list(vector[: scope.num_slots]), list(vector[scope.num_slots :])
         common = Agreement.decode(slots, scope, norm_type)
@@ -148,18 +151,18 @@ class Seats:
         )
 
     def failed(self, vector: Sequence[float]) -> tuple[int, ...]:
-        """Ranks whose disk failed."""
+        """Ranks whose disk failed, from the sum of the vectors."""
         scope = self._scope()
         common = Agreement.decode(list(vector[: scope.num_slots]), scope)
         return tuple(sorted({self.seats[place].rank for place in common.io_failed}))
 
     @property
     def num_own(self) -> int:
-        """Parts of this rank."""
+        """Number of this rank's parts."""
         return len(self._own())
 
     def _scope(self, place: int = 0) -> Scope:
-        """Of the vote, as the part at this seat sees it."""
+        """Scope of the vote for the part at seat `place`."""
         return Scope(place, len(self.seats), self.replicas)
 
     def _own(self) -> list[int]:
@@ -167,7 +170,7 @@ class Seats:
 
 
 def _check_stages(parts: Sequence[Part], said: Sequence[Sequence[Part]]) -> None:
-    """All stages of the pipeline are there, each once."""
+    """Raise ValueError unless every stage of the pipeline has one part."""
     stages = [part.stage for part in parts if part.stage is not None]
     if not stages:
         return
@@ -183,7 +186,7 @@ def _check_stages(parts: Sequence[Part], said: Sequence[Sequence[Part]]) -> None
 
 
 def _check_names(parts: Sequence[Part]) -> None:
-    """No parameter is in two parts, but for copies."""
+    """Raise ValueError for a parameter in two parts that is no copy of a tied weight."""
     known: dict[str, Part] = {}
     for part in parts:
         for name in part.names:

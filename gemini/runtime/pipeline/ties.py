@@ -1,12 +1,12 @@
-"""Weights that stages of a pipeline tie: every stage has a copy, and all have one gradient.
+"""Weights that stages of a pipeline tie: every stage has a copy, and all copies have one gradient.
 
 S numel of a shard
 
 A copy is a chunk of its stage, in a sharding group of its own, so that a stage gathers it without
-the others. Its gradient is reduced over the stage as any other, and waits. Before a step, or a
-clip, what the copies have is added up: two addends, whose sum is the same bits on both sides. So
-all of them take the same step from the same values. The first copy speaks for the others: in the
-norm, and in what is saved, where it is one tensor.
+the others. Its gradient is reduced over the stage like any other, and waits. Before a step, or a
+clip, the gradients of the copies are added up: the sum of two addends has the same bits on both
+sides. So all copies take the same step from the same values. Only the first copy is counted in the
+norm, and saved, as one tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ties:
     """Parameters of this process that stages tie, until they are wrapped."""
 
     def __init__(self, pipeline: dist.ProcessGroup, place: int) -> None:
-        """pipeline: the ranks of this rank's pipeline, in the order of places."""
+        """Begin without ties. pipeline: ranks of this rank's pipeline, in the order of places."""
         self._ranks = dist.get_process_group_ranks(pipeline)
         self._place = place
         self._waiting: dict[int, tuple[nn.Parameter, Tie]] = {}
@@ -40,10 +40,10 @@ class Ties:
     def add(
         self, copies: Sequence[nn.Parameter], names: tuple[str, ...], places: Sequence[int]
     ) -> None:
-        """copies: of this process. names: all that the parameter has in the whole model. places:
-        of the pipeline that have a copy, the first stage's first.
+        """Tie the copies of one parameter, and give all of them the first one's values.
 
-        All have the values of the first. Collective over these places.
+        copies: of this process. names: all names of the parameter in the whole model. places: of
+        the pipeline that have a copy, in the order of stages. Collective over these places.
         """
         across = None
         if len(places) > 1:
@@ -58,8 +58,10 @@ class Ties:
     def take(
         self, params: Sequence[nn.Parameter], specs: Sequence[ParamSpec]
     ) -> tuple[list[ParamSpec], dict[str, Tie]]:
-        """Specs with the names and the sharding groups that tied parameters have, and the ties by
-        group. They are known no more."""
+        """(specs with the names and sharding groups of tied parameters, ties by group).
+
+        The ties are removed from this object.
+        """
         found, ties = [], {}
         for param, spec in zip(params, specs, strict=True):
             if id(param) in self._waiting:
@@ -72,22 +74,24 @@ class Ties:
         return found, ties
 
     def forget(self) -> None:
-        """What was not wrapped."""
+        """Remove the ties of parameters that were not wrapped."""
         self._waiting.clear()
 
 
 @torch.no_grad()
 def add_up(parts: Iterable[Parts]) -> None:
-    """Gradients of tied weights become those of all copies. Collective over their stages.
+    """Replace the gradients of tied weights by the sum over all copies. Collective over stages.
 
-    parts: of this process, in the order of stages. All stages call it behind the same windows:
-    copies have something to add on all ranks, or on none.
+    parts: of this process, in the order of stages. All stages call it after the same windows, so
+    the copies of a weight have a gradient to add on all ranks, or on none.
     """
     tied: dict[str, list[tuple[Parts, Chunk]]] = {}
     for one in parts:
         for chunk in one.chunks:
             if chunk.tie is not None and chunk.gradient.own is not None:
                 tied.setdefault(chunk.tie.names[0], []).append((one, chunk))
+    # By name: every rank must reduce its ties in one order, and stages have theirs in different
+    # chunks.
     for name in sorted(tied):
         copies = tied[name]
         total = _sum([chunk.gradient.own for _, chunk in copies])
@@ -105,6 +109,6 @@ def add_up(parts: Iterable[Parts]) -> None:
 
 
 def _sum(values: Sequence[Tensor | None]) -> Tensor:
-    """[S], fp32: of a chunk's copies in this process, in a tensor of its own."""
+    """Sum [S], fp32, of the gradients of a chunk's copies in this process, in a new tensor."""
     first, *others = [value.float() for value in values if value is not None]
     return sum(others, first)

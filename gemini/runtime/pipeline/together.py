@@ -1,4 +1,4 @@
-"""Together: the parts of a pipeline in this process, which get one optimizer and vote with all."""
+"""PipelineOwner: a process's parts of a pipeline, with one optimizer, in the vote of all stages."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .joint_target import JointTarget, share
 from .seats import Agreed, Part, Seats
 from .ties import Ties
 
-_known = threading.local()  # of the default group that is there, which ranks may be threads of
+_known = threading.local()  # owners of the present default group; ranks may be threads
 
 
 class PipelineOwner:
-    """Owns, for optimizers, the parameters of all parts of one mesh in this process.
+    """Owner, for optimizers, of the parameters of all parts of one mesh in this process.
 
-    ignored: none, as each part says what it ignores.
-    ranks_here: those of all stages on this host, which share its memory.
-    pipeline: the ranks of this pipeline, in the order of stages. place: this rank's among them.
-    ties: of parameters that are to be wrapped.
+    ignored: empty, as each part has its own.
+    ranks_here: ranks of all stages on this host, which share its memory.
+    pipeline: ranks of this pipeline, in the order of stages. place: this rank's among them.
+    ties: of parameters that will be wrapped.
     """
 
     ignored: Mapping[int, str] = MappingProxyType({})
@@ -60,13 +60,13 @@ class PipelineOwner:
         return JointTarget(members, [*owners.values()], self)
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on some rank. Collective."""
+        """Whether `flag` is true on any rank. Collective."""
         return self._summed([float(flag)])[0] > 0
 
     def seated(self, parts: Sequence[Parts]) -> Seats:
-        """Seats of these and of all that the other ranks step with. Collective.
+        """Seats of these parts and of the parts of all other ranks. Collective.
 
-        Raises ValueError on all ranks for parts that are no whole model.
+        Raises ValueError on all ranks if the parts are not one whole model.
         """
         mine = [
             Part(
@@ -85,7 +85,7 @@ class PipelineOwner:
         return seats.decode(self._summed(seats.encode(ballots)), norm_type)
 
     def raise_what_any_raised(self, seats: Seats, error: BaseException | None) -> None:
-        """This rank's own error, or one that says what failed elsewhere. Collective."""
+        """Raise this rank's error, or a RuntimeError with those of other ranks. Collective."""
         ballot = Ballot(power_sum=0.0, present=(), io_failed=error is not None)
         said = [ballot] * seats.num_own
         failed = seats.failed(self._summed(seats.encode(said)))
@@ -100,7 +100,7 @@ class PipelineOwner:
         )
 
     def _summed(self, vector: Sequence[float]) -> list[float]:
-        """Through the host where the group reaches it, else through its store: no device waits."""
+        """Sum of a vector over ranks, through host memory or else the store: no device waits."""
         if not self.comm.reaches_host:
             said = self.comm.tell("votes", json.dumps(list(vector)))
             return [sum(slot) for slot in zip(*map(json.loads, said), strict=True)]
@@ -115,10 +115,10 @@ _ALIKE = ("max_norm", "norm_type", "on_nonfinite")
 
 
 def together_of(mesh: Any) -> PipelineOwner:
-    """That of a mesh with "pp" in this process. Collective over all ranks the first time.
+    """Owner of a mesh with "pp" in this process. Collective over all ranks the first time.
 
-    Equal meshes have one. It lives as long as the default group: what the garbage collector does,
-    and when, differs between ranks.
+    Equal meshes have one owner. It lives as long as the default group, and not until a garbage
+    collection: those come at different times on different ranks.
     """
     world = dist.group.WORLD
     if getattr(_known, "world", None) is not world:

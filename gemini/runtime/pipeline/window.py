@@ -1,8 +1,8 @@
 """Window: one call of a schedule, as one stage sees it, from its first micro-batch to its last.
 
-Where the plan has room, all of the stage is gathered when the window opens and released when it
-closes. Where it has not, the calls of all micro-batches are one cycle: chunks are gathered and
-released along it, and the next one is planned with what was found.
+If the plan has room, the whole stage is gathered when the window opens and released when it closes.
+If not, the calls of all micro-batches are one cycle: chunks are gathered and released along it, and
+the next window is planned with its trace.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gemini.runtime.step.promotion import Promotion
 
 
 class Window:
-    """The window of one engine: micro-batches from the first to the last."""
+    """Window of one engine: its micro-batches in one call of a schedule."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Window:
         self._is_sampled = False
 
     def open(self) -> None:
-        """Micro-batches follow, if they have not begun."""
+        """Open the window before the first micro-batch; do nothing if it is open."""
         parts = self._parts
         if parts.in_schedule:
             return
@@ -49,7 +49,10 @@ class Window:
             parts.manager.fills_room = True
 
     def sample(self, inputs: Any, num_microbatches: int) -> None:
-        """The first micro-batch that counts, with these inputs."""
+        """Begin to sample at the first micro-batch of the schedule, which has these inputs.
+
+        torch may run one before it to find shapes, which is not sampled.
+        """
         if not self._is_sampled:
             self._is_sampled = True
             told_apart = [inputs] * num_microbatches if self._calls.tells_inputs_apart else None
@@ -57,18 +60,22 @@ class Window:
 
     @property
     def splits_backward(self) -> bool:
-        """Weights may be differentiated apart from inputs: what that reads stays gathered."""
+        """Whether a backward may have two halves: the second reads weights, so all must stay
+        gathered."""
         return self._parts.all_gathered or self._parts.manager.holds
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a micro-batch's backward, or a part of it."""
+        """Context of a micro-batch's backward, or of one half of it."""
         self.open()
         with self._calls.microbatch():
             yield
 
     def reduce(self, divisor: int) -> None:
-        """All micro-batches are done: reduce the mean of `divisor` of them. Collective."""
+        """Close the window and reduce the sum of all micro-batches, divided by `divisor`.
+
+        Collective.
+        """
         parts = self._parts
         self._gradients.check_complete()
         self._meetings.come_together()
@@ -82,9 +89,9 @@ class Window:
         self._promotion.graph_is_open = False
 
     def end(self) -> None:
-        """Of a schedule without a backward, or of one that an error has cut short.
+        """Close the window of a schedule without a backward, or of one that an error has cut short.
 
-        Of the latter no gradient is whole: they are dropped, and `zero_grad` must follow.
+        After an error no gradient is complete: they are dropped, and `zero_grad` must follow.
         """
         parts = self._parts
         if not parts.in_schedule:
