@@ -98,8 +98,8 @@ class StepTail:
     ) -> Ticket[TailResult]:
         """Go on in a thread with a step that was submitted.
 
-        views: the step's, which keep the gradients that it reads. chunks: by shard of the state
-        space. taken: parameters that the step updates. forget: takes back what was counted.
+        views: of the step; they keep the gradients that it reads. chunks: by shard of the state
+        space. taken: parameters that the step updates. forget: takes counts of the step back.
         """
         parts = self._parts
         gates = _Gates(tiered_state, chunks, views)
@@ -131,7 +131,7 @@ class StepTail:
         chunks: Sequence[Chunk],
         updates: Iterator[Block],
     ) -> None:
-        """Queue these updates of blocks in memory on the side stream; arguments as of `begin`."""
+        """Queue the updates of blocks in memory on the side stream; arguments as of `begin`."""
         parts = self._parts
         # After `step()` the loop may drop gradients, whose memory the computing stream would reuse.
         views.hold()
@@ -227,7 +227,7 @@ def _failure_of(behind: Ended) -> str:
 
 
 class _Gates:
-    """A gate for each chunk, which opens when the chunk's last block was updated."""
+    """Gates of a tail, one for each chunk; it opens when the chunk's last block was updated."""
 
     def __init__(
         self, tiered_state: TieredState, chunks: Sequence[Chunk], views: ShardViews
@@ -243,7 +243,7 @@ class _Gates:
 
     @property
     def gates(self) -> Sequence[Gate]:
-        """By shard."""
+        """Gates by shard."""
         return self._gates
 
     @property
@@ -269,7 +269,7 @@ class _Gates:
 
 
 class Vote:
-    """A vote of all ranks on whether each did its part. Raises on every rank where one did not."""
+    """Vote of all ranks on whether each did its part. Raises on every rank where one did not."""
 
     def __init__(
         self,
