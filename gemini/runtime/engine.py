@@ -369,6 +369,7 @@ class GeminiEngine(Parts):
             )
         self.window.end()
         self.gradients.check_complete()
+        # Ranks may have come here by other calls, and collectives follow.
         self.meetings.come_together()
         self.calls.thaw_what_is_trained()
         self.gradients.resolve()

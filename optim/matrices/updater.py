@@ -169,6 +169,7 @@ class MatrixUpdater:
     def ready(self, views: SteppedViews) -> list[Block]:
         """Exchange complete buckets, in order; returns the blocks that are updated by that."""
         done: list[Block] = []
+        # A complete bucket waits for those before it: ranks exchange all of them in one order.
         while self._on_disk and not self._to_come[self._on_disk[0]]:
             i = self._on_disk.pop(0)
             self._exchange(self._buckets[i])

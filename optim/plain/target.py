@@ -364,6 +364,7 @@ def step_together(
         target.begin(views, hypers, amp, may_fail=may_fail)
         for target, (views, hypers) in zip(targets, seen, strict=True)
     ]
+    # Weights, copies and counts change together: a signal between them would tear the step.
     with DeferredSignals() as signals:
         try:
             report = take(steps, signals)

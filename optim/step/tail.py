@@ -1,6 +1,6 @@
-"""The tail of a step: a thread goes on with it when `step()` has returned (ADR 0002).
+"""Tail of a step: a thread goes on with it when `step()` has returned (ADR 0002).
 
-    prepare    write the new version of each block on disk beside its last one
+    prepare    write the new version of each block on disk next to its last one
     agree      with all ranks: the step counts everywhere, or nowhere
     confirm    commit what is on disk, and update what is in memory
 

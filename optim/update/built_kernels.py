@@ -104,6 +104,7 @@ def kernels(specs: Sequence[KernelSpec]) -> list[Kernel]:
     paths = [folder / library_name(spec, cxx) for spec in specs]
     if not all(path in _loaded or path.exists() for path in paths):
         with locked(folder):
+            # Asked again under the lock: another process may have built them meanwhile.
             missing = {
                 path: spec for path, spec in zip(paths, specs, strict=True) if not path.exists()
             }
@@ -170,6 +171,7 @@ def _build(missing: dict[Path, KernelSpec], folder: Path, cxx: str) -> None:
             made = {path: Path(work) / path.name for path in missing}
             for path, spec in missing.items():
                 compile_library(spec, made[path], cxx)
+            # Synced, then renamed: a crash leaves no half library for another process to load.
             for path, library in made.items():
                 library.chmod(0o600)
                 with library.open("rb") as file:

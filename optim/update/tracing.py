@@ -40,19 +40,19 @@ class Dialect(Protocol):
         ...
 
     def constant(self, value: float, dtype: torch.dtype) -> str:
-        """A number in a dtype, exactly as torch rounds it."""
+        """Number in a dtype, exactly as torch rounds it."""
         ...
 
     def converted(self, text: str, dtype: torch.dtype, to: torch.dtype) -> str:
-        """A value of one dtype in another, rounded once."""
+        """Value of one dtype in another, rounded once."""
         ...
 
     def bits_as(self, text: str, dtype: torch.dtype, to: torch.dtype) -> str:
-        """The bits of a value of one dtype as another of the same size."""
+        """Bits of a value of one dtype as another of the same size."""
         ...
 
     def declared(self, name: str, dtype: torch.dtype, expression: str) -> str:
-        """A line that gives an expression a name."""
+        """Line that gives an expression a name."""
         ...
 
     def power(self, base: str, exponent: str) -> str | None:

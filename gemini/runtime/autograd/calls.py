@@ -397,7 +397,7 @@ class Calls:
         return tensor.untyped_storage()._cdata in self._chunk_of_storage
 
     def _caller_for(self, chunks: Iterable[ChunkId]) -> Caller:
-        """A caller for chunks: one parameter of each stands for it in a trace, none has a state."""
+        """Caller for chunks: one parameter of each stands for it in a trace, none has a state."""
         layout = self._parts.layout
         traced = tuple(layout.chunks[chunk].slots[0].param for chunk in chunks)
         name = layout.params[traced[0]].name.rpartition(".")[0] if traced else ""

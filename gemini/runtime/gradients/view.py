@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GradientView(Tensor):
-    """The gradient of one parameter, fp32; see the file. Reading its values is collective."""
+    """Gradient of one parameter, fp32; see the file. Reading its values is collective."""
 
     _source: Gradients
     _param: ParamId

@@ -33,7 +33,7 @@ class Edit:
 
     @property
     def factor(self) -> float:
-        """The product of all factors. May wait for a device."""
+        """Product of all factors. May wait for a device."""
         return math.prod(float(factor) for factor in self.factors)
 
     @property
@@ -363,14 +363,14 @@ class Gradients:
             self._changes.add(f"{does} {self._parts.layout.params[param].name}")
 
     def _place_of(self, param: ParamId) -> tuple[Chunk, int]:
-        """The chunk of a parameter, and its slot in the chunk."""
+        """Chunk of a parameter, and its slot in the chunk."""
         parts = self._parts
         return parts.chunks[parts.chunk_of[param]], parts.slot_of[param]
 
     # -- values --
 
     def values(self, param: ParamId) -> Tensor:
-        """A copy in fp32, of the parameter's shape. Collective where gradients are reduced."""
+        """Copy in fp32, of the parameter's shape. Collective where gradients are reduced."""
         self._check(param)
         parts, spec = self._parts, self._parts.layout.params[param]
         chunk, slot = self._place_of(param)
@@ -387,7 +387,7 @@ class Gradients:
         return total.mul_(factor).clamp_(-limit, limit).view(spec.shape)
 
     def norm(self, param: ParamId, order: float) -> Tensor:
-        """The norm of a gradient, fp64 0-d. Collective; ranks may ask for different parameters."""
+        """Norm of a gradient, fp64 0-d. Collective; ranks may ask for different parameters."""
         self._check(param)
         parts = self._parts
         if self._edits.get(param, Edit()).limits:
@@ -437,7 +437,7 @@ class Gradients:
 
 
 def clipped_by(parts: Parts) -> tuple[Tensor, float]:
-    """The factor (fp64 0-d) that unscales and clips, and the limit of a value, of the next step."""
+    """Factor (fp64 0-d) that unscales and clips, and the limit of a value, of the next step."""
     pending = parts.pending_clip
     clip = pending.clip if pending is not None else Clip()
     factor = 1.0 / parts.control_vector.scale

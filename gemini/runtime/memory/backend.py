@@ -47,7 +47,7 @@ class CudaBackend(CudaMemory):
 
 
 def make_backend(device: torch.device, pin_memory: bool = True) -> Backend:
-    """The backend of a compute device.
+    """Backend of a compute device.
 
     Raises ValueError for a kind that has none, and for a GPU that is not this process's current
     one: collectives and the allocator of user code would work on another.

@@ -86,7 +86,7 @@ class GradientFiles:
             files.close()
 
     def files_of(self, chunk: ChunkId, dtype: torch.dtype) -> TensorFiles:
-        """The files for gradients of this dtype."""
+        """Files for gradients of this dtype."""
         if dtype == self._tensors[chunk].dtype:
             return self._narrow
         assert dtype == torch.float32
@@ -163,7 +163,7 @@ class HostGradients:
         self.leaving_nbytes -= first.values.nbytes
 
     def _ordered(self, chunk: ChunkId) -> CopyTicket:
-        """The copy that brought a gradient, ordered before what the device does next."""
+        """Copy that brought a gradient, ordered before what the device does next."""
         while any(leaving.chunk == chunk for leaving in self._leaving):
             self._let_go()  # one stream has all of them, so those before it have left too
         self._arrivals[chunk].order()

@@ -62,7 +62,7 @@ class Originals:
         return chunk in self._memory or chunk in self._in_file
 
     def get(self, chunk: ChunkId) -> Tensor | None:
-        """The original [S] fp32, or None. From a file it is a copy: `put` takes changes back."""
+        """Original [S] fp32, or None. From a file it is a copy: `put` takes changes back."""
         if chunk not in self._in_file:
             return self._memory.get(chunk)
         if self._last is None or self._last[0] != chunk:
@@ -163,7 +163,7 @@ class Originals:
             self.memory_bytes[self._homes[chunk]] -= values.nbytes
 
     def _file_of(self, chunk: ChunkId) -> TensorFiles:
-        """The file with room for this chunk; frozen chunks, whose values stay, share one."""
+        """File with room for this chunk; frozen chunks, whose values stay, share one."""
         found = next((file for file in self._files if chunk in file), None)
         if found is None:
             trainable = self._specs[chunk].trainable

@@ -276,7 +276,7 @@ F = TypeVar("F", TensorFiles, FrozenFiles)
 
 
 def _keep(files: F | None, chunks: Collection[ChunkId]) -> F | None:
-    """These files with the shards of these chunks alone; None where none is left."""
+    """Cut files down to the shards of these chunks; None where none is left."""
     if files is None:
         return None
     there = list(files)

@@ -72,7 +72,7 @@ class Reducer:
         self._announced: Counter[ChunkId] = Counter()  # calls whose backward is to come
         self._opened: Counter[ChunkId] = Counter()  # calls whose backward has begun
         self._open: Counter[ChunkId] = Counter()  # those that have not ended
-        # the number of the call behind which a chunk is reduced, in order: all ranks have the same
+        # number of the call after which a chunk is reduced, in order: the same on all ranks
         self._known: dict[Backward, tuple[tuple[int, ChunkId], ...]] = {}
         self._places: tuple[tuple[int, ChunkId], ...] | None = None  # of this backward
         self._num_placed = 0  # of those, that are behind us

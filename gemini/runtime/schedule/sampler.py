@@ -1,4 +1,4 @@
-"""The warm-up of one engine: the first iteration of a kind is sampled, moment by moment.
+"""Warm-up of one engine: the first iteration of a kind is sampled, moment by moment.
 
 An engine that releases nothing has no hooks on modules: its moments are those of the root module.
 """

@@ -387,7 +387,7 @@ class StatefulTensorMgr:
     # -- inside --
 
     def _next_step(self, chunks: Call, is_other: bool) -> GatherStep | None:
-        """The step to follow at this call, or None.
+        """Step to follow at this call, or None.
 
         None: the call repeats one whose step is done, it leaves the steps, or there are none.
         """

@@ -20,7 +20,7 @@ from gemini.runtime.step.views import KeptGradient, ShardViews
 
 
 class EarlyShardViews(ShardViews):
-    """The view of a step that is not agreed on yet; see `optim.step.speculation.EarlyViews`.
+    """View of a step that is not agreed on yet; see `optim.step.speculation.EarlyViews`.
 
     No payload and no shard changes before the step. New weights of a shard in a file are a new
     version in it. Those of a shard in memory go to the block's undo plane where its master is

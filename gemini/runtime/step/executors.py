@@ -1,4 +1,4 @@
-"""The executor of an engine's shards, and their gradients as runs that it measures."""
+"""Executor of an engine's shards, and their gradients as runs that it measures."""
 
 from __future__ import annotations
 

@@ -56,6 +56,7 @@ def promote_homes(parts: Parts, planned: PlanResult) -> None:
         target.promote_state(planned.plan)
         parts.planning.use_plan(planned)
         storage.place_gradients(planned.plan, parts.chunks)
+    # Also after an error of a disk: shards that have risen live in memory from now on.
     finally:
         storage.keep_shards(from_files)
         target.homes_changed()

@@ -35,7 +35,7 @@ from .early_views import EarlyShardViews
 
 @dataclass(frozen=True, slots=True)
 class _Stops:
-    """The ticket of a gradient that a speculation reads: `wait` stops the speculation."""
+    """Ticket of a gradient that a speculation reads: `wait` stops the speculation."""
 
     _run: Speculation
 

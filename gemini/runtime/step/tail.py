@@ -1,4 +1,4 @@
-"""The tail of an engine's step: blocks are updated during the next forward (ADR 0002).
+"""Tail of an engine's step: blocks are updated during the next forward (ADR 0002).
 
     begin     step() has agreed; from now on whoever reads a chunk (a gather, a module, an operator)
               waits until it is updated (`gemini.runtime.schedule.updating`)
@@ -69,7 +69,7 @@ class _UnderWay:
 
 
 class StepTail:
-    """The tails of one engine's steps, of which at most one is under way."""
+    """Tails of one engine's steps, of which at most one is under way."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -220,7 +220,7 @@ class StepTail:
 
 
 def _failure_of(behind: Ended) -> str:
-    """The error of the last step, for the exit of a program. It keeps no engine alive."""
+    """Error of the last step, for the exit of a program. It keeps no engine alive."""
     behind.wait()
     failure = behind.failure
     return f"the last step failed, and does not count: {failure}" if failure else ""

@@ -1,8 +1,8 @@
-"""The optimizer step over an engine's shards.
+"""Optimizer step over an engine's shards.
 
     1. every gradient is reduced, and its squares are summed
     2. all ranks agree: norm, overflow, which parameters have a gradient (one all-reduce)
-    3. state on disk is updated beside its last version
+    3. state on disk is updated next to its last version
     4. all ranks agree that every disk did its part (only where state is on disk)
     5. the disk versions count; what is resident is updated
 
@@ -174,7 +174,7 @@ class ShardTarget(SavedShards):
         return self._with_tail(carry_out([step], agree, self._in_memory(step.step, step.views)))
 
     def _in_memory(self, step: TargetStep, views: ShardViews) -> InMemory:
-        """Who updates blocks in memory: this call, or the device on its side stream."""
+        """Choose what updates blocks in memory: this call, or the device on its side stream."""
         if not (self._tail.applies and isinstance(self._executor, TritonStep)):
             return at_once
         return partial(

@@ -68,7 +68,7 @@ class KeptGradient:
 
 
 class ShardViews:
-    """One step's view of shards and gradients; see `optim.state.tiered_state.BlockViews`.
+    """View of shards and gradients for one step; see `optim.state.tiered_state.BlockViews`.
 
     Gradients and parameters in another tier are brought to the update, a block at a time; gradients
     are read ahead. Parameters that have a whole master are written, and not read.
@@ -430,7 +430,7 @@ class ShardViews:
         return self._loans.setdefault(block.id, _Loan())
 
     def _place(self, block: Block) -> tuple[ChunkId, int]:
-        """The chunk of a block, and the block's index in it."""
+        """Chunk of a block, and the block's index in it."""
         index = block.shard_offset // self._storage.config.block_numel
         return self._chunks[block.shard].spec.id, index
 
@@ -441,7 +441,7 @@ class ShardViews:
         return self._chunks[block.shard].gradient.exists
 
     def _offloaded(self, shard: int) -> torch.dtype | None:
-        """The dtype of a gradient that is not on the device; None for others."""
+        """dtype of a gradient that is not on the device; None for others."""
         if self._kept_grads:
             return self._kept_grads[shard].offloaded
         return self._chunks[shard].gradient.offloaded_dtype
