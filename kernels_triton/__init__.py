@@ -1,11 +1,11 @@
 """Triton kernels of the optimizer step. Import Triton, and so this package, only where it is used.
 
-launch.py    on which device, in which interpreter, with how large tiles
+launch.py    device, interpreter and tile size of a launch
 tiles.py     segment and tile tables, and the control vector
 rounding.py  loads and stores of all float types, and of split masters
 update/      the update of every optimizer, and its prologue (`frame.py`); two small functions each
 norm.py      norm, overflow check, pack
-ops.py       what the rest of the project calls: checked wrappers, registered with torch
+ops.py       checked wrappers, registered with torch, that the rest of the project calls
 """
 
 if __name__ == "kernels_triton":

@@ -1,10 +1,10 @@
-"""A sum over words that shows any change: what replicas of the same weights agree on.
+"""Digest, a sum over words that shows any change: replicas of the same weights compare it.
 
     x = word * A + (first + i) * B + salt        64-bit integers that wrap
     x = x ^ (x >> 29);  x = x * C;  x = x ^ (x >> 32)
     digest = sum of x
 
-Sums of parts add up to that of the whole, so shards of any size give one digest. 8 bytes read a
+Sums of parts add up to the sum of the whole, so shards of any size give one digest. 8 bytes read a
 word. The reference is `digest_reference`, bit for bit.
 """
 
@@ -39,7 +39,7 @@ def _digest_kernel(
 
 
 def digest_on_device(words: Tensor, first: int, salt: int) -> Tensor:
-    """int64 0-d of int64 [n] `words`, which are words `first`, ... of their parameter."""
+    """Digest, int64 0-d, of `words` int64 [n], which are words `first`, ... of their parameter."""
     assert words.dtype == torch.int64 and words.is_contiguous()
     programs = max(1, triton.cdiv(words.numel(), BLOCK))
     sums = torch.zeros(programs, dtype=torch.int64, device=words.device)
@@ -50,7 +50,7 @@ def digest_on_device(words: Tensor, first: int, salt: int) -> Tensor:
 
 
 def digest_reference(words: Tensor, first: int, salt: int) -> Tensor:
-    """The same with torch's operators."""
+    """Digest as `digest_on_device`, with torch's operators."""
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), REFERENCE_WORDS):
         part = words[start : start + REFERENCE_WORDS]

@@ -1,4 +1,4 @@
-"""How kernels are launched: on their tensors' device, or in an interpreter that works here."""
+"""Launches of kernels: on their tensors' device, or in an interpreter that works here."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ def is_interpreted() -> bool:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device and its current stream: make it that of the tensors."""
+    """Make the tensors' device current: Triton launches on the current device and its stream."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a kernel over tiles is launched; chosen by `choose_launch`, never tuned on live data."""
+    """Launch of a kernel over tiles; chosen by `choose_launch`, never tuned on live data."""
 
     block: int  # elements of a tile
     num_warps: int
 
 
 def choose_launch(bytes_per_element: int, interpreted: bool, largest_numel: int) -> Launch:
-    """The smaller tile of many planes leaves registers for 6 blocks a multiprocessor (sm_90).
+    """Choose a launch by planes: with many, a smaller tile leaves registers for 6 blocks a
+    multiprocessor (sm_90).
 
-    The interpreter runs a tile as one numpy operation: there it is as large as the largest
-    segment, up to 2**16.
+    The interpreter runs a tile as one numpy operation: its tile is as large as the largest segment,
+    up to 2**16.
     """
     if interpreted:
         return Launch(

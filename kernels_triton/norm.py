@@ -22,7 +22,7 @@ FINISH_AT_ONCE = 1024
 
 @triton.jit
 def _power_of(x, p, NORM: tl.constexpr):
-    """|x|^p as the running sum wants it. NORM: 2, 1, 0 for the maximum, -1 for any p."""
+    """Term |x|^p of the running sum. NORM: 2, 1, 0 for the maximum, -1 for any p."""
     if NORM == 2:
         return x * x
     if NORM == -1:
@@ -49,7 +49,7 @@ def _round(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One BLOCK of a tile: its part of the running sums, [BLOCK] fp32."""
+    """Add one BLOCK of a tile to the running sums, [BLOCK] fp32."""
     i = tl.arange(0, BLOCK)
     mask = i < remaining
     alignment: tl.constexpr = 0 if MASKED else 16
@@ -83,7 +83,7 @@ def norm_kernel(
     BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """One program sums, and where it WRITES packs, one tile."""
+    """Sum one tile in one program, and pack it with WRITES."""
     program = tl.program_id(0).to(tl.int64)
     segment = tl.load(tiles + 2 * program).to(tl.int64)
     start = tl.load(tiles + 2 * program + 1).to(tl.int64) * (BLOCK * ROUNDS)
@@ -120,8 +120,8 @@ def norm_kernel(
 
 @triton.jit
 def finish_tiles(tiles, segments, sums, bad, num_tiles, NORM: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Tiles to their total, and 1 + the counter of the first segment that is not finite (0: none),
-    both fp64."""
+    """Total of tiles, and 1 + the counter of the first segment that is not finite (0: none), both
+    fp64."""
     i = tl.arange(0, AT_ONCE)
     total = tl.zeros([AT_ONCE], tl.float64)
     first = tl.full([AT_ONCE], 0x7FFFFFFF, tl.int32)
@@ -147,8 +147,8 @@ def finish_tiles(tiles, segments, sums, bad, num_tiles, NORM: tl.constexpr, AT_O
 
 @triton.jit
 def tally_votes(votes, num_ranks, NORM: tl.constexpr):
-    """What every rank found, in the order of ranks, to the total of all, 1 + the first parameter
-    that is not finite on any (0: none), and the first rank that has it; all fp64."""
+    """Total of all ranks' votes, summed in the order of ranks; 1 + the first parameter that is not
+    finite on any (0: none); and the first rank that has it; all fp64."""
     total = tl.full([], 0.0, tl.float64)
     first = tl.full([], 0.0, tl.float64)
     where = tl.full([], 0.0, tl.float64)
@@ -177,7 +177,7 @@ def finish_kernel(
     NORM: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """`finish_tiles` into the control vector, or into this rank's vote. One program."""
+    """Store `finish_tiles` in the control vector, or in this rank's vote. One program."""
     total, first_bad = finish_tiles(tiles, segments, sums, bad, num_tiles, NORM, AT_ONCE)
     tl.store(out_sum, total)
     tl.store(out_bad, first_bad)
@@ -190,7 +190,7 @@ def tally_kernel(
     control,  # fp64: see `control_fields.py`
     NORM: tl.constexpr,
 ):
-    """`tally_votes` into the control vector. One program."""
+    """Store `tally_votes` in the control vector. One program."""
     total, first_bad, rank = tally_votes(votes, num_ranks, NORM)
     tl.store(control + C_SUM, total)
     tl.store(control + C_BAD, first_bad)

@@ -1,4 +1,4 @@
-"""The kernels as the rest of the project calls them: checked, and registered with torch.
+"""Kernels as the rest of the project calls them: checked, and registered with torch.
 
 Each op takes few tensors: tables, slabs, control. Parameters and gradients of a plain module are
 reached through the addresses in the segment table only, since a list of 500 tensors costs 1.3 ms a
@@ -34,7 +34,7 @@ from .quantised import GROUP, KIND_CODES
 from .tiles import NUM_COLUMNS, TRITON_DTYPES
 
 NORM_TILE = NORM_BLOCK * NORM_ROUNDS
-# hardware contraction would make results depend on the compiler
+# Contraction of multiply-adds would make results depend on the compiler.
 _EXACT = {"enable_fp_fusion": False}
 
 
@@ -125,10 +125,10 @@ def update_now(
 
     rule: a key of `KERNELS`.
     planes: the slabs [N], the master first where there is one more than the rule's own; an int16
-        one is what bf16 parameters lack of it, and fp32 parameters have none. Of 8 bits, scales
-        fp32 [N / 64] come last; see `quantised.py`.
+        master is the remainder that bf16 parameters lack, and fp32 parameters have none. For planes
+        of 8 bits, scales fp32 [N / 64] come last; see `quantised.py`.
     stochastic: bf16 parameters without a master are rounded at random, by control[SEED].
-    params, grads: what the addresses in `segments` point into; may be empty for a plain module.
+    params, grads: tensors that addresses in `segments` point into; may be empty for a plain module.
     Raises ValueError, before anything is written, for what the kernel cannot take.
     """
     kernel = KERNELS[rule]
@@ -184,7 +184,7 @@ def update_now(
         )  # fmt: skip
 
 
-# a registered operator costs 0.1 ms a call, which a streamed block does without
+# A registered operator costs 0.1 ms a call, so streamed blocks call `update_now` itself.
 update = torch.library.custom_op("gemini::update", update_now, mutates_args=("planes", "params"))
 
 
@@ -199,7 +199,7 @@ def grad_norm(
     grad_dtype: torch.dtype,
     norm_type: float,
 ) -> None:
-    """Sums of tiles into `sums` fp32 [t] and `bad` int32 [t]; no total yet (`finish_norm`)."""
+    """Sum tiles into `sums` fp32 [t] and `bad` int32 [t]; no total yet (`finish_norm`)."""
     _check("tiles", tiles, torch.int32, 2)
     _check("segments", segments, torch.int64, NUM_COLUMNS)
     _check("sums", sums, torch.float32, None)
@@ -232,7 +232,7 @@ def finish_norm(
     norm_type: float,
     at_once: int = FINISH_AT_ONCE,
 ) -> None:
-    """The tiles' sums to fp64 `out[at_sum]`, `at_once` of them at a time in a fixed order, and 1 +
+    """Sum tiles to fp64 `out[at_sum]`, `at_once` of them at a time in a fixed order, and put 1 +
     the first counter that is not finite to `out[at_bad]`."""
     _check("segments", segments, torch.int64, NUM_COLUMNS)
     _check("out", out, torch.float64, None)
@@ -246,9 +246,9 @@ def finish_norm(
 
 @torch.library.custom_op("gemini::tally", mutates_args=("control",))
 def tally(votes: Tensor, control: Tensor, norm_type: float) -> None:
-    """What all ranks found to SUM, BAD and BAD_RANK of `control`.
+    """Tally the votes of all ranks to SUM, BAD and BAD_RANK of `control`.
 
-    votes fp64 [2 * ranks]: what `finish_norm` found on every rank, sums first.
+    votes fp64 [2 * ranks]: results of `finish_norm` on every rank, sums first.
     """
     _check("votes", votes, torch.float64, None)
     _check_device(votes=votes, control=control)
@@ -271,7 +271,7 @@ def pack(
 ) -> None:
     """Copy every segment from its `grad` to its `param` address, times `scale` fp64 [1], cast.
 
-    With sums, also what `grad_norm` makes, of the scaled values before they are rounded.
+    With sums, also the results of `grad_norm`, of the scaled values before they are rounded.
     """
     _check("tiles", tiles, torch.int32, 2)
     _check("segments", segments, torch.int64, NUM_COLUMNS)
@@ -293,7 +293,7 @@ def pack(
 
 
 def _norm_code(norm_type: float) -> int:
-    """What the kernel calls a norm: 2, 1, 0 for the maximum, -1 for any other."""
+    """Code of a norm in the kernel: 2, 1, 0 for the maximum, -1 for any other."""
     if norm_type == float("inf"):
         return 0
     if norm_type in (1.0, 2.0):

@@ -24,7 +24,7 @@ _LEAST_SIGNED, _LEAST_ROOT = tl.constexpr(2.0**-100), tl.constexpr(2.0**-52)
 def load_plane(
     codes, scales, i, mask, KIND: tl.constexpr, POSITIVE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """fp32 elements of a plane, 0 where masked. codes: fp32, bf16 as int16, int8 or uint8."""
+    """Elements of a plane as fp32, 0 where masked. codes: fp32, bf16 as int16, int8 or uint8."""
     if MASKED:
         found = tl.load(codes + i, mask=mask, other=0)
     else:
@@ -62,7 +62,7 @@ def store_plane(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """fp32 values into a plane. random: int32 of 16 bits an element, for one that is POSITIVE."""
+    """Store fp32 values in a plane. random: int32 of 16 bits an element, for a POSITIVE plane."""
     if KIND == _BF16:
         if POSITIVE:
             store_stochastic(codes, i, values, random, mask, MASKED)
@@ -105,6 +105,6 @@ def store_plane(
 
 @triton.jit
 def untied(master):
-    """fp32 masters: one that is half-way and would be rounded down loses its last bit."""
+    """Masters in fp32 without ties: one half-way that would be rounded down loses its last bit."""
     bits = master.to(tl.int32, bitcast=True)
     return (bits - ((bits & 0x1FFFF) == 0x8000).to(tl.int32)).to(tl.float32, bitcast=True)

@@ -8,10 +8,10 @@ mean of a rounded value is the value. The bits are Philox4x64-10 (Salmon et al. 
 a block, with key (seed, parameter) and counter (1 + element // 16, step): where an element lives
 changes none of them. `optim.rules.formulas` makes the same bits on the CPU.
 
-fp32 masters of bf16 weights are made from those and what they lack of them; the reference, and why
-it is exact, is `optim.rules.split_master`. Bytes per element: 2 of the remainder in a master's
-place, read and written, and the weight, which is written anyway, is read too. Ties are in the sign
-of a plane that is read and written anyway.
+fp32 masters of bf16 weights are joined from weight and remainder; the reference, and why it is
+exact, is `optim.rules.split_master`. Bytes per element: the remainder, 2 read and 2 written in a
+master's place, and 2 to read the weight, which is written anyway. Ties are in the sign of a plane
+that is read and written anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.language.random import philox_impl
 
 @triton.jit
 def round_bf16(x):
-    """fp32 to the bits of bf16 as int16: to nearest, ties to even; NaN is 0x7FC0."""
+    """Round fp32 to the bits of bf16 as int16: to nearest, ties to even; NaN is 0x7FC0."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x != x, 0x7FC0, rounded).to(tl.int16)
@@ -31,7 +31,7 @@ def round_bf16(x):
 
 @triton.jit
 def pointer(address, offset, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Element `offset` behind a raw int64 address, as a pointer to DTYPE; bf16 as int16.
+    """Pointer to DTYPE at element `offset` from a raw int64 address; bf16 as int16.
 
     ALIGNMENT: bytes that are promised, 0 for none. It is set on a pointer of its own, made in the
     branch that knows it.
@@ -59,7 +59,7 @@ def load(ptr, offsets, mask, DTYPE: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def store(ptr, offsets, values, mask, DTYPE: tl.constexpr, MASKED: tl.constexpr):
-    """fp32 values rounded once to DTYPE. `ptr` comes from `pointer`."""
+    """Store fp32 values, rounded once to DTYPE. `ptr` comes from `pointer`."""
     if DTYPE == tl.bfloat16:
         out = round_bf16(values)
     else:
@@ -72,7 +72,7 @@ def store(ptr, offsets, values, mask, DTYPE: tl.constexpr, MASKED: tl.constexpr)
 
 @triton.jit
 def noise(seed, param, step, first, BLOCK: tl.constexpr):
-    """int32 [BLOCK] of 16 random bits for elements of a parameter; `first` is a multiple of 16."""
+    """Noise int32 [BLOCK]: 16 random bits for each element; `first` is a multiple of 16."""
     group = (first // 16 + 1 + tl.arange(0, BLOCK // 16)).to(tl.uint64)
     zero = group * 0
     key0, key1 = zero + seed.to(tl.uint64), zero + param.to(tl.uint64)
@@ -85,7 +85,7 @@ def noise(seed, param, step, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_stochastic(ptr, offsets, values, random, mask, MASKED: tl.constexpr):
-    """fp32 values to bf16, up or down at random by `noise`; NaN is 0x7FC0."""
+    """Store fp32 values as bf16, rounded up or down at random by `noise`; NaN is 0x7FC0."""
     bits = values.to(tl.int32, bitcast=True)
     out = tl.where(values != values, 0x7FC0, (bits + random) >> 16).to(tl.int16)
     if MASKED:
@@ -96,7 +96,7 @@ def store_stochastic(ptr, offsets, values, random, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def load_bits(ptr, offsets, mask, MASKED: tl.constexpr):
-    """int16 elements as int32, 0 where masked."""
+    """Elements of int16 as int32, 0 where masked."""
     if MASKED:
         values = tl.load(ptr + offsets, mask=mask, other=0)
     else:
@@ -106,14 +106,14 @@ def load_bits(ptr, offsets, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def join_master(high, low, keeper):
-    """int32 bits of bf16 weights, int32 remainders, fp32 keeper of ties, to fp32 masters."""
+    """Join fp32 masters from int32 bits of bf16 weights, int32 remainders and fp32 tie keeper."""
     ties = keeper.to(tl.int32, bitcast=True) >> 31  # -1 where the weight was rounded down half-way
     return (((high - ties) << 16) + low).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def with_tie(keeper, master):
-    """fp32 keeper, not negative, with the sign that tells how fp32 `master` is rounded."""
+    """Keeper in fp32, not negative, with the sign that tells how fp32 `master` is rounded."""
     is_tie = (master.to(tl.int32, bitcast=True) & 0x1FFFF) == 0x8000
     bits = keeper.to(tl.int32, bitcast=True)
     return (bits | (is_tie.to(tl.int32) << 31)).to(tl.float32, bitcast=True)
@@ -121,7 +121,7 @@ def with_tie(keeper, master):
 
 @triton.jit
 def store_low(ptr, offsets, master, mask, MASKED: tl.constexpr):
-    """The low 16 bits of fp32 masters, as int16."""
+    """Store the low 16 bits of fp32 masters, as int16."""
     low = master.to(tl.int32, bitcast=True).to(tl.int16)
     if MASKED:
         tl.store(ptr + offsets, low, mask=mask)

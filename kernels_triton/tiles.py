@@ -1,4 +1,4 @@
-"""What kernels read by index: segment and tile tables, and the vector of `control_fields.py`.
+"""Segment and tile tables, which kernels read by index, as the vector of `control_fields.py`.
 
 Tables let one launch update every segment of every shard. A segment is a run of elements of one
 parameter: the address of its parameter and of its gradient, its offset into the slab of every state
@@ -60,7 +60,7 @@ class SegmentRow:
 
 
 def segment_table(segments: Sequence[SegmentRow], device: torch.device) -> Tensor:
-    """int64 [n, 6]."""
+    """Table of segments, int64 [n, 6]."""
     rows = [[s.param, s.grad, s.state, s.numel, s.counter, s.first] for s in segments]
     table = torch.tensor(rows, dtype=torch.int64).reshape(-1, NUM_COLUMNS)
     if device.type == "cuda":
@@ -69,7 +69,8 @@ def segment_table(segments: Sequence[SegmentRow], device: torch.device) -> Tenso
 
 
 def tile_table(numels: Sequence[int], block: int, device: torch.device) -> Tensor:
-    """int32 [t, 2]: (segment, tile within it), in segment order. Empty segments have no tile."""
+    """Table of tiles, int32 [t, 2]: (segment, tile within it), in segment order. Empty segments
+    have no tile."""
     counts = torch.tensor([-(-numel // block) for numel in numels], dtype=torch.int64)
     segment = torch.repeat_interleave(torch.arange(len(numels)), counts)
     first = torch.cumsum(counts, 0) - counts

@@ -18,7 +18,7 @@ from .elementwise import ElementwiseOptimizer
 
 
 class Lengths(NamedTuple):
-    """What the norms of a parameter and of its direction are asked for."""
+    """Options of a group that say what norms of a parameter and of its direction are used for."""
 
     scale_parameter: bool
     least_rms: float
@@ -26,7 +26,7 @@ class Lengths(NamedTuple):
 
 
 class Factored(NamedTuple):
-    """Options of a group, and what a step adds to them for a parameter.
+    """Options of a group, and the numbers that a step adds to them for a parameter.
 
     floor: eps[0]; below 0 where it is the resolution of the dtype of updates.
     """
@@ -44,8 +44,10 @@ class Factored(NamedTuple):
 
 
 class AdafactorRule(LineRule):
-    """A variance in fp32 of what is no matrix, and of a matrix averages of its rows and columns;
-    the formulas are `formulas.adafactor` and `formulas.adafactor_direction`."""
+    """Adafactor: fp32 averages of a matrix's rows and columns, a variance of any other parameter.
+
+    The formulas are `formulas.adafactor` and `formulas.adafactor_direction`.
+    """
 
     name = "adafactor"
     layout = StateLayout((Plane("variance", "float32"),))
@@ -87,7 +89,8 @@ class AdafactorRule(LineRule):
         return hyper._replace(floor=torch.finfo(dtype).eps) if hyper.floor < 0 else hyper
 
     def trusting(self, hyper: Any, weight_norm: float, direction_norm: float, numel: int) -> Any:
-        """Of root mean squares: that of the weights, over what that of the direction is above d."""
+        """Options with a rate by root mean squares: the weights', over how far the direction's is
+        above d."""
         root, asked = math.sqrt(numel), hyper.lengths
         too_long = max(1.0, direction_norm / root / asked.d)
         scale = max(asked.least_rms, weight_norm / root) if asked.scale_parameter else 1.0
@@ -98,11 +101,11 @@ class HybridAdafactor(ElementwiseOptimizer):
     """Adafactor (Shazeer & Stern 2018) with the arguments of torch.optim.Adafactor; see
     `HybridAdam`.
 
-    Of a parameter of two dimensions or more the state is a number for every row and every column of
-    its matrices (its last two dimensions), in host memory and the same on every rank; of others a
-    variance for every element. fp32 masters are all else that a matrix takes. A step adds up
-    squares of rows and columns over ranks, exactly, in one all-reduce, and norms in another; before
-    an update it reads all state once more.
+    The state of a parameter of two dimensions or more is a number for every row and every column of
+    its matrices (its last two dimensions), in host memory and the same on every rank; other
+    parameters have a variance for every element. Matrices have no other state than fp32 masters. A
+    step adds up squares of rows and columns over ranks, exactly, in one all-reduce, and norms in
+    another; before an update it reads all state once more.
 
     lr: the largest rate relative to the root mean square of a parameter, of which the step count
         has a smaller one: min(lr, step^-0.5). eps: a floor of the root of a variance, None for the

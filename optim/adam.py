@@ -18,7 +18,7 @@ from .base import Folders, TieredOptimizer
 
 
 class AdamRule(UpdateRule):
-    """m and v in fp32, and with `amsgrad` the largest v so far for the groups that ask for it."""
+    """Adam: m and v in fp32, and with `amsgrad` the largest v so far for groups that ask for it."""
 
     name = "adam"
     layout = StateLayout(
@@ -35,7 +35,7 @@ class AdamRule(UpdateRule):
     def update(
         self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: Any, step: int
     ) -> None:
-        """torch's own fused CPU step, which is vectorised and needs no compiler.
+        """Call torch's own fused CPU step, which is vectorised and needs no compiler.
 
         Its result differs from `formulas.adam` by a few ulp (docs/numerics.md): it contracts
         multiply-adds, and its square root is not correctly rounded.
@@ -54,7 +54,7 @@ class AdamRule(UpdateRule):
 
 @functools.lru_cache(maxsize=64)
 def _step_tensor(step: float) -> Tensor:
-    """fp32 0-d, which the fused step reads and does not write."""
+    """Step count as fp32 0-d, which the fused step reads and does not write."""
     return torch.tensor(step, dtype=torch.float32)
 
 
@@ -144,7 +144,7 @@ class CPUAdam(HybridAdam):
 
 
 class FusedAdam(HybridAdam):
-    """HybridAdam for CUDA parameters, state beside them. Raises ValueError for any other."""
+    """HybridAdam for CUDA parameters, with state on the device. Raises ValueError for any other."""
 
     def __init__(
         self,

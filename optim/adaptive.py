@@ -1,7 +1,7 @@
-"""Elementwise optimizers of torch.optim beside Adam and SGD, each a rule and a class.
+"""Elementwise optimizers of torch.optim other than Adam and SGD, each a rule and a class.
 
-Formulas, with their sources, are in `optim.rules.formulas`; what follows from them, and from the
-planes, is all else: where state lives, sharding, clipping, checkpoints, kernels.
+Formulas, with their sources, are in `optim.rules.formulas`. All else follows from formula and
+planes: where state lives, sharding, clipping, checkpoints, kernels.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .elementwise import ElementwiseOptimizer
 
 
 def _planes(*names: str, positive: str) -> StateLayout:
-    """In fp32; one is never negative, and keeps the ties of split masters."""
+    """Layout of fp32 planes; one is never negative, and keeps the ties of split masters."""
     return StateLayout(tuple(Plane(name, "float32", name == positive) for name in names))
 
 
 class LionRule(UpdateRule):
-    """One moment in fp32; the formula is `formulas.lion`."""
+    """Lion: one moment in fp32; the formula is `formulas.lion`."""
 
     name = "lion"
     layout = StateLayout((Plane("exp_avg", "float32"),))
@@ -37,7 +37,7 @@ class LionRule(UpdateRule):
     def update(
         self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: Any, step: int
     ) -> None:
-        """In place, which takes half as long; it contracts multiply-adds."""
+        """Update in place, which takes half as long; multiply-adds are contracted."""
         (exp_avg,) = planes
         if hyper.weight_decay:
             param.mul_(1 - hyper.lr * hyper.weight_decay)
@@ -56,7 +56,7 @@ class HybridLion(ElementwiseOptimizer):
 
 
 class AdagradRule(UpdateRule):
-    """The sum of squared gradients in fp32; the formula is `formulas.adagrad`."""
+    """Adagrad: the sum of squared gradients in fp32; the formula is `formulas.adagrad`."""
 
     name = "adagrad"
     layout = _planes("sum", positive="sum")
@@ -78,8 +78,9 @@ class HybridAdagrad(ElementwiseOptimizer):
 
 
 class RMSpropRule(UpdateRule):
-    """An average of squared gradients in fp32, with planes for momentum and the mean where a group
-    asks for them; the formula is `formulas.rmsprop`.
+    """RMSprop: an average of squared gradients in fp32; the formula is `formulas.rmsprop`.
+
+    Momentum and the mean have planes where a group asks for them.
     """
 
     name = "rmsprop"
@@ -110,7 +111,7 @@ class HybridRMSprop(ElementwiseOptimizer):
 
 
 class AdamaxRule(UpdateRule):
-    """An average of gradients and a fading maximum of them in fp32; see `formulas.adamax`."""
+    """Adamax: an average of gradients and a fading maximum in fp32; see `formulas.adamax`."""
 
     name = "adamax"
     layout = _planes("exp_avg", "exp_inf", positive="exp_inf")
@@ -131,7 +132,7 @@ class HybridAdamax(ElementwiseOptimizer):
 
 
 class NAdamRule(UpdateRule):
-    """m and v in fp32, as Adam's; the formula is `formulas.nadam`."""
+    """NAdam: m and v in fp32, as Adam's; the formula is `formulas.nadam`."""
 
     name = "nadam"
     layout = _planes("exp_avg", "exp_avg_sq", positive="exp_avg_sq")
@@ -154,7 +155,7 @@ class HybridNAdam(ElementwiseOptimizer):
     rule = NAdamRule
 
     def state_dict(self) -> dict[str, Any]:
-        """See `TieredOptimizer.state_dict`; with the product of momentums that torch keeps."""
+        """State dict with the product of momentums that torch keeps; see `TieredOptimizer`."""
         found = super().state_dict()
         for group in found["param_groups"] if not wants_dtensors() else ():
             hyper = self.rule().hyper(group)
@@ -167,7 +168,7 @@ class HybridNAdam(ElementwiseOptimizer):
 
 
 class RAdamRule(UpdateRule):
-    """m and v in fp32, as Adam's; the formula is `formulas.radam`."""
+    """RAdam: m and v in fp32, as Adam's; the formula is `formulas.radam`."""
 
     name = "radam"
     layout = _planes("exp_avg", "exp_avg_sq", positive="exp_avg_sq")
@@ -189,7 +190,7 @@ class HybridRAdam(ElementwiseOptimizer):
 
 
 class AdadeltaRule(UpdateRule):
-    """Averages of squared gradients and of squared updates; the formula is `formulas.adadelta`."""
+    """Adadelta: averages of squared gradients and of squared updates; see `formulas.adadelta`."""
 
     name = "adadelta"
     layout = _planes("square_avg", "acc_delta", positive="square_avg")

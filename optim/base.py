@@ -1,4 +1,4 @@
-"""The optimizer class behind HybridAdam and its like: a real `torch.optim.Optimizer`."""
+"""TieredOptimizer, base of HybridAdam and all others: a real `torch.optim.Optimizer`."""
 
 from __future__ import annotations
 
@@ -37,20 +37,23 @@ T = TypeVar("T")
 
 
 class TieredOptimizer(BoundOptimizer):
-    """Updates parameters by `rule` and keeps their state on the tier that was asked for.
+    """Optimizer that updates parameters by `rule` and keeps their state on the tier asked for.
 
-    Parameters of a wrapped module are updated as shards by its engine, those of a plain module
-    here; one optimizer has the one or the other. It may be built before or after wrapping.
+    Parameters of a wrapped module are updated as shards by its engine, and parameters of a plain
+    module here; one optimizer has the one or the other. It may be built before or after wrapping.
     """
 
     _step_supports_amp_scaling = True  # what torch.amp.GradScaler looks for
-    # steps of the run when stores of this process began to count, and when those did that processes
-    # before it left, by name
+    # Stores count from 0 in each process, and a run goes on over several: the run's steps when
+    # stores of this process began to count, and by name when stores left by earlier ones did.
     _steps_before = 0
     _left_stores: Mapping[str, int] = MappingProxyType({})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update; returns the closure's loss. `last_report` says what it did."""
+        """Update once; returns the closure's loss. `last_report` says what it did.
+
+        Raises NonFiniteGradientError where the engine's settings ask for it.
+        """
         self._refuse_unusable()
         loss = None
         if closure is not None:
@@ -80,7 +83,7 @@ class TieredOptimizer(BoundOptimizer):
             target.zero_grad(set_to_none)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """`loss.backward(**options)`: a wrapped module applies its loss scale by itself."""
+        """Call `loss.backward(**options)`: a wrapped module applies its loss scale by itself."""
         loss.backward(**options)
 
     def clip_grad_norm_(
@@ -112,7 +115,7 @@ class TieredOptimizer(BoundOptimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped for a gradient that was not finite. Waits for the device."""
+        """Number of steps skipped for a gradient that was not finite. Waits for the device."""
         counters = [target.counters for target in self._targets]  # a step skips on all
         return max((c.skipped_steps for c in counters if c is not None), default=0)
 
@@ -126,13 +129,13 @@ class TieredOptimizer(BoundOptimizer):
             target.visit_state(partial(_looking, look, self._naming(target)))
 
     def fill_state(self, source: StateSource) -> None:
-        """The way back: `source` gives new values for a run, or None to leave it as it is."""
+        """Replace state run by run: `source` gives new values for a run, or None to keep it."""
         self._bind()
         for target in self._targets:
             target.fill_state(partial(_looking, source, self._naming(target)))
 
     def _naming(self, target: Target) -> Callable[[StateRun], StateRun]:
-        """A target's run by its parameter's name, or by its position in this optimizer."""
+        """Function that names a target's run by parameter, or by position in this optimizer."""
         if not isinstance(target, PlainTarget) or len(self._targets) == 1:
             return lambda run: run
         position = {id(param): i for i, param in enumerate(self._flat_params())}
@@ -140,7 +143,7 @@ class TieredOptimizer(BoundOptimizer):
         return lambda run: replace(run, name=names[int(run.name)])
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's format; state on disk is read back for it, one block at a time.
+        """State dict in torch's format; state on disk is read back for it, one block at a time.
 
         Before the first step there is no state in it, and none is made or moved for it. Under
         GeminiDDP it is keyed by parameter name, whole on rank 0 (elsewhere only step counts), and
@@ -173,12 +176,12 @@ class TieredOptimizer(BoundOptimizer):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """torch's format, also as torch.optim's own optimizers make it.
+        """Load a state dict in torch's format, also as torch.optim's own optimizers make it.
 
-        What it lacks begins anew, as in torch. Moments stay in fp32, also for 16-bit parameters.
-        No weight changes: an fp32 master that does not round to the weight that is there is left
-        out, which a warning says. Under GeminiDDP rank 0's values count, and every rank must call
-        it. Raises ValueError, before anything is changed, for groups that differ from this
+        State that it lacks begins anew, as in torch. Moments stay in fp32, also for 16-bit
+        parameters. No weight changes: an fp32 master that does not round to the present weight is
+        left out, which a warning says. Under GeminiDDP rank 0's values count, and every rank must
+        call it. Raises ValueError, before anything is changed, for groups that differ from this
         optimizer's, and for options that it does not have.
         """
         self._refuse_unusable()
@@ -205,7 +208,8 @@ class TieredOptimizer(BoundOptimizer):
                 target.counters.load_state_dict(state_dict.get("counters", {}))
 
     def check_param_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Saved groups as they would become this optimizer's. Raises ValueError, see above."""
+        """Merge saved groups into copies of this optimizer's. Raises ValueError as
+        `load_state_dict`."""
         return merged_groups(self.param_groups, groups, self._names(), self._check_options)
 
     def load_param_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -235,6 +239,7 @@ class TieredOptimizer(BoundOptimizer):
             raise ValueError(f"parked({where!r}); expected 'nvme' or 'host'")
         self._refuse_unusable()
         self._bind()
+        # A signal while tensors move would leave some of them without memory.
         with DeferredSignals():
             tensors = [tensor for target in self._targets for tensor in target.movable()]
             away = park(tensors, where, self._config.nvme)
@@ -254,20 +259,25 @@ class TieredOptimizer(BoundOptimizer):
 
     @property
     def stores(self) -> list[BlockStore]:
-        """What is on disk, of this optimizer and of the module that it updates."""
+        """Stores on disk, of this optimizer and of the module that it updates."""
         return [store for target in self._targets for store in target.stores]
 
     def stores_of_run(self) -> tuple[dict[str, int], int | None]:
-        """For a checkpoint: by name the step of the run at which a store began to count, also of
-        those that killed processes left; and the step that all of this process hold, if any."""
+        """Steps of stores, for a checkpoint: (begins, common).
+
+        begins: by name the step of the run at which a store began to count, stores left by killed
+        processes included. common: the step that all stores of this process have, or None.
+        """
         own = [store for store in self.stores if store.layout.num_versions > 1]
         began = {**self._left_stores, **{store.name: self._steps_before for store in own}}
         held = min((store.committed_step for store in own), default=None)
         return began, None if held is None else self._steps_before + held
 
     def go_on_from(self, step: int, began: Mapping[str, int]) -> None:
-        """This process goes on from a step of a run that has left these stores: those that hold no
-        later one are removed."""
+        """Go on from a step of a run that has left stores, and remove those with no later step.
+
+        began: by name the step of the run at which a store began to count.
+        """
         folders = dict.fromkeys(path.parent for store in self.stores for path in store.paths)
         left = remove_superseded(folders, {name: step - at for name, at in began.items()})
         self._left_stores = {name: began[name] for name in left}

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer has, what holds their state, and when that state is made."""
+"""Binding of an optimizer's parameters to targets, which hold their state."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from gemini.units import parse_bytes
 
 from .target import OWNER_ATTRIBUTE, ParameterOwner, Target, owner_of, speaker_of
 
-# so that a module that was wrapped behind its optimizer finds it
+# A module that is wrapped after its optimizer was made finds it here.
 _alive: weakref.WeakSet[BoundOptimizer] = weakref.WeakSet()
 
 Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
 
 class BoundOptimizer(torch.optim.Optimizer):
-    """A real `torch.optim.Optimizer` whose parameters belong to targets.
+    """Optimizer, a real `torch.optim.Optimizer`, whose parameters belong to targets.
 
-    Targets are made, and with them the state, by the first step or load of plain parameters, and at
-    once for those of a wrapped module. Raises ValueError for options and parameters that it cannot
+    Targets and their state are made by the first step or load for plain parameters, and at once for
+    parameters of a wrapped module. Raises ValueError for options and parameters that it cannot
     take, TypeError for a copy of an optimizer over a wrapped module.
     """
 
@@ -78,17 +78,17 @@ class BoundOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def own_name(cls) -> str:
-        """Of the class that updates, whatever it goes on for."""
+        """Name of the class that updates, also where it goes on for another optimizer."""
         return cls.__mro__[1 if cls.in_place_of else 0].__name__
 
     def waits_for(self, params: set[int]) -> bool:
-        """Whether it is over these parameters (ids), and nothing keeps their state yet."""
+        """Whether this optimizer has these parameters (ids), and no state of them is made yet."""
         return not (self._targets or self._closed) and any(
             id(param) in params for param in self._flat_params()
         )
 
     def rule_for(self, groups: Sequence[Mapping[str, Any]]) -> UpdateRule:
-        """The rule whose state these groups need: it is settled when the state is made."""
+        """Rule whose state these groups need; fixed when the state is made."""
         return self._rule.for_groups(groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class BoundOptimizer(torch.optim.Optimizer):
             raise
 
     def _check_options(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
-        """Raise ValueError for options that are none, or that the state of `params` is not for."""
+        """Raise ValueError for unknown options, and for options that do not fit `params`' state."""
         rules = {self._bound[id(param)] for param in params if id(param) in self._bound}
         if self._owner is not None:
             rules = {self._rule}
@@ -122,12 +122,12 @@ class BoundOptimizer(torch.optim.Optimizer):
             check_plain(param)
 
     def bind(self) -> None:
-        """Make the state now, and not with the first step: what is loaded needs its place."""
+        """Make the state now, before the first step: values that are loaded need a place."""
         self._bind()
 
     @property
     def targets(self) -> Sequence[Target]:
-        """What it updates: the shards of a wrapped module, or plain parameters by device."""
+        """Targets: the shards of a wrapped module, or plain parameters by device."""
         self._bind()
         return self._targets
 
@@ -141,9 +141,9 @@ class BoundOptimizer(torch.optim.Optimizer):
             )
 
     def hand_over_to(self, other: torch.optim.Optimizer) -> None:
-        """`other`, over the same parameters in the same groups, becomes this one.
+        """Turn `other`, over the same parameters in the same groups, into this optimizer.
 
-        It keeps its group dictionaries, hooks and schedulers; this one is to be dropped.
+        `other` keeps its group dictionaries, hooks and schedulers; this one is to be dropped.
         """
         followed = hasattr(other.step, "_wrapped_by_lr_sched")
         groups = other.param_groups
@@ -165,7 +165,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         return any(owner_of(param) is not None for param in self._flat_params())
 
     def _names(self) -> Mapping[int, str] | None:
-        """Of the parameters of a wrapped module, by id."""
+        """Names of a wrapped module's parameters, by id; None for a plain module's."""
         if not self._is_wrapped():
             return None
         self._bind()
@@ -229,7 +229,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         return len(self._flat_params()) < before
 
     def _full_state(self, *, cut: bool = False) -> defaultdict[Tensor, Any]:
-        """What `self.state` shows, and copies of the rest; see `Target.offloaded_state`."""
+        """State shown in `self.state`, and copies of the rest; see `Target.offloaded_state`."""
         whole: defaultdict[Tensor, Any] = defaultdict(dict)
         if any(target.untouched for target in self._targets) and not cut:
             return whole
@@ -254,7 +254,7 @@ class BoundOptimizer(torch.optim.Optimizer):
             raise RuntimeError("this optimizer was closed; its state is gone, so make another")
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles are made of: the parameters with it, as torch has it."""
+        """State for copies and pickles, with the parameters, as in torch."""
         self._refuse_unusable()
         if self._is_wrapped():
             raise TypeError(
@@ -277,7 +277,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, whose state goes where this one's is; torch also calls it, with groups."""
+        """Restore a copy, whose state goes where this one's is; torch calls it with groups, too."""
         if "config" not in state:
             super().__setstate__(state)
             return
@@ -314,7 +314,7 @@ def _not_floating(param: Tensor) -> ValueError:
 
 
 def _ignored_among(params: Iterable[Tensor]) -> list[str]:
-    """Names of those that the wrapped modules of the others ignore."""
+    """Names of parameters that the wrapped modules of the other parameters ignore."""
     params = list(params)
     owners = {handle.owner for p in params if (handle := getattr(p, OWNER_ATTRIBUTE, None))}
     names = {i: name for owner in owners for i, name in owner.ignored.items()}
@@ -322,7 +322,7 @@ def _ignored_among(params: Iterable[Tensor]) -> list[str]:
 
 
 def show_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Show its steps to the schedulers that were made before, as their own patch does."""
+    """Show an optimizer's steps to schedulers that were made before, as their own patch does."""
     step, held = type(optimizer).step, weakref.ref(optimizer)
 
     @functools.wraps(step)

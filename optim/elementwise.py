@@ -1,4 +1,4 @@
-"""An optimizer of a rule: its arguments are the rule's options, and where its state lives."""
+"""Optimizer of a rule: its arguments are the rule's options, and where its state lives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gemini.optim.rules.rule import UpdateRule
 
 from .base import TieredOptimizer
 
-# where state lives and how it is updated, as HybridAdam takes it
+# arguments of HybridAdam that say where state lives and how it is updated
 _PLACES = {
     name: parameter
     for name, parameter in inspect.signature(TieredOptimizer.__init__).parameters.items()
@@ -21,13 +21,13 @@ _BY_POSITION = ("nvme_offload_fraction", "nvme_offload_dir")
 
 
 class ElementwiseOptimizer(TieredOptimizer):
-    """What a rule is to torch: a subclass names its `rule` (docs/extending.md).
+    """Optimizer of an elementwise rule: a subclass names its `rule` (docs/extending.md).
 
     It is made with parameters or groups, the rule's options in their order, and the arguments of
     `HybridAdam` that say where state lives and how it is updated; `inspect.signature` shows them.
 
-    Raises ValueError for an option out of range and names it, TypeError for an argument that is
-    none, and as `HybridAdam`.
+    Raises ValueError for an option out of range and names it, TypeError for an unknown argument,
+    and as `HybridAdam`.
     """
 
     rule: ClassVar[type[UpdateRule]]
@@ -50,7 +50,7 @@ class ElementwiseOptimizer(TieredOptimizer):
 
 
 def _signature(cls: type[ElementwiseOptimizer]) -> inspect.Signature:
-    """Positional options, the two places that HybridAdam has there, then all that goes by name."""
+    """Signature: positional options, HybridAdam's two places, then arguments by name."""
     shown = [inspect.Parameter("params", _POSITIONAL, annotation=Iterable[Any])]
     for name, default in cls.rule.options.items():
         kind = inspect.Parameter.KEYWORD_ONLY if name in cls.by_name else _POSITIONAL

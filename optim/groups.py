@@ -8,12 +8,13 @@ from typing import Any
 Group = Mapping[str, Any]
 CheckOptions = Callable[[Group, Sequence[Any]], None]  # of a group with these parameters
 
-# options of torch.optim's optimizers that change the update, and the value of those without them
+# Options of torch.optim's optimizers that change the update, at the value that leaves it as it is:
+# an optimizer without an option accepts no other.
 _ABSENT = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0}
-# how torch computes it, which is not ours to take over
+# options of how torch computes an update, which have no meaning here: they are dropped
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
-# options of torch.optim's optimizers that ours have at one value; torch asks for them by name
+# options of torch.optim's optimizers that have one value here; torch asks for them by name
 _TORCH_OPTIONS = {
     "amsgrad": False,
     "maximize": False,
@@ -25,7 +26,7 @@ _TORCH_OPTIONS = {
 
 
 def as_torchs(group: Group) -> dict[str, Any]:
-    """A saved group with what torch's own optimizers ask for."""
+    """Saved group with the options that torch's own optimizers ask for."""
     found = {**_TORCH_OPTIONS, **group}
     if "adamw_mode" in group:
         found["decoupled_weight_decay"] = group["adamw_mode"]
@@ -38,10 +39,10 @@ def merged_groups(
     names: Mapping[int, str] | None,
     check: CheckOptions,
 ) -> list[dict[str, Any]]:
-    """`saved` groups as this optimizer's: what they lack is kept, what only torch has is dropped.
+    """Merge `saved` groups into `mine`: missing options are kept, options of torch alone dropped.
 
     names: of the parameters by id, where state dicts are keyed by name.
-    check: raises ValueError for options that are none.
+    check: raises ValueError for unknown options.
     Raises ValueError for other groups than `mine`, and for options that change the update.
     """
     if len(mine) != len(saved):

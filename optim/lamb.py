@@ -12,7 +12,7 @@ from .elementwise import ElementwiseOptimizer
 
 
 class LambRule(NormRule):
-    """m and v in fp32; the formulas are `formulas.lamb` and `formulas.lamb_direction`."""
+    """LAMB: m and v in fp32; the formulas are `formulas.lamb` and `formulas.lamb_direction`."""
 
     name = "lamb"
     layout = StateLayout(
@@ -33,8 +33,8 @@ class LambRule(NormRule):
 class HybridLamb(ElementwiseOptimizer):
     """LAMB (You et al. 2020) with the arguments of colossalai.nn.Lamb; see `HybridAdam`.
 
-    A parameter moves by lr * |p| / |u| along u, of its whole norms: before an update a step reads
-    all state once more, and ranks add up squares in one all-reduce.
+    A parameter moves by lr * |p| / |u| along u, with norms over all ranks: before an update a step
+    reads all state once more, and ranks add up squares in one all-reduce.
 
     adam: trust ratios are 1. bias_correction: of both moments, as in apex's FusedLAMB.
 

@@ -21,10 +21,10 @@ class HybridMuon(TieredOptimizer):
     """Muon (Jordan et al. 2024; Liu et al. 2025), state on any tier; see `HybridAdam`.
 
     It is made from a module, plain or wrapped, whose parameters it tells apart by the modules they
-    belong to (`routed`): weights of hidden layers [out, in], and stacks of such [experts, out, in],
-    are made orthogonal; embeddings, what is tied to them, the output head, norms, convolutions and
-    all that has one dimension go to AdamW. Or from parameters or groups, as torch.optim.Muon: those
-    of groups with `use_muon=False` go to AdamW.
+    belong to (`routed`): weights of hidden layers [out, in], and stacks of them [experts, out, in],
+    are made orthogonal; embeddings, weights tied to them, the output head, norms, convolutions and
+    parameters of one dimension go to AdamW. Or it is made from parameters or groups, as
+    torch.optim.Muon: groups with `use_muon=False` go to AdamW.
 
     lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in
         torch.optim.Muon, whose bits these are on one process.
@@ -38,9 +38,9 @@ class HybridMuon(TieredOptimizer):
     ns_form: `"gram"` iterates on the smaller side alone: fewer operations, other bits.
     ns_dtype: of the iterations; `"fp32"` for comparisons.
 
-    Momentum and moments are in fp32, and a parameter has those of its rule. Every matrix is made
-    orthogonal once a step, whole, by one rank, so that bits depend on no tier and no number of
-    ranks. With state on disk as much of it is staged as the largest matrix has here.
+    Momentum and moments are in fp32, and a parameter has only the planes of its own rule. Every
+    matrix is made orthogonal once a step, whole, by one rank, so that bits depend on no tier and no
+    number of ranks. With state on disk, staging is as large as the largest matrix's part here.
 
     Raises ValueError for an option out of range, for a parameter that is no matrix, for one that
     torch has split, and for float64; and as `HybridAdam`.
@@ -125,9 +125,9 @@ class HybridMuon(TieredOptimizer):
 def routed(
     module: nn.Module, split: Split | None = None, exclude: Iterable[nn.Module | str] = ()
 ) -> list[dict[str, Any]]:
-    """Param groups of a module for `HybridMuon`: with `use_muon`, by what is split, and without.
+    """Param groups of a module for `HybridMuon`: with `use_muon`, by their split, and without.
 
-    Frozen parameters are in none. Raises ValueError for a `split` or an `exclude` that is of no
+    Frozen parameters are in none. Raises ValueError for a `split` or an `exclude` that names no
     parameter, or does not fit.
     """
     split, left_out = dict(split or {}), list(exclude)
@@ -157,7 +157,7 @@ def routed(
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
-    """Every parameter once, with the module it belongs to."""
+    """List every parameter once, with the module it belongs to."""
     seen = set()
     for prefix, owner in module.named_modules():
         for name, param in owner.named_parameters(recurse=False):
@@ -167,7 +167,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
 
 
 def _others(module: nn.Module, exclude: Sequence[nn.Module | str]) -> Iterator[int]:
-    """Ids of parameters that are no matrices of hidden layers."""
+    """Ids of parameters that are not matrices of hidden layers."""
     heads = [m for m in exclude if isinstance(m, nn.Module)]
     for part in module.modules():
         get = getattr(part, "get_output_embeddings", None)
@@ -184,14 +184,14 @@ def _others(module: nn.Module, exclude: Sequence[nn.Module | str]) -> Iterator[i
 
 
 def _ends(name: str, end: str) -> bool:
-    """Whole words of it: a wrapper puts some in front."""
+    """Whether a name ends with whole words: a wrapper puts some in front."""
     return f".{name}".endswith(f".{end}")
 
 
 def _cut(
     name: str, param: Tensor, owner: nn.Module, parts: int | Sequence[int]
 ) -> tuple[int, tuple[int, ...]]:
-    """Along the outputs: the first dimension of a matrix, but of transformers' Conv1D."""
+    """Cut a weight along its outputs: the first dimension, except in transformers' Conv1D."""
     dim = 1 if type(owner).__name__ == "Conv1D" else 0
     size = param.shape[-2:][dim]
     if isinstance(parts, int):

@@ -13,7 +13,7 @@ from .elementwise import ElementwiseOptimizer
 
 
 class ScheduleFreeRule(UpdateRule):
-    """v and the fast weights z in fp32; the formula is `formulas.schedule_free`."""
+    """Schedule-free AdamW: v and the fast weights z in fp32; see `formulas.schedule_free`."""
 
     name = "schedule_free"
     layout = StateLayout((Plane("exp_avg_sq", "float32", keeps_ties=True), Plane("z", "float32")))
@@ -35,12 +35,12 @@ class HybridScheduleFreeAdamW(ElementwiseOptimizer):
     """Schedule-free AdamW (Defazio et al. 2024), with the arguments of `schedulefree`'s class; see
     `HybridAdam`.
 
-    Call `eval()` before weights are used or saved, and `train()` before the next step: it is in the
-    mode that its groups say (`train_mode`), which state dicts carry. It begins in that of training.
+    Call `eval()` before weights are used or saved, and `train()` before the next step. Groups carry
+    the mode (`train_mode`), and state dicts with them. An optimizer begins in training mode.
 
-    warmup_steps: the rate grows to lr over so many. r, weight_lr_power: how steps are weighed.
-        The weights so far are a function of a parameter's step count, and no state: a schedule
-        changes rates, and no weight of a step.
+    warmup_steps: number of steps over which the rate grows to lr. r, weight_lr_power: how steps are
+        weighed. The sum of weights is a function of a parameter's step count, and no state: a
+        schedule changes rates, and no weight of a step.
 
     Raises as `HybridAdam`; RuntimeError for a step in the mode of `eval()`, ValueError for 16-bit
     weights without fp32 masters, which could not come back. Formula:
@@ -51,17 +51,18 @@ class HybridScheduleFreeAdamW(ElementwiseOptimizer):
     extra: ClassVar = {"train_mode": True}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """See `TieredOptimizer.step`."""
+        """Update once, in training mode; see `TieredOptimizer.step`. Raises RuntimeError in the
+        mode of `eval()`."""
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError("a step after eval(); call optimizer.train() before it")
         return super().step(closure)
 
     def eval(self) -> None:
-        """Weights become x, the average of all steps. Every rank must call it."""
+        """Set weights to x, the average of all steps. Every rank must call it."""
         self._become(False, lambda beta1: 1.0 - 1.0 / beta1)
 
     def train(self) -> None:
-        """Weights become y, at which gradients are taken. Every rank must call it."""
+        """Set weights to y, at which gradients are taken. Every rank must call it."""
         self._become(True, lambda beta1: 1.0 - beta1)
 
     def _become(self, train_mode: bool, share: Callable[[float], float]) -> None:

@@ -16,7 +16,7 @@ from .elementwise import ElementwiseOptimizer
 
 
 class SGDRule(UpdateRule):
-    """A momentum buffer in fp32; the formula is `formulas.sgd`."""
+    """SGD: a momentum buffer in fp32; the formula is `formulas.sgd`."""
 
     name = "sgd"
     layout = StateLayout((Plane("momentum_buffer", "float32"),))
@@ -44,7 +44,7 @@ class SGDRule(UpdateRule):
     def update(
         self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: Any, step: int
     ) -> None:
-        """The operators of torch.optim.SGD, whose bits these are; they contract multiply-adds."""
+        """Update by the operators and with the bits of torch.optim.SGD: multiply-adds contract."""
         (buffer,) = planes
         if hyper.maximize:
             grad = grad.neg()
@@ -70,10 +70,10 @@ class HybridSGD(ElementwiseOptimizer):
     by_name = ("dampening", "nesterov", "maximize")
 
     def state_dict(self) -> dict[str, Any]:
-        """See `TieredOptimizer.state_dict`.
+        """State dict; see `TieredOptimizer.state_dict`.
 
-        A buffer with dampening that did not begin yet is None, as torch has it: to torch, one of
-        zeros has begun.
+        A buffer with dampening that has not begun yet is None, as in torch, which takes a buffer of
+        zeros for one that has begun.
         """
         found = super().state_dict()
         for group in found["param_groups"]:

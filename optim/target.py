@@ -1,4 +1,4 @@
-"""What an optimizer updates: the parameters of a plain module, or the shards of an engine."""
+"""Targets of an optimizer: the parameters of a plain module, or the shards of an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Group = dict[str, Any]  # a torch.optim param group
 
 @dataclass(frozen=True, slots=True)
 class AmpInputs:
-    """What `torch.amp.GradScaler` hands to an optimizer for one step."""
+    """Inputs that `torch.amp.GradScaler` hands to an optimizer for one step."""
 
     grad_scale: Tensor | None  # 0-d: gradients are to be divided by it
     found_inf: Tensor | None  # 0-d: above 0 where a gradient is not finite
@@ -42,7 +42,7 @@ class Target(Protocol):
     """Parameters, gradients and state of some param groups, wherever they live."""
 
     def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
-        """One update. On an error the parameters and the state are those of the last step."""
+        """Update once. On an error the parameters and the state are those of the last step."""
         ...
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -50,22 +50,22 @@ class Target(Protocol):
         ...
 
     def set_groups(self, groups: Sequence[Group]) -> None:
-        """All groups, after one was added over parameters that the target has already."""
+        """Take over all groups, after one was added over parameters that the target has already."""
         ...
 
     @property
     def untouched(self) -> bool:
-        """No step was taken and nothing loaded, so that its state need not travel."""
+        """Whether no step was taken and nothing loaded, so that state need not travel."""
         ...
 
     @property
     def planes(self) -> Sequence[Plane]:
-        """What it keeps of every parameter, masters too."""
+        """Planes that the target keeps of every parameter, masters too."""
         ...
 
     @property
     def some_planes(self) -> Mapping[str, Set[str]]:
-        """Of parameters that have only some of `planes`, by the name that their runs have."""
+        """Planes of parameters that have only some of `planes`, by the name of their runs."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class Target(Protocol):
         ...
 
     def clip(self, clip: Clip) -> Tensor | None:
-        """Clip the gradients of the coming step; the norm before, where a norm is asked for."""
+        """Clip the gradients of the coming step; returns the norm before, where one is asked."""
         ...
 
     def visit_state(self, look: StateVisitor) -> None:
@@ -91,11 +91,11 @@ class Target(Protocol):
         ...
 
     def state_runs(self) -> Sequence[RunSpec]:
-        """What `visit_state` shows, in its order."""
+        """Runs that `visit_state` shows, in its order."""
         ...
 
     def snapshot_state(self) -> StateSnapshot:
-        """The same as it is now, to be shown while training goes on."""
+        """Snapshot of the state as it is now, to be shown while training goes on."""
         ...
 
     def fill_state(self, source: StateSource, *, whole: bool = False) -> None:
@@ -121,12 +121,15 @@ class Target(Protocol):
         ...
 
     def movable(self) -> Sequence[Tensor]:
-        """Parameters, gradients and state in memory, nothing under way: what parking moves."""
+        """Tensors that parking moves: parameters, gradients and state in memory.
+
+        Nothing is under way afterwards.
+        """
         ...
 
     @property
     def stores(self) -> Sequence[BlockStore]:
-        """What is on disk."""
+        """Stores on disk."""
         ...
 
     def close(self, keep_masters: bool = True) -> None:
@@ -136,7 +139,7 @@ class Target(Protocol):
 
 @runtime_checkable
 class ParameterOwner(Protocol):
-    """What stands behind the parameters of a wrapped module.
+    """Owner of the parameters of a wrapped module: its engine.
 
     ignored: names by id of parameters of the module that it leaves as they are.
     """
@@ -146,7 +149,7 @@ class ParameterOwner(Protocol):
     def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> Target:
         """Make the state of these groups and take over their update.
 
-        Raises ValueError for a parameter that is not its own, and for a second optimizer.
+        Raises ValueError for a parameter of another owner, and for a second optimizer.
         """
         ...
 
@@ -155,11 +158,11 @@ OWNER_ATTRIBUTE = "_gemini_owner"  # the one attribute that wrapping adds to a p
 
 
 def owner_of(param: Tensor) -> ParameterOwner | None:
-    """What attaches an optimizer to a parameter, or None for a plain one."""
+    """Owner that attaches an optimizer to a parameter, or None for a plain one."""
     handle = getattr(param, OWNER_ATTRIBUTE, None)
     return speaker_of(handle.owner) if handle is not None else None
 
 
 def speaker_of(owner: ParameterOwner) -> ParameterOwner:
-    """Who attaches optimizers for an engine: it does, or what several engines step with."""
+    """Owner that attaches optimizers for an engine: the engine, or the joint owner of several."""
     return getattr(owner, "together", None) or owner

@@ -1,4 +1,4 @@
-"""The engine behind a wrapped module: its parts, and the wings that work on them.
+"""Engine of a wrapped module: its parts, and the wings that work on them.
 
 Calls of forward and backward come in through `Calls`, which meets the other ranks where it must
 (`Meetings`) and hands gradients on (`Gradients`); the optimizer comes in through `ShardTarget`.
@@ -75,7 +75,7 @@ MAX_AGREEMENTS = 3  # steps at which ranks try to agree on a trace
 
 
 class GeminiEngine(Parts):
-    """One module on one rank; its parameters and its optimizer come to it."""
+    """Engine of one module on one rank; parameters and optimizer call it."""
 
     target: ShardTarget | None
 
@@ -96,7 +96,7 @@ class GeminiEngine(Parts):
         update: str = "serial",
         together: PipelineOwner | None = None,
     ) -> None:
-        """together: of a pipeline, what attaches optimizers for it."""
+        """together: the owner that attaches optimizers for a pipeline, or None."""
         comm, links = connections.comm, connections.links
         events, files = EngineEvents(), _files_of(name, comm.rank, planning, backend)
         storage = ShardStorage(layout, planning.plan, backend, files, events.changing)
@@ -157,7 +157,7 @@ class GeminiEngine(Parts):
         self._make_wings()
         self._wrap(params)
 
-    # meetings are a wing, made when manager and reducer are there
+    # Manager and reducer are made before `meetings`, so they get methods that look it up late.
     def _agree_to_gather(self, chunks: Sequence[ChunkId]) -> None:
         self.meetings.agree("asks to gather", chunks)
 
@@ -170,7 +170,7 @@ class GeminiEngine(Parts):
         self.gradients = Gradients(self, self.meetings, self._gradients_dropped)
         self.calls = Calls(self, self.meetings, self.gradients, self.promotion)
         self.window = Window(self, self.calls, self.meetings, self.gradients, self.promotion)
-        # what optimizers and the front door do
+        # methods of wings that optimizers and `GeminiDDP` call
         self.call = self.meetings.call
         self.drop_gradients, self.zero_gradients = self.gradients.drop, self.gradients.zero_all
 
@@ -205,7 +205,7 @@ class GeminiEngine(Parts):
                 self.gradients.assign(param_id, grad)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """What copies and pickles of a wrapped module come to."""
+        """Refuse copies and pickles of a wrapped module."""
         if torch_averages():
             raise TypeError(
                 "torch's AveragedModel copies a module whole, and the weights of a wrapped one are "
@@ -238,7 +238,7 @@ class GeminiEngine(Parts):
         self.target = None
 
     def find_optimizer(self) -> ShardTarget | None:
-        """The state of the optimizer; one made before the module was wrapped is bound now."""
+        """State of the optimizer; an optimizer made before the module was wrapped is bound now."""
         if self.target is None:
             waiting = waiting_for(self.params)
             if len(waiting) == 1:
@@ -252,7 +252,7 @@ class GeminiEngine(Parts):
         loss_scale: LossScale | None,
         norm_type: float | None = None,
     ) -> None:
-        """Take over what an optimizer was given; None leaves what there is. Raises ValueError."""
+        """Take over settings that an optimizer was given; None leaves one. Raises ValueError."""
         precision_settings = self.precision_settings
         if max_norm is not None:
             precision_settings = replace(precision_settings, max_norm=float(max_norm))
@@ -266,7 +266,7 @@ class GeminiEngine(Parts):
     # -- traces --
 
     def traced(self, trace: Trace) -> None:
-        """An iteration was sampled. Alone, this rank plans with it."""
+        """Receive the trace of a sampled iteration; one rank alone plans with it."""
         if trace.kind == "train":
             self._last_trace = trace
         if not self.sampler.measures:
@@ -279,7 +279,7 @@ class GeminiEngine(Parts):
             self.sampler.measure_again(trace)
 
     def agree_on_trace(self) -> None:
-        """Before a step: plan with what all ranks measured, once they have. Collective."""
+        """Plan, before a step, with the traces of all ranks, once they have some. Collective."""
         if self.comm.world_size == 1 or self.all_gathered or not self._agreements_left:
             return
         self._agreements_left -= 1
@@ -291,7 +291,7 @@ class GeminiEngine(Parts):
             self.sampler.measure_again(trace)
 
     def _follow_plan(self) -> None:
-        """Another one, of a measured iteration; in the same homes until they may rise."""
+        """Follow a new plan of a measured iteration; homes stay until they may rise."""
         self.storage.follow(self.planning.plan)
         self.promotion.propose()
 
@@ -316,12 +316,12 @@ class GeminiEngine(Parts):
             mine.copy_(value)
 
     def summoned(self, writeback: bool) -> AbstractContextManager[None]:
-        """All chunks are gathered and stay so; then shards follow what was written, or not."""
+        """Gather all chunks and keep them so in the body; then shards follow writes, or not."""
         return weights.summoned(self, writeback)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Weights are other ones for a while, which no step may change."""
+        """Refuse steps in the body, as averages stand in for the weights."""
         assert not self.is_lent
         self.is_lent = True
         try:
@@ -330,9 +330,9 @@ class GeminiEngine(Parts):
             self.is_lent = False
 
     def keep_average(self, average: Originals, nbytes: tuple[tuple[Tier, int], ...]) -> None:
-        """Count it, of so many bytes by tier, in plans and reports. Collective.
+        """Count an average, of `nbytes` by tier, in plans and reports. Collective.
 
-        Raises BudgetError where it does not fit beside what is there, and then nothing has changed.
+        Raises BudgetError where it does not fit, and then nothing has changed.
         """
         total = Counter(dict(self.planning.inputs.average))
         total.update(dict(nbytes))
@@ -340,7 +340,7 @@ class GeminiEngine(Parts):
         self.storage.averages.append(average)
 
     def forget_average(self, average: Originals, nbytes: tuple[tuple[Tier, int], ...]) -> None:
-        """It was given back. Collective."""
+        """Count an average that was given back no more. Collective."""
         self.storage.averages.remove(average)
         total = Counter(dict(self.planning.inputs.average))
         total.subtract(dict(nbytes))
@@ -351,13 +351,13 @@ class GeminiEngine(Parts):
         self.storage.follow(self.planning.plan)
 
     def write_back_changes(self) -> None:
-        """Shards and masters follow what the user wrote to parameters."""
+        """Make shards and masters follow what the user wrote to parameters."""
         weights.write_back_changes(self)
 
     # -- the step --
 
     def begin_step(self) -> None:
-        """End what is under way, and let masters follow what the user wrote."""
+        """End windows and sampling, meet, and let masters follow what the user wrote."""
         if self.is_summoned:
             raise RuntimeError("step() while parameters are summoned; leave the context first")
         if self.is_lent:
@@ -369,6 +369,7 @@ class GeminiEngine(Parts):
             )
         self.window.end()
         self.gradients.check_complete()
+        # Ranks may have come here by other calls, and collectives follow.
         self.meetings.come_together()
         self.calls.thaw_what_is_trained()
         self.gradients.resolve()
@@ -376,7 +377,7 @@ class GeminiEngine(Parts):
         self.write_back_changes()
 
     def clip(self, clip: Clip) -> Tensor | None:
-        """Clip the gradients of the coming step; the norm before, where a norm is asked for."""
+        """Clip the coming step's gradients; returns the norm before, if one is asked."""
         target = self.find_optimizer()
         if target is None:
             raise RuntimeError(
@@ -386,7 +387,7 @@ class GeminiEngine(Parts):
         return (target.joint or target).clip(clip)
 
     def shards_changed(self) -> None:
-        """Any may have: the same for all that is kept."""
+        """Gather again all chunks that stay gathered: any shard may have changed."""
         weights.after_step(self, trained=False)
 
     def _gradients_dropped(self) -> None:
@@ -397,7 +398,7 @@ class GeminiEngine(Parts):
 
 
 def _files_of(name: str, rank: int, planning: Planning, backend: Backend) -> FileConfig:
-    """name: of the model's class, which may be called anything."""
+    """Configuration of a rank's files; `name` is the model's class, with any characters."""
     of_model = re.sub(r"\W", "_", name)[:LABEL_CHARACTERS]
     label = f"{of_model}-rank{rank}-"
     numel = planning.inputs.block_numel

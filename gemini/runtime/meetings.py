@@ -1,8 +1,8 @@
-"""When ranks meet before collectives that nothing else puts in order; see `meeting`.
+"""Meetings of ranks before collectives that nothing else puts in order; see `meeting`.
 
 [Note: no step without agreement] Steps are the same on all ranks, so a collective is issued either
 along steps that all ranks follow, or when they have met for it. A rank that leaves its steps waits
-for the others, and two collectives that are not the same never meet.
+for the others, so two different collectives are never matched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gemini.units import ChunkId
 
 from .parts import Parts
 
-# brings what any rank reads, of one kind; and the names that this rank wants
+# Brings all names of one kind that any rank reads; it is given the names that this rank wants, too.
 Reader = Callable[[Sequence[str], Container[str]], None]
 
 
@@ -34,14 +34,14 @@ class Meetings:
         self.reads_outside = False
 
     def reduce_now(self, chunks: Sequence[ChunkId]) -> list[ChunkId]:
-        """Of these those that all ranks reduce now."""
+        """Chunks of these that all ranks reduce now."""
         words = self.in_words(chunks)
         agreed = self._parts.comm.propose(words)
         self._has_met()
         return [chunk for chunk, name in zip(chunks, words, strict=True) if name in agreed]
 
     def agree(self, does: str, chunks: Sequence[ChunkId]) -> None:
-        """Before collectives in a pass that no steps say: all ranks are about to do the same."""
+        """Meet before collectives of a pass that no steps name: all ranks must do the same."""
         manager = self._parts.manager
         words = self.in_words(chunks)
         if manager.deviated:
@@ -53,10 +53,10 @@ class Meetings:
         self._has_met()
 
     def come_together(self) -> None:
-        """Before collectives that follow a pass: every rank has come to its end.
+        """Meet before collectives that follow a pass: every rank has come to its end.
 
-        Ranks that have followed their steps to the end need not be asked. Those that are ask what
-        is next where they come again: the same calls, and the places of reductions among them.
+        Ranks that followed their steps to the end need not meet. In a meeting ranks compare their
+        calls, and agree on places of reductions for later passes with the same calls.
         """
         self.end_reading()
         parts, manager, reducer = self._parts, self._parts.manager, self._parts.reducer
@@ -77,23 +77,23 @@ class Meetings:
             manager.ranks_differ = True
 
     def begin_cycle(self) -> None:
-        """A forward begins that is not part of the cycle before."""
+        """Begin a cycle, with a forward that is not part of the one before."""
         self.end_reading()
         self._parts.manager.owes_meeting = self._is_ahead()
         self._num_agreed = 0
 
     def call(self, name: str) -> None:
-        """A method begins that all ranks must call; see `Communicator.call`."""
+        """Begin a method that all ranks must call; see `Communicator.call`."""
         self.end_reading()
         self._parts.comm.call(name)
         self._has_met()
 
     def answer(self, kind: str, how: Reader) -> None:
-        """`how` brings what ranks read of this kind: "chunk", "gradient" or "norm"."""
+        """Set the reader of a kind, "chunk", "gradient" or "norm": it brings what ranks read."""
         self._readers[kind] = how
 
     def read(self, wanted: Mapping[str, str]) -> bool:
-        """Bring what any rank reads, each name in words; whether one does.
+        """Bring what any rank reads; returns whether one reads. wanted: names, with their words.
 
         Outside a pass ranks read in orders of their own: they agree on what any of them reads, and
         all bring that in one order.
@@ -107,18 +107,18 @@ class Meetings:
         return bool(united)
 
     def end_reading(self) -> None:
-        """Before collectives whose order all ranks know: help those that still read."""
+        """Help ranks that still read, before collectives whose order all ranks know."""
         while self.reads_outside:
             self.reads_outside = self.read({})
             if not self.reads_outside:
                 self._parts.manager.release_all()  # what is gathered may differ
 
     def in_words(self, chunks: Iterable[ChunkId]) -> dict[str, str]:
-        """By name what is said of these in a meeting."""
+        """Words for chunks in a meeting, by name."""
         return {f"chunk {chunk}": describe(self._parts.layout, chunk) for chunk in chunks}
 
     def _is_ahead(self) -> bool:
-        """This rank came to where it is by calls that the others may not have made."""
+        """Whether this rank made calls that the others may not have made."""
         parts, manager = self._parts, self._parts.manager
         if parts.comm.world_size == 1 or parts.all_gathered:
             return False
@@ -131,7 +131,7 @@ class Meetings:
 
 
 def describe(layout: ChunkLayout, chunk: int) -> str:
-    """A chunk in words, for errors."""
+    """Describe a chunk in words, for errors."""
     slots = layout.chunks[chunk].slots
     first, last = (layout.params[slot.param].name for slot in (slots[0], slots[-1]))
     return f"chunk {chunk} ({first if first == last else f'{first} ... {last}'})"

@@ -1,4 +1,4 @@
-"""What one engine consists of: a record without behaviour, which its wings take; its events."""
+"""Parts of one engine: a record without behaviour, which its wings take; and its events."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ P = ParamSpec("P")
 
 
 class EngineEvent(Generic[P]):
-    """Something that happens to an engine. Called, it tells all who listen, in their order and in
-    the thread that trains."""
+    """Event of an engine. A call tells all listeners, in their order, in the thread that trains."""
 
     def __init__(self) -> None:
         self.listeners: list[Callable[P, object]] = []  # to be asked where a call is too much
@@ -52,7 +51,7 @@ class EngineEvent(Generic[P]):
         self.listeners.append(listener)
 
     def leave(self, listener: Callable[P, object]) -> None:
-        """Once for every `listen`."""
+        """Remove a listener, once for every `listen`."""
         self.listeners.remove(listener)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -66,37 +65,36 @@ class EngineEvents:
 
     forward: EngineEvent[[]] = field(default_factory=EngineEvent)  # of the whole module, begins
     backward: EngineEvent[[]] = field(default_factory=EngineEvent)  # begins
-    # the reduction of a chunk's gradient has begun in a backward, and again when it has ended
+    # in a backward, when the reduction of a chunk's gradient has begun and when it has ended
     final: EngineEvent[[Chunk]] = field(default_factory=EngineEvent)
     dropped: EngineEvent[[]] = field(default_factory=EngineEvent)  # all gradients were
-    # files of parameters or gradients are about to change outside a step: what was written for a
-    # step to come does not count
+    # before files of parameters or gradients change outside a step: early updates do not count
     changing: EngineEvent[[]] = field(default_factory=EngineEvent)
-    # a shard is about to get what the user wrote to its payload
+    # before a shard gets what the user wrote to its payload
     keeping: EngineEvent[[Chunk]] = field(default_factory=EngineEvent)
 
 
 class Attached(Protocol):
-    """The optimizer's state, as what stands beside the step sees it; see `step.target`."""
+    """Optimizer's state, as the rest of an engine sees it; see `step.target`."""
 
     joint: Target | None  # with which it steps, where several modules do
 
     @property
     def needs_wholes(self) -> bool:
-        """Its updates need more than one rank's part of a parameter."""
+        """Whether updates need more than one rank's part of a parameter."""
         ...
 
     @property
     def num_held(self) -> int | None:
-        """Blocks of the last step that were updated in backward; None: there was none."""
+        """Blocks of the last step that were updated in backward; None: no speculation or step."""
         ...
 
     def read_master(self, chunk: Chunk) -> Tensor:
-        """[S] fp32: the weights of a trainable chunk's shard as the optimizer has them."""
+        """Weights [S] fp32 of a trainable chunk's shard, as the optimizer has them."""
         ...
 
     def write_master(self, chunk: Chunk, values: Tensor) -> None:
-        """The inverse."""
+        """Replace the weights of a trainable chunk's shard by `values` [S] fp32."""
         ...
 
     def settle(self) -> None:
@@ -104,7 +102,7 @@ class Attached(Protocol):
         ...
 
     def follow_shards(self, chunks: Set[ChunkId]) -> None:
-        """The user wrote to these shards."""
+        """Make masters follow these shards, which the user wrote to."""
         ...
 
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
@@ -116,15 +114,15 @@ class Attached(Protocol):
         ...
 
     def promote_state(self, plan: Plan) -> None:
-        """Blocks of state rise to where a plan has them."""
+        """Raise blocks of state to their homes in a plan."""
         ...
 
     def homes_changed(self) -> None:
-        """Of shards and of state."""
+        """Follow changed homes of shards and of state."""
         ...
 
     def measure_leaving(self) -> None:
-        """Gradients that leave the device are measured as they do."""
+        """Measure gradients that leave the device as they leave."""
         ...
 
     def close(self, keep_masters: bool = True) -> None:
@@ -134,7 +132,7 @@ class Attached(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PendingClip:
-    """What the coming step clips to, and what was measured for it already."""
+    """Clip of the coming step, and what was measured for it already."""
 
     clip: Clip
     norm: Tensor | None = None  # fp64 0-d, unscaled, where a norm was asked for
@@ -175,7 +173,7 @@ class Parts:
     regather: Regather
     updating: Updating
     user_writes: UserWrites
-    # every chunk stays gathered: hooks and on-demand fetches have nothing to do
+    # whether every chunk stays gathered: hooks and on-demand fetches have nothing to do
     all_gathered: bool
     target: Attached | None = None  # the optimizer's state, once there is one
     module_check: ModuleCheck | None = None  # of the module that was wrapped
@@ -183,33 +181,34 @@ class Parts:
     forward_depth: int = 0  # forwards of the root module inside each other, now
     is_summoned: bool = False
     is_unwrapped: bool = False
-    # micro-batches of a pipeline's schedule: it begins and ends cycles and backwards
+    # in micro-batches of a pipeline's schedule, which begins and ends cycles and backwards
     in_schedule: bool = False
     stage: tuple[int, int] | None = None  # of a pipeline: (index, number of stages)
     present: list[bool]  # a gradient arrived since the last zero_grad
-    # whose gradients were dropped since then, after an error in a backward
+    # parameters whose gradients were dropped since zero_grad, after an error in a backward
     broken: set[ParamId] = field(default_factory=set)
     pending_clip: PendingClip | None = None  # asked for since the last backward
     viewed: dict[ChunkId, None] = field(default_factory=dict)  # plain views left their modules
     carried_scale: Tensor | None = None  # of gradients that outlived their step
-    # all ranks, for what steps agree on behind their callers; None: steps end before they return
+    # Tails vote while the loop's collectives run, so they have a group of all ranks to themselves;
+    # None: steps end before they return.
     tail_communicator: Communicator | None = None
-    # when blocks are updated, as asked for: see `gemini.placement.timetable.updates`
+    # when to update blocks, as the user asked: see `gemini.placement.timetable.updates`
     update: str = "serial"
 
     @property
     def plan(self) -> Plan:
-        """Of training, as it holds now."""
+        """Plan of training, as it holds now."""
         return self.planning.plan
 
     @property
     def originals(self) -> Originals:
-        """fp32 values of 16-bit chunks: until an optimizer is there, of frozen ones for good."""
+        """fp32 values of 16-bit chunks: frozen ones for good, others until an optimizer is made."""
         return self.storage.originals
 
 
 def settle(parts: Parts) -> None:
-    """The last step counts, or is undone and its error raised, before weights are looked at."""
+    """Wait, before weights are read, until the last step counts, or is undone: raises its error."""
     if parts.target is not None:
         parts.target.settle()
 
@@ -220,7 +219,7 @@ def in_pass(parts: Parts) -> bool:
 
 
 def asked_update(parts: Parts) -> str:
-    """As the user asked for, or as the plan chooses; the same on all ranks."""
+    """When to update blocks, as the user asked or the plan chooses; the same on all ranks."""
     return parts.planning.result.best_update if parts.update == AUTO else parts.update
 
 
@@ -230,7 +229,7 @@ def update_of(parts: Parts) -> str:
 
 
 def against_part(parts: Parts, part: str) -> str | None:
-    """The rule that is against `TAIL` or `EARLY`, the same on all ranks; None: there is none."""
+    """Rule that is against `TAIL` or `EARLY`, the same on all ranks; None: none is."""
     return against(part, _facts_of(parts))
 
 

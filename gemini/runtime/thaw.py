@@ -1,4 +1,4 @@
-"""Parameters that were frozen when their module was wrapped, and are trained from now on."""
+"""Thaw of parameters that were frozen at wrapping, and are trained from now on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from .parts import Parts
 
 @torch.no_grad()
 def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
-    """Give the chunks of these parameters gradients and state; fp32 masters from what they were.
+    """Give the chunks of these parameters gradients and state; originals become fp32 masters.
 
-    Between iterations, on all ranks in the same forward. What shares a chunk with them is trained
-    too, as soon as it requires a gradient. Raises BudgetError where their state fits nowhere.
+    Between iterations, on all ranks in the same forward. Another parameter of such a chunk is
+    trained, too, as soon as it requires a gradient. Raises BudgetError where their state fits
+    nowhere.
     """
     for param in params:
         if param in parts.opaque:

@@ -1,4 +1,4 @@
-"""The way back: a wrapped module's parameters become plain ones with their fp32 values."""
+"""Unwrapping: a wrapped module's parameters become plain ones with their fp32 values."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .parts import Parts
 def check_room(parts: Parts, device: torch.device) -> None:
     """Raise MemoryError, on every rank, where one has no room for all parameters. Collective.
 
-    Each takes its original dtype's bytes; two fp32 copies of one chunk come beside them, and chunks
-    in that memory go as they are copied.
+    Each parameter takes the bytes of its original dtype, and two fp32 copies of one chunk are made
+    on the way. Chunks in that memory are freed as they are copied.
     """
     params = parts.layout.params
     whole = sum(params[i].numel * dtype.itemsize for i, dtype in enumerate(parts.original_dtypes))
@@ -47,8 +47,8 @@ def check_room(parts: Parts, device: torch.device) -> None:
 def unwrap(parts: Parts, gradients: Gradients, device: torch.device) -> None:
     """Give every rank all parameters on `device`, in the dtypes they had, and end the parts.
 
-    Chunk by chunk: a rank holds what is done, and two copies of one chunk. Gradients, the
-    optimizer's state and all files are gone afterwards. Collective.
+    Chunk by chunk: a rank has the finished parameters and two copies of one chunk at a time.
+    Gradients, the optimizer's state and all files are gone afterwards. Collective.
     """
     write_back_changes(parts)
     gradients.drop()

@@ -1,12 +1,12 @@
-"""The frame of every optimizer kernel: one launch over a tile table, and its one-block prologue.
+"""Frame of every optimizer kernel: one launch over a tile table, and its one-block prologue.
 
 An optimizer is two small `@triton.jit` functions, of which `made.py` gets the source:
 
     coefficients(hyper, inside, t) -> 10 fp64 vectors, from hyperparameters and step counts
     formula(param, grad, s0, s1, s2, coefficients) -> param, s0, s1, s2, in fp32
 
-Bytes per element: grad + 2 * (param or master) + 2 * 4 * planes, + 2 for a 16-bit copy; of planes
-that are quantised less (`quantised.py`).
+Bytes per element: grad + 2 * (param or master) + 2 * 4 * planes, + 2 for a 16-bit copy; less with
+quantised planes (`quantised.py`).
 No hyperparameter is a kernel argument or a constexpr: a schedule neither recompiles nor waits.
 """
 
@@ -75,7 +75,7 @@ _ACTIVE, _STEP = tl.constexpr(NUM_COEFFICIENTS - 2), tl.constexpr(NUM_COEFFICIEN
 
 @triton.jit
 def _next_scale(control, scale, overflow):
-    """The schedule of `optim.rules.loss_scale.LossScale.after`, in place."""
+    """Move the loss scale on, in place, as `optim.rules.loss_scale.LossScale.after` does."""
     good = tl.load(control + C_GOOD_STEPS) + 1.0
     left = tl.load(control + C_HYSTERESIS_LEFT)
     left = tl.where(overflow & (left > 0.0), left - 1.0, left)
@@ -112,7 +112,7 @@ def prologue_kernel(
     AT_ONCE: tl.constexpr,
     TILES_AT_ONCE: tl.constexpr,
 ):
-    """Norm to clip factor and skip flag; step counts and hyperparameters to coefficients.
+    """Make clip factor and skip flag from the norm, coefficients from counts and hyperparameters.
 
     One program. A skipped step leaves every count as it was, and so does a parameter that has no
     gradient. The loss scale moves on by its schedule.
@@ -187,7 +187,7 @@ def _plane(s0, s1, s2, NUMBER: tl.constexpr):
 
 @triton.jit
 def _with_plane(plane, s0, s1, s2, NUMBER: tl.constexpr):
-    """The three planes, one of them replaced."""
+    """Replace one of three planes."""
     if NUMBER == 0:
         return plane, s1, s2
     if NUMBER == 1:
@@ -200,7 +200,7 @@ def _load_planes(
     codes, scales, i, mask,
     NUM_PLANES: tl.constexpr, KEEPER: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Three planes in fp32; those that there are not are the first."""
+    """Load three planes in fp32; the first stands in for a plane that the rule does not have."""
     s0 = load_plane(codes[0], scales[0], i, mask, KIND, KEEPER == 0, MASKED)
     s1, s2 = s0, s0
     if NUM_PLANES >= 2:
@@ -216,7 +216,7 @@ def _store_planes(
     NUM_PLANES: tl.constexpr, KEEPER: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The way back, by `random` where they are quantised."""
+    """Store three planes, rounded by `random` where they are quantised."""
     store_plane(
         codes[0], scales[0], i, new[0], random, mask, left, KIND, KEEPER == 0, MASKED, BLOCK
     )
@@ -257,8 +257,8 @@ def _update_tile(
 ):
     i = tl.arange(0, BLOCK)
     mask = i < remaining
-    # 16-bit elements are read 4 a thread, as the fp32 ones beside them: with 8, the registers of
-    # all planes double, and half as many warps fit
+    # 16-bit elements are read 4 a thread, as the fp32 planes are: with 8, the registers of all
+    # planes double, and half as many warps fit.
     param_alignment: tl.constexpr = 0 if MASKED else (16 if PARAM_DTYPE == tl.float32 else 8)
     grad_alignment: tl.constexpr = 0 if MASKED else (16 if GRAD_DTYPE == tl.float32 else 8)
     param = pointer(param_address, start, PARAM_DTYPE, param_alignment)
@@ -267,7 +267,7 @@ def _update_tile(
     g = tl.maximum(g, -limit, propagate_nan=tl.PropagateNan.ALL)
     g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
     if SPLIT:
-        # an address of which the compiler knows no more than of the parameter's: 4 a thread again
+        # The compiler knows no alignment of this address beyond the parameter's: 4 a thread again.
         address = tl.where(param_address != 0, master.to(tl.int64), param_address)
         master = pointer(address, 0, tl.int16, param_alignment)
         low = load_bits(master, i, mask, MASKED)
@@ -332,7 +332,7 @@ def update_kernel(
     STOCHASTIC: tl.constexpr,  # bf16 without a master: round at random, see `rounding.noise`
     BLOCK: tl.constexpr,
 ):
-    """One program updates one tile. Full, aligned tiles take the unmasked branch (128-bit)."""
+    """Update one tile in one program. Full, aligned tiles take the unmasked branch (128-bit)."""
     program = tl.program_id(0).to(tl.int64)
     segment = tl.load(tiles + 2 * program).to(tl.int64)
     row = segments + segment * T_COLUMNS

@@ -3,8 +3,8 @@
 Bytes per element with a bf16 gradient, an fp32 master and a bf16 copy: 2 + 2 * 4 + 2 + 8 for every
 plane, so 28 for Adam, 36 with the largest v so far, 20 for SGD and Lion.
 
-The source has no file: it is kept where Python looks for lines, so that Triton reads it as any
-other, compiles it once and knows it again in its own cache, which goes by the text.
+The source has no file: it is kept where Python looks for lines, so that Triton reads it as it reads
+files, compiles it once and finds it again in its own cache, which goes by the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True)
 class RuleKernel:
-    """The two functions of one optimizer, and how many state planes it has (1 to 3)."""
+    """Kernel of one optimizer: its two functions, and its number of state planes (1 to 3)."""
 
     name: str
     coefficients: Any  # @triton.jit
@@ -32,13 +32,13 @@ class RuleKernel:
     stored: tuple[torch.dtype, ...]  # of the slabs of planes, and of those of their scales
 
 
-# by name and a digest of all that a kernel is made of; rules of one name may differ
+# The key has a digest of all that a kernel is made of, as rules of one name may differ.
 KERNELS: dict[str, RuleKernel] = {}
 
 
 @triton.jit
 def _power(base, exponent):
-    """base ** exponent for int64 exponents up to 2**40, in fp64, by square and multiply."""
+    """Power base ** exponent for int64 exponents up to 2**40, in fp64, by square and multiply."""
     result = tl.full(exponent.shape, 1.0, tl.float64)
     for _ in range(40):
         result = tl.where((exponent & 1) != 0, result * base, result)
@@ -55,7 +55,7 @@ def _stored(num_planes: int, keeper: int, kind: str) -> tuple[torch.dtype, ...]:
 
 
 def add_kernel(name: str, source: str, num_planes: int, keeper: int, kind: str = "fp32") -> str:
-    """The key in `KERNELS` of a rule's kernel, which is made if there is none.
+    """Key in `KERNELS` of a rule's kernel, which is made if there is none.
 
     source: Python of `_coefficients` and `_formula` (see `frame.py`), which may use `tl`, and
         `_power` of fp64 by int64.

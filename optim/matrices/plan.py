@@ -1,10 +1,10 @@
-"""Which rank makes which matrix orthogonal, in which order: a plan. Pure.
+"""Plan of matrices: which rank makes which one orthogonal, and in which order. Pure.
 
 A rank has runs of elements of a parameter, and an update needs all of it. So parameters are dealt
-with in buckets, one after the other in the order of their chunks: every rank sends its runs to the
-owner of each and is sent its runs of the direction. A bucket has about as many elements as there
-are ranks times those of the largest parameter: every rank owns a share of its work, and has no more
-of it waiting than one such parameter.
+with in buckets, one after the other in the order of their chunks: every rank sends its runs to each
+parameter's owner and gets its runs of the direction back. A bucket has about as many elements as
+the largest parameter times the number of ranks: every rank owns a share of its work, and has no
+more of it waiting than one such parameter.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ITERATIONS = 5  # for which work is counted
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A parameter whose update needs all of it.
+    """Parameter whose update needs all of it.
 
-    shape, stride: of its elements, flat in the order of its state. runs: of each rank of its group
-    the first element and how many; (0, 0) where a rank has none.
+    shape, stride: of its elements, flat in the order of its state. runs: (first element, number of
+    elements) of each rank of its group; (0, 0) where a rank has none.
     """
 
     param: int
@@ -57,18 +57,21 @@ class Bucket:
         return self.wholes[0].group
 
     def only(self, wanted: Callable[[Whole], bool]) -> Bucket:
-        """Of these parameters; owners stay."""
+        """Bucket of only these parameters; owners stay."""
         pairs = [p for p in zip(self.wholes, self.owners, strict=True) if wanted(p[0])]
         return Bucket(tuple(whole for whole, _ in pairs), tuple(owner for _, owner in pairs))
 
     def owned_by(self, rank: int) -> list[Whole]:
-        """In the order in which they are sent."""
+        """Parameters of one owner, in the order in which they are sent."""
         pairs = zip(self.wholes, self.owners, strict=True)
         return [whole for whole, owner in pairs if owner == rank]
 
 
 def buckets_of(wholes: Sequence[Whole]) -> list[Bucket]:
-    """Neighbours of one group, in order; owners are balanced by work, the largest first."""
+    """Deal parameters to buckets: neighbours of one group, in order.
+
+    Owners are balanced by work, the largest parameter first.
+    """
     found: list[Bucket] = []
     for _, members in groupby(wholes, key=lambda whole: whole.group):
         of_group = list(members)
@@ -93,8 +96,10 @@ def _owned(wholes: Sequence[Whole], num_ranks: int) -> Bucket:
 
 
 def blocks_waiting(buckets: Sequence[Bucket], blocks: Sequence[Block]) -> int:
-    """The most blocks of these that wait at once, however few of a bucket's parameters are
-    updated: all of one bucket, and of its neighbours those that it shares blocks with."""
+    """Most blocks of these that wait at once, however few of a bucket's parameters are updated.
+
+    They are the blocks of one bucket, and of neighbours that share blocks with it.
+    """
     of_param = {whole.param: i for i, bucket in enumerate(buckets) for whole in bucket.wholes}
     places: list[set[BlockId]] = [set() for _ in buckets]
     for block in blocks:

@@ -1,8 +1,8 @@
-"""Where the elementwise parts of an update of matrices are computed: on the host, or on a device.
+"""Sites of the elementwise parts of an update of matrices: the host, or a device.
 
-On a device they are torch's operators, in the dtypes and the order of the host's path; blocks whose
-state is in host memory pass through its staging, one after the other. The iterations between take
-far longer than both.
+A device computes by torch's operators, in the dtypes and the order of the host's path; blocks whose
+state is in host memory pass through its staging, one after the other. The orthogonal iterations
+between the two parts take far longer than both.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from gemini.optim.update.updaters import CpuUpdater
 
 
 class Site(Protocol):
-    """Computes on pieces whose tensors are where it is."""
+    """Place where an update computes, on pieces whose tensors are in its memory."""
 
     @property
     def inputs(self) -> StepInputs:
-        """Of the step: what enters gradients, and how weights are rounded."""
+        """Inputs of the step: factor and limit of gradients, and how weights are rounded."""
         ...
 
     @property
@@ -42,17 +42,17 @@ class Site(Protocol):
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor: ...
 
     def bring(self, planes: Planes, *, on_host: bool) -> Planes:
-        """State of a block where it can be updated, until the next one is brought."""
+        """Bring a block's state to where it can be updated, until the next block is brought."""
         ...
 
     def give_back(
         self, planes: Planes, here: Planes, more: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """What `bring` made of `planes` is updated; with it go copies `more`. Waits for them."""
+        """Copy updated state back to `planes`, together with the copies `more`. Waits for them."""
         ...
 
     def update(self, rule: UpdateRule, pieces: Sequence[Piece], inputs: StepInputs) -> None:
-        """One step over all pieces."""
+        """Update all pieces by one step."""
         ...
 
     def traffic(self) -> Traffic:
@@ -62,7 +62,7 @@ class Site(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostSite:
-    """The host's cores, and memory that is theirs."""
+    """Site of the host: its cores and its memory."""
 
     updater: CpuUpdater
 
@@ -94,7 +94,7 @@ class HostSite:
 
 @dataclass(slots=True)
 class DeviceSite:
-    """A device, by torch's operators."""
+    """Site of a device, which computes by torch's operators."""
 
     memory: Memory
     staging: DeviceStaging
@@ -141,7 +141,7 @@ class DeviceSite:
 
 
 def _show(param: Tensor, piece: Piece, rounding_seed: int | None) -> None:
-    """The parameter that the model sees, of fp32 [n]."""
+    """Set the parameter that the model sees from fp32 `param` [n]."""
     visible = piece.param
     if rounding_seed is None or visible.dtype != torch.bfloat16:
         visible.copy_(param)
@@ -171,7 +171,7 @@ def update_apart(
 
 @dataclass(frozen=True, slots=True)
 class SiteUpdater:
-    """Updates blocks one after the other, by a rule whose parameters need nothing of each other."""
+    """Updater of blocks one after the other, by a rule whose parameters need no others' values."""
 
     site: Site
     rule: UpdateRule
@@ -200,5 +200,5 @@ class SiteUpdater:
 
 
 def leaving_with(site: Site, block: Block, views: SteppedViews) -> Sequence[tuple[Tensor, Tensor]]:
-    """Of a block that was updated on a device: its parameters that go to files."""
+    """Copies of a block's parameters that go to files, after an update on a device."""
     return views.leaving(block, None) if isinstance(site, DeviceSite) else ()

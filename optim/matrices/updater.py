@@ -1,17 +1,17 @@
-"""An update of whole matrices over blocks of their state: in, across, out.
+"""Update of whole matrices over blocks of their state: in, across, out.
 
-    take in     elementwise: gradients go into the momentum; what comes out is a direction [n]
+    take in     elementwise: gradients go into the momentum; the result is a direction [n]
     exchange    of a bucket, when all its blocks here were taken in: runs go to the owners of their
-                parameters in one all-to-all, are made orthogonal there, and come back
-    put out     elementwise: weights move along what came back, and what another rule updates does
+                parameters in one all-to-all, are made orthogonal, and come back
+    put out     elementwise: weights move along the directions, other rules update their parameters
 
 A block that was taken in waits until the buckets of all its matrices are back. Blocks on disk wait
-in their buffers: so a step reads and writes each of them once. Those in memory come when the step
-counts. A bucket of which some blocks are in memory, here or on another rank, is exchanged with
-those on disk; a block in memory is looked at then, and taken in later.
+in their buffers: so a step reads and writes each of them once. Blocks in memory are updated when
+the step counts. A bucket with blocks on some rank's disk is exchanged before that: its blocks in
+memory are only read for the exchange, and taken in later.
 
-[Note: all take part] Exchanges are collective, and come in the order of buckets on every rank. One
-whose disk fails sends what it has until the last is over, and says so in the vote.
+[Note: all take part] Exchanges are collective, and come in the order of buckets on every rank. A
+rank whose disk fails sends what it has until the last exchange is over, and says so in the vote.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Run = tuple[int, Tensor]  # first element of a parameter, and directions [n] fro
 
 
 class Ways(Protocol):
-    """Between the ranks that have runs of the same parameters."""
+    """Communication between the ranks that have runs of the same parameters."""
 
     rank: int
     world_size: int
@@ -54,13 +54,15 @@ class Ways(Protocol):
     def all_to_all(
         self, there: Tensor, numels: Sequence[int], here: Tensor, sent: Sequence[int]
     ) -> None:
-        """`there` [sum of numels]: what every rank has sent to this one, of its `here` [sum of
-        sent]. Collective."""
+        """Exchange elements: `here` [sum of sent] goes out, `there` [sum of numels] is filled.
+
+        sent, numels: elements to and from every rank, in their order. Collective.
+        """
         ...
 
 
 class Alone:
-    """A process that has all of every parameter."""
+    """Ways of a process that has all of every parameter."""
 
     rank = 0
     world_size = 1
@@ -73,10 +75,10 @@ class Alone:
 
 @dataclass(slots=True)
 class _Taken:
-    """A block that was taken in.
+    """Block that was taken in.
 
-    directions: [n], of its matrices. grads: [n] fp32 of the rest, where another rule updates some.
-    waits_for: buckets.
+    directions: [n], of its matrices. grads: [n] fp32 of other parameters, or None without any.
+    waits_for: indices of buckets.
     """
 
     block: Block
@@ -88,7 +90,7 @@ class _Taken:
 
 
 class MatrixUpdater:
-    """Updates blocks of one step, of which matrices are updated whole.
+    """Updater of the blocks of one step, with matrices updated whole.
 
     hyper: of every parameter; None for one that the step leaves alone.
     """
@@ -102,7 +104,7 @@ class MatrixUpdater:
         ways: Mapping[str, Ways],
         hyper: Sequence[Any],
     ) -> None:
-        """on_disk: buckets of which a block is on some rank's disk."""
+        """on_disk: indices of buckets that have a block on some rank's disk."""
         self._site = site
         self._rule = rule
         self._ways = ways
@@ -136,7 +138,7 @@ class MatrixUpdater:
         in_memory: Sequence[Resting],
         views: SteppedViews,
     ) -> None:
-        """The blocks that there are here."""
+        """Begin with this rank's blocks, on disk and in memory."""
         for block in on_disk:
             for i in self._waits_for(block, views):
                 self._to_come[i].add(block.id)
@@ -148,8 +150,10 @@ class MatrixUpdater:
                 self._kept[param] = dict(runs)
 
     def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
-        """Take it in; or update it, where none of its matrices has a gradient. False where nothing
-        of it has."""
+        """Take a block in, or update it where none of its matrices has a gradient.
+
+        Returns False where no parameter of it has one.
+        """
         waits_for = self._waits_for(block, views)
         if not waits_for:
             return update_apart(self._site, self._rule, block, planes, views, on_host=True)
@@ -159,12 +163,13 @@ class MatrixUpdater:
         return True
 
     def is_waiting(self, block: Block) -> bool:
-        """Whether it was taken in, and is not put out."""
+        """Whether a block was taken in, and is not put out."""
         return block.id in self._taken
 
     def ready(self, views: SteppedViews) -> list[Block]:
-        """Exchange what has come together, in order; the blocks that are updated by that."""
+        """Exchange complete buckets, in order; returns the blocks that are updated by that."""
         done: list[Block] = []
+        # A complete bucket waits for those before it: ranks exchange all of them in one order.
         while self._on_disk and not self._to_come[self._on_disk[0]]:
             i = self._on_disk.pop(0)
             self._exchange(self._buckets[i])
@@ -172,14 +177,14 @@ class MatrixUpdater:
         return done
 
     def join(self) -> None:
-        """The step failed: take part in what others exchange; see [Note: all take part]."""
+        """Take part in the others' exchanges after a failure; see [Note: all take part]."""
         while self._on_disk:
             self._exchange(self._buckets[self._on_disk.pop(0)])
 
     # -- blocks in memory, when it counts --
 
     def update_in_memory(self, blocks: Sequence[Resting], views: SteppedViews) -> Iterator[Block]:
-        """Update them; each is shown when it is done."""
+        """Update the blocks in memory; yields each when it is done."""
         self._taken.clear()
         self._runs.clear()
         come: dict[int, list[Resting]] = {}  # by their first bucket
@@ -202,7 +207,7 @@ class MatrixUpdater:
     # -- the three parts --
 
     def _waits_for(self, block: Block, views: SteppedViews) -> set[int]:
-        """The buckets of its matrices that have a gradient."""
+        """Buckets of the block's matrices that have a gradient."""
         found = {self._bucket_of.get(part.param, -1) for part in block.segments} - {-1}
         return found if found and views.touches(block) else set()
 
@@ -246,12 +251,12 @@ class MatrixUpdater:
         views.took_gradient(block)
 
     def _dtype_of(self, params: Sequence[int]) -> torch.dtype:
-        """Of directions: the wider, where some are iterated in fp32."""
+        """dtype of directions: the widest, where some are iterated in fp32."""
         found = [DTYPES[self._hyper[param].dtype] for param in params]
         return max(found, key=lambda dtype: dtype.itemsize)
 
     def _exchange(self, bucket: Bucket) -> None:
-        """Directions of a bucket become orthogonal, where they are. Collective."""
+        """Make the directions of a bucket orthogonal, in place. Collective."""
         if not bucket.wholes:
             return
         ways = self._ways[bucket.group]
@@ -270,6 +275,7 @@ class MatrixUpdater:
         for there, values in zip(out.split(sizes), here, strict=True):
             there.copy_(values)
         ways.all_to_all(found, come, out, sent)
+        # The other ranks wait in the second exchange, so an error here must not skip it.
         try:
             self._orthogonalise(owned[rank], found, ways.world_size)
         finally:
@@ -288,7 +294,7 @@ class MatrixUpdater:
         ]  # the step failed here, and others wait for it
 
     def _direct(self, whole: Whole, runs: Sequence[Tensor]) -> None:
-        """Make the direction of a parameter orthogonal, of which these are all runs in order."""
+        """Make the direction of a parameter orthogonal; `runs` are all of it, in order."""
         flat = runs[0] if len(runs) == 1 else torch.cat(tuple(runs))
         directed(
             self._hyper[whole.param],
@@ -299,20 +305,20 @@ class MatrixUpdater:
                 run.copy_(values)
 
     def _orthogonalise(self, wholes: Sequence[Whole], found: Tensor, num_ranks: int) -> None:
-        """`found` [n] in place: what every rank has sent of these, one rank after the other."""
+        """Make directions orthogonal in place; `found` [n] has each rank's runs, rank by rank."""
         sizes = [whole.runs[rank][1] for rank in range(num_ranks) for whole in wholes]
         parts = found.split(sizes)
         for k, whole in enumerate(wholes):
             self._direct(whole, parts[k :: len(wholes)])
 
     def _bring_back(self, bucket: Bucket) -> None:
-        """What was exchanged before the step counted, to blocks that are taken in now."""
+        """Copy directions that were exchanged before the step counted to blocks taken in now."""
         for whole in bucket.wholes:
             for first, values in self._runs.get(whole.param, ()):
                 values.copy_(self._kept[whole.param][first])
 
     def _put_out(self, i: int, views: SteppedViews) -> list[Block]:
-        """Blocks that waited for this bucket last."""
+        """Put out the blocks that wait for no other bucket, and return them."""
         for whole in self._buckets[i].wholes:
             self._runs.pop(whole.param, None)
         done: list[Block] = []

@@ -1,4 +1,4 @@
-"""The update of a plain module's parameters: their state in one space, some of it on disk."""
+"""Target of a plain module's parameters: their state in one space, some of it on disk."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ from .wholes import check_width, line_step, matrix_step, wholes_of, with_norms
 
 
 class PlainTarget:
-    """`params` in order, `alike`; `group_of[i]` is the param group of `params[i]`.
+    """Target of `params` in order, `alike`; `group_of[i]` is the param group of `params[i]`.
 
-    State of resident parameters is shown as views, as torch's own optimizers do.
+    State of resident parameters is shown as views, as by torch's own optimizers.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PlainTarget:
         config: StateConfig,
         groups: Sequence[Group] = (),
     ) -> None:
-        """groups: of the optimizer, for a rule that keeps other planes for some."""
+        """groups: of the optimizer, for a rule whose planes depend on the group."""
         if config.nvme.keep_versions:
             raise ValueError(
                 "NvmeConfig(keep_versions=...) is for the optimizer of a GeminiDDP: the parameters "
@@ -112,7 +112,7 @@ class PlainTarget:
         elif isinstance(rule, LineRule):
             self._executor = line_step(rule, len(params), params[0].device)
         else:
-            # of a rule whose hyperparameters are a parameter's own, each is a group
+            # Norms give each parameter hyperparameters of its own, so each is a group.
             own = list(range(len(params))) if rule.over_norms else self._group_of
             self._executor = make_executor(rule, config, own, self._params)
         self._num_steps = 0
@@ -147,7 +147,7 @@ class PlainTarget:
     def views(
         self, groups: Sequence[Group], amp: AmpInputs | None = None
     ) -> tuple[PlainViews, list[Any]]:
-        """What a step would see, and its hyperparameters. Raises ValueError for what it refuses."""
+        """Views of a step, and its hyperparameters. Raises ValueError for refused ones."""
         hypers = [self._rule.hyper(groups[index]) for index in self._groups]
         steps = self._executor.next_steps()
         if isinstance(self._rule, NormRule):
@@ -166,7 +166,7 @@ class PlainTarget:
         return self._executor.skips(amp)
 
     def skip(self) -> str | None:
-        """Count a step that is skipped; the first parameter whose gradient is not finite."""
+        """Count a skipped step; returns the first parameter whose gradient is not finite."""
         self.counters.stepped(overflow=True)
         bad = [
             f"parameter {name}"
@@ -183,28 +183,28 @@ class PlainTarget:
         *,
         may_fail: bool = True,
     ) -> TargetStep:
-        """A step, to be driven; `undo` where it fails, if it may."""
+        """Begin a step, for a driver. may_fail: `undo` may follow."""
         updater = self._executor.begin_amp(hypers, views.active, amp, may_fail=may_fail)
         return TargetStep(self._tiered_state, updater, views, self._num_steps + 1)
 
     def end(self, views: PlainViews) -> None:
-        """The step was taken."""
+        """Count a step that was taken, and write copies back to parameters."""
         views.write_back()
         self._lines.commit(views.active)
         self._num_steps += 1
         self._executor.count(views.active)
 
     def undo(self) -> None:
-        """The step that was begun failed, and its driver has undone what it did."""
+        """Undo the executor's part of a failed step; the driver has undone its own."""
         self._executor.undo()
 
     def outcome(self) -> Ticket[Outcome]:
-        """Of a step that GradScaler had a part in."""
+        """Outcome of a step with GradScaler."""
         return self._executor.outcome()
 
     @property
     def log(self) -> SkipLog:
-        """Of skipped steps."""
+        """Log of skipped steps."""
         return self._log
 
     @property
@@ -221,24 +221,24 @@ class PlainTarget:
 
     @property
     def params(self) -> Sequence[Tensor]:
-        """In the order of positions, by which runs of state are named."""
+        """Parameters in the order of positions, by which runs of state are named."""
         return self._params
 
     @property
     def names(self) -> None:
-        """By position, as torch does."""
+        """None: state dicts are keyed by position, as in torch."""
         return
 
     @property
     def untouched(self) -> bool:
-        """Never: this state is made when it is needed."""
+        """False: this state is made only when it is needed."""
         return False
 
     def set_groups(self, groups: Sequence[Group]) -> None:
         raise AssertionError("a group of new parameters has a target of its own")
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Nothing: gradients are in `p.grad`."""
+        """Do nothing: gradients are in `p.grad`."""
 
     def visit_state(self, look: StateVisitor) -> None:
         visit_runs(self._tiered_state, self._names, look)
@@ -274,7 +274,7 @@ class PlainTarget:
         return clip_together([self], clip)
 
     def power_sum(self, norm_type: float) -> Tensor:
-        """Of the gradients in `p.grad`: sum of |g|^p, or the largest |g|; fp64 0-d."""
+        """Sum of |g|^p over the gradients in `p.grad`, or the largest |g|; fp64 0-d."""
         grads = [
             dense_grad(param, order)
             for param, order in zip(self._params, self._orders, strict=True)
@@ -283,7 +283,7 @@ class PlainTarget:
         return self._executor.power_sum(grads, norm_type)
 
     def scale_gradients(self, factor: Tensor | None, clip: Clip) -> None:
-        """Multiply what is in `p.grad` by `factor`, and clamp it to the clip's value."""
+        """Multiply gradients in `p.grad` by `factor`, and clamp them to the clip's value."""
         for param in self._params:
             if param.grad is not None and factor is not None:
                 param.grad.mul_(factor.to(param.device))
@@ -291,7 +291,7 @@ class PlainTarget:
                 param.grad.clamp_(-clip.max_value, clip.max_value)
 
     def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
-        """`cut` changes nothing: no other process has a part of it."""
+        """Copies of state on disk; `cut` changes nothing, as no other process has a part of it."""
         shown = {
             self._names[segment.param]
             for segment in self._tiered_state.space.segments
@@ -339,12 +339,12 @@ class PlainTarget:
 
     @property
     def tiered_state(self) -> TieredState:
-        """The state of its parameters, to look at."""
+        """State of the target's parameters, to read."""
         return self._tiered_state
 
     @property
     def step_counts(self) -> Tensor:
-        """[parameters], on the CPU or their device: how often each was updated."""
+        """Number of updates of each parameter: [parameters], on the CPU or their device."""
         return self._executor.counts
 
     def close(self, keep_masters: bool = True) -> None:
@@ -355,7 +355,7 @@ class PlainTarget:
 def step_together(
     targets: Sequence[PlainTarget], groups: Sequence[Group], amp: AmpInputs | None
 ) -> StepReport:
-    """One step of all targets: it counts on all of them, or on none."""
+    """Take one step of all targets: it counts on all of them, or on none."""
     if amp is not None and any(target.skips(amp) for target in targets):
         return _skipped(targets, amp)
     seen = [target.views(groups, amp) for target in targets]
@@ -364,6 +364,7 @@ def step_together(
         target.begin(views, hypers, amp, may_fail=may_fail)
         for target, (views, hypers) in zip(targets, seen, strict=True)
     ]
+    # Weights, copies and counts change together: a signal between them would tear the step.
     with DeferredSignals() as signals:
         try:
             report = take(steps, signals)
@@ -380,7 +381,7 @@ def step_together(
 
 
 def _skipped(targets: Sequence[PlainTarget], amp: AmpInputs) -> StepReport:
-    """The host knows that GradScaler found a gradient that is not finite."""
+    """Report of a step that is skipped: GradScaler found a gradient that is not finite."""
     scale = 1.0 if amp.grad_scale is None else float(amp.grad_scale)
     found = [target.skip() for target in targets]
     where = next((name for name in found if name is not None), None)
@@ -395,9 +396,9 @@ def _combined(parts: Tensor, norm_type: float) -> Tensor:
 
 @torch.no_grad()
 def clip_together(targets: Sequence[Target], clip: Clip) -> Tensor | None:
-    """Clip the gradients of all targets by one norm, or by value; the norm before.
+    """Clip the gradients of all targets by one norm, or by value; returns the norm before.
 
-    Gradients of plain modules are changed in place, as torch does.
+    Gradients of plain modules are changed in place, as in torch.
     """
     plain = [target for target in targets if isinstance(target, PlainTarget)]
     if len(plain) < len(targets):
@@ -417,7 +418,7 @@ def clip_together(targets: Sequence[Target], clip: Clip) -> Tensor | None:
 
 
 def alike(new: Sequence[tuple[Tensor, int]]) -> list[tuple[list[Tensor], list[int]]]:
-    """Parameters and their groups, by what one target may hold: one device, float64 or not."""
+    """Sort parameters and their groups by target: one device each, float64 or not."""
     found: dict[tuple[torch.device, bool], tuple[list[Tensor], list[int]]] = {}
     for param, group in new:
         key = param.device, param.dtype == torch.float64
@@ -430,7 +431,7 @@ def alike(new: Sequence[tuple[Tensor, int]]) -> list[tuple[list[Tensor], list[in
 def make_executor(
     rule: UpdateRule, config: StateConfig, group_of: Sequence[int], params: Sequence[Tensor]
 ) -> Executor:
-    """Of the host for parameters of the CPU, else Triton's.
+    """Make the executor: of the host for parameters of the CPU, else Triton's.
 
     `group_of[i]` is the param group of `params[i]`, which are of one device, float64 or not.
     """
@@ -449,5 +450,5 @@ def make_executor(
 
 
 def on_device(rule: UpdateRule, group_of: Sequence[int], device: torch.device) -> TritonStep:
-    """Triton's, whatever the device: that of tests is the CPU."""
+    """Make Triton's executor on any device: tests use the CPU."""
     return TritonStep(rule, group_of, ControlVector(None, device), memory_of(device))

@@ -1,4 +1,4 @@
-"""What a step sees of a plain module's parameters: flat runs in the order of their state."""
+"""Views of a plain module's parameters for a step: flat runs in the order of their state."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gemini.optim.state.space import Block, BlockSegment
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How the elements of one parameter are ordered in its state, for as long as that lives.
+    """Order of one parameter's elements in its state, as long as the state lives.
 
-    As in its memory, or, where that has gaps, as in a dense copy of it.
+    It is the order of the parameter's memory, or of a dense copy where that memory has gaps.
     """
 
     size: torch.Size
@@ -25,7 +25,7 @@ class Order:
 
     @classmethod
     def of(cls, param: Tensor, *, by_rows: bool = False) -> Order:
-        """Of a parameter as it is now; or of rows one after the other, however it lies."""
+        """Order of a parameter as it is now; by_rows: rows one after the other in any case."""
         if by_rows:
             return cls(param.size(), torch.empty(param.size(), device="meta").stride())
         dense = torch.ops.aten.is_non_overlapping_and_dense(param)
@@ -33,7 +33,7 @@ class Order:
         return cls(param.size(), like.stride())
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """The parameter or what belongs to it as [numel]: a view where it lies so, else a copy."""
+        """Flatten a tensor of the parameter's shape to [numel]: a view if in order, else a copy."""
         if tensor.size() != self.size:
             raise ValueError(
                 f"a parameter, its gradient or its state has shape {tuple(tensor.shape)}; expected "
@@ -44,23 +44,23 @@ class Order:
         return tensor.as_strided((tensor.numel(),), (1,))
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether it lies in this order. Strides of dimensions of one element say nothing."""
+        """Whether a tensor lies in this order; strides of dimensions of one element are ignored."""
         if tensor.stride() == self.stride:
             return True
         strides = zip(tensor.stride(), self.stride, self.size, strict=True)
         return all(a == b for a, b, size in strides if size > 1)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """The inverse: a view."""
+        """View of flat elements [numel] in the parameter's shape."""
         return flat.as_strided(self.size, self.stride)
 
     def empty(self, like: Tensor) -> Tensor:
-        """Memory for such a tensor."""
+        """Memory in this order and the parameter's shape, uninitialised."""
         return torch.empty_strided(self.size, self.stride, dtype=like.dtype, device=like.device)
 
 
 def check_plain(param: Tensor) -> None:
-    """Raise ValueError for a parameter that cannot be updated in place, or not where it is."""
+    """Raise ValueError for a parameter that cannot be updated in place, or not on its device."""
     sizes = zip(param.stride(), param.size(), strict=True)
     if any(stride == 0 and size > 1 for stride, size in sizes):
         raise ValueError(
@@ -75,7 +75,7 @@ def check_plain(param: Tensor) -> None:
 
 
 def dense_grad(param: Tensor, order: Order) -> Tensor:
-    """The gradient of a parameter that has one, [numel]."""
+    """Gradient [numel] of a parameter that has one."""
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:
@@ -87,10 +87,10 @@ def dense_grad(param: Tensor, order: Order) -> Tensor:
 
 
 class PlainViews:
-    """One step's view of the parameters that have a gradient.
+    """View of the parameters that have a gradient, for one step.
 
-    Those that do not lie in the order of their state are updated as copies, which go back by
-    `write_back` when the step counts.
+    A parameter that does not lie in the order of its state is updated as a copy, which `write_back`
+    copies back when the step counts.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class PlainViews:
         self._step = {i: steps[i] for i in self.active}
 
     def write_back(self) -> None:
-        """What was updated as a copy, to the parameter."""
+        """Copy parameters back that were updated as copies."""
         for i, flat in self._flat.items():
             if not self._orders[i].fits(self._params[i]):
                 self._params[i].detach().copy_(self._orders[i].shaped(flat))
@@ -156,17 +156,17 @@ class PlainViews:
                 self._flat[part.param][_inside(part)] = planes["param_undo"][_in_block(part)]
 
     def expect(self, blocks: Sequence[Block]) -> None:
-        """Parameters and gradients are in memory."""
+        """Do nothing: parameters and gradients are in memory."""
 
     def touches(self, block: Block) -> bool:
         return any(part.param in self._flat for part in block.segments)
 
     def borrowed(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        """None: parameters and gradients are where their state is updated."""
+        """No blocks: parameters and gradients are where their state is updated."""
         return ()
 
     def signature(self) -> None:
-        """Gradients are made anew in every iteration."""
+        """None: gradients have new memory in every iteration, so no table is reused."""
 
     def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
         return ()

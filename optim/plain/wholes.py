@@ -1,4 +1,4 @@
-"""What rules over whole parameters need of a plain module: all of each of them is here."""
+"""Executors of rules over whole parameters, for a plain module, which has all of each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .views import Order, dense_grad
 
 
 def check_width(params: Sequence[Tensor]) -> None:
-    """Raise ValueError for parameters that directions are too narrow for."""
+    """Raise ValueError for parameters whose dtype is wider than that of directions."""
     if params[0].dtype == torch.float64:
         raise ValueError(
             "a rule over matrices got torch.float64 parameters; expected float32, bfloat16 or "
@@ -46,7 +46,7 @@ def check_width(params: Sequence[Tensor]) -> None:
 
 
 def wholes_of(orders: Sequence[Order], columns: Columns) -> list[Whole]:
-    """Of the parameters that keep a momentum: matrices, or stacks of them."""
+    """Wholes of the parameters that keep a momentum: matrices, or stacks of them."""
     return [
         Whole(i, tuple(order.size), order.stride, ((0, order.size.numel()),))
         for i, order in enumerate(orders)
@@ -61,7 +61,7 @@ def matrix_step(
     state: TieredState,
     device: torch.device,
 ) -> MatrixStep | MatrixDeviceStep:
-    """The executor of parameters on a device."""
+    """Make the executor of a rule over matrices for parameters on a device."""
 
     def planned() -> MatrixPlan:
         on_disk = () if state.nvme is None else state.nvme.blocks
@@ -76,7 +76,7 @@ def matrix_step(
 
 
 def line_step(rule: LineRule, num_params: int, device: torch.device) -> CpuStep | OperatorStep:
-    """The executor of a rule over lines, by operators on any device."""
+    """Make the executor of a rule over lines, by operators on any device."""
     control = ControlVector(None, device)
     if device.type != "cpu":
         return OperatorStep(rule, range(num_params), control, memory_of(device))
@@ -84,7 +84,7 @@ def line_step(rule: LineRule, num_params: int, device: torch.device) -> CpuStep 
 
 
 class _PlainCover(Cover):
-    """Parameters, and gradients in `p.grad`."""
+    """Cover of a plain module: parameters, and gradients in `p.grad`."""
 
     def __init__(self, params: Sequence[Tensor], orders: Sequence[Order]) -> None:
         self._params = params
@@ -95,7 +95,7 @@ class _PlainCover(Cover):
         return flat[part.param_offset : part.param_offset + part.numel]
 
     def largest(self, param: int) -> float:
-        """Magnitude of its gradient."""
+        """Largest magnitude of a parameter's gradient."""
         grad = self._params[param].grad
         return 0.0 if grad is None else float(torch.linalg.vector_norm(grad, math.inf))
 
@@ -117,7 +117,7 @@ def with_norms(
     factor: float,
     lines: Lines,
 ) -> list[Any]:
-    """Hyperparameters by parameter. counts: of updates before this one."""
+    """Hyperparameters by parameter, with factors from norms. counts: of updates before this one."""
     steps, cover = [count + 1 for count in counts], _PlainCover(params, orders)
     inputs = StepInputs(factor)
     if isinstance(rule, LineRule):

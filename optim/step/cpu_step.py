@@ -1,4 +1,4 @@
-"""Gradients measured and blocks updated by the host's cores; see `Executor`."""
+"""Executor of the host: its cores measure gradients and update blocks; see `Executor`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .gradients import Bits, GradientRun, Measured, bits_of, checksum
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Of some gradients: sum of |g|^p of every tile, and the first parameter that is not finite."""
+    """Measures of some gradients: sum of |g|^p of each tile, first parameter that is not finite."""
 
     sums: list[float]
     first_nonfinite: ParamId | None
@@ -31,7 +31,7 @@ class _Tiles:
 
 
 class CpuStep(HostStep):
-    """Gradients, state and counts in host memory."""
+    """Executor for gradients, state and counts in host memory."""
 
     staging = None
 
@@ -45,7 +45,7 @@ class CpuStep(HostStep):
         self._updater = updater
         self.control_vector = control_vector
         self._rounding_seed = rounding_seed
-        # random bits belong to a parameter's elements, and each has its own
+        # Random bits go by an element's place in its parameter, so a piece has one parameter then.
         quantised = updater.rule.layout.is_quantised
         self.merges_parameters = rounding_seed is None and not quantised
         self.counts = torch.zeros(num_counters, dtype=torch.float32)
@@ -55,7 +55,7 @@ class CpuStep(HostStep):
         return self._updater.name
 
     def reserve(self, reserved: Reserved) -> None:
-        """Nothing passes through a device."""
+        """Do nothing: no block passes through a device."""
 
     # -- gradients --
 
@@ -92,7 +92,7 @@ class CpuStep(HostStep):
     # -- a step --
 
     def assumed(self, limit: float) -> CpuUpdater:
-        """The updater of a step whose norm clips nothing, before that is known."""
+        """Updater of a coming step, under the assumption that its norm clips nothing."""
         scale = self.control_vector.read().scale
         inputs = StepInputs(1.0 / scale, limit, self._rounding_seed)
         return replace(self._updater, inputs=inputs)
@@ -100,21 +100,23 @@ class CpuStep(HostStep):
     def updater_of(
         self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
     ) -> AnyUpdater:
-        """Of a step that updates the parameters that are `active`."""
+        """Updater of a step that updates the parameters in `active`."""
         return replace(self._updater, inputs=inputs)
 
     # -- the rest --
 
     def set_groups(self, group_of: Sequence[int | None]) -> None:
-        """Pieces carry their hyperparameters with them."""
+        """Do nothing: pieces carry their hyperparameters with them."""
 
     def close(self) -> None:
         self._updater.workers.close()
 
 
 def _loadable(runs: Sequence[GradientRun]) -> list[list[GradientRun]]:
-    """Runs whose gradients are here, those that this rank speaks for apart from others, then one
-    by one those that must be brought."""
+    """Batches of runs: two with gradients on the device, then one for each gradient elsewhere.
+
+    Runs that this rank speaks for are apart from others, as only they count in sums.
+    """
     here = [run for run in runs if run.gradient.shard is not None]
     batches = [[run for run in here if run.counts is counts] for counts in (True, False)]
     offloaded = [[run] for run in runs if run.gradient.shard is None]

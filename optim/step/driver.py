@@ -1,12 +1,12 @@
-"""A step of one target's state, driven: the same for plain modules and for shards.
+"""Driver of a step of one target's state: the same for plain modules and for shards.
 
-    submit     blocks on disk begin to come, in their order
-    prepare    one after the other is updated beside its last version
-    (vote)     with who else has a say: all of it counts, or nothing
-    confirm    what is on disk counts, and what is in memory is updated; or `undo`
+    submit     reads of blocks on disk begin, in their order
+    prepare    each block is updated, and written next to its last version
+    (vote)     all ranks and targets: the whole step counts, or nothing of it
+    confirm    versions on disk are committed, and blocks in memory are updated; or `undo`
 
-What is done next is the machine's to choose (`optim.state.machine`). Up to `confirm` nothing that
-counts has changed (ADR 0002).
+The machine chooses the next action (`optim.state.machine`). Up to `confirm` nothing that counts has
+changed (ADR 0002).
 """
 
 from __future__ import annotations
@@ -38,41 +38,42 @@ from gemini.units import BlockId
 
 
 class Versions(Protocol):
-    """Files that a step writes beside those of the state, and that count with them."""
+    """Other files than the state's that a step writes, and that count together with it."""
 
     def check_step(self, also_bytes: int) -> None:
-        """Raise if a step must not begin that writes them, and so many bytes more."""
+        """Raise if a step must not begin that writes these files, and `also_bytes` more."""
         ...
 
     def flush(self) -> None:
-        """Wait for all writes. Raises what went wrong."""
+        """Wait for all writes. Raises their error."""
         ...
 
     def commit(self, step: int) -> None:
-        """What was written counts. Does not raise after a `flush`."""
+        """Make the written versions count. Does not raise after a `flush`."""
         ...
 
     def rollback(self) -> None:
-        """Forget what was written."""
+        """Forget the written versions."""
         ...
 
 
-# what updates blocks in memory: each is when it is taken, and all are to be
+# Updates blocks in memory, by taking all of them from the iterator: each is updated when taken.
 InMemory = Callable[[Iterator[Block]], None]
 
 
 def at_once(blocks: Iterator[Block]) -> None:
-    """Before the step returns."""
+    """Update blocks in memory before the step returns."""
     deque(blocks, maxlen=0)
 
 
 class TargetStep:
-    """One step of one target's state. `number` counts from 1; `files` count before the state does:
-    `nvme.recover` finds the step before in either file.
+    """One step of one target's state. `number` counts from 1.
 
-    in_order: the next step begins with the first block, not with the last of this one, which is
-    still in memory. held: blocks whose update before the step stands. follow: makes the parameters
-    of one of these [n], its new weights or masters.
+    `files` are committed before the state: `nvme.recover` finds the step before in either file.
+
+    in_order: the next step begins with the first block; else with the last of this one, which is
+    still in memory. held: blocks whose early update stands. follow: sets the parameters of a held
+    block to its new weights or masters [n].
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class TargetStep:
         self._views = views
         self._number = number
         self._files = files
-        # buckets of matrices are exchanged in their order
+        # Ranks exchange buckets of matrices in one order, so their blocks come in it, too.
         self._in_order = in_order or isinstance(updater, MatrixUpdater)
         self._held = held
         self._follow = follow
@@ -112,17 +113,19 @@ class TargetStep:
 
     @property
     def num_blocks(self) -> int:
-        """On disk."""
+        """Number of blocks on disk."""
         return len(self._state.rows)
 
     @property
     def num_held(self) -> int:
-        """Blocks on disk that were updated before the step."""
+        """Number of blocks on disk that were updated before the step."""
         return len(self._held)
 
     def submit(self) -> None:
-        """Begin. Raises where the disk's budget has no room for the step, and what went wrong
-        before it; then call `undo`."""
+        """Begin the step; call `undo` if this raises.
+
+        Raises where the disk's budget has no room for the step, and an error from before it.
+        """
         state, nvme = self._state, self._nvme
         if state.error is not None:
             raise state.error
@@ -229,8 +232,11 @@ class TargetStep:
         return True
 
     def _settled(self) -> BaseException | None:
-        """Wait until all prepared versions are on disk; later work of the device follows the copies
-        of parameters, as blocks in memory may be updated much later. Returns the error."""
+        """Wait until all prepared versions are on disk. Returns the error.
+
+        Copies of parameters are ordered before later work of the device, as blocks in memory may be
+        updated much later.
+        """
         # Returned and not raised: the caller must take part in the vote first, for which the other
         # ranks wait.
         try:
@@ -318,7 +324,7 @@ class TargetStep:
 
 
 def alone(error: BaseException | None) -> None:
-    """The vote of a single rank: raises its own error."""
+    """Vote of a single rank: raises its own error."""
     if error is not None:
         raise error
 
@@ -332,7 +338,7 @@ def take(
 ) -> StepReport:
     """Take the step of all targets: it counts on all of them, or on none.
 
-    agree: is told what went wrong here, None for nothing, and raises where something did anywhere.
+    agree: called with this rank's error or None; raises where any rank has an error.
     """
     before = [step.moved() for step in steps]
     error: BaseException | None = None
@@ -346,6 +352,7 @@ def take(
             error = raised
         if error is not None:
             break
+    # The others wait in exchanges of matrices, and would not come to the vote.
     for step in steps if error is not None else ():
         step.join()
     try:

@@ -1,8 +1,8 @@
-"""What measures gradients and updates blocks: `CpuStep` on the host, `TritonStep` on a device.
+"""Executors measure gradients and update blocks: `CpuStep` on the host, `TritonStep` on a device.
 
-There is one pair for plain modules and for shards. Who uses it hands in what differs: gradients as
-`GradientRun`s or as they lie in `p.grad`, weights as the pieces of `SteppedViews`, and what a step
-begins with, an agreement of all ranks or what torch.amp.GradScaler says.
+The same pair serves plain modules and shards. A target hands in what differs: gradients as
+`GradientRun`s or as they lie in `p.grad`, weights as the pieces of `SteppedViews`, and the start of
+a step, an agreement of all ranks or the inputs of torch.amp.GradScaler.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ AnyUpdater = Updater | MatrixUpdater
 
 
 class Executor(Protocol):
-    """One update path of one target. A counter is a parameter, by its index in the target; `active`
-    are the counters that a step updates."""
+    """Executor of one update path of one target.
+
+    A counter is a parameter, by its index in the target; `active` are the counters that a step
+    updates.
+    """
 
     counts_on_host: bool  # the step counts and the schedule of the loss scale
     merges_parameters: bool  # neighbours with the same hyperparameters may be one piece
@@ -37,42 +40,42 @@ class Executor(Protocol):
 
     @property
     def path(self) -> str:
-        """As `StepReport.update_path`."""
+        """Update path, as in `StepReport.update_path`."""
         ...
 
     @property
     def staging(self) -> DeviceStaging | None:
-        """Through which passes what the device updates; None where the host updates."""
+        """Staging that blocks pass through on a device; None where the host updates."""
         ...
 
     def reserve(self, reserved: Reserved) -> None:
-        """So much of it from now on; between steps."""
+        """Reserve staging of these sizes from now on; between steps."""
         ...
 
     # -- gradients --
 
     def measure(self, runs: Sequence[GradientRun], norm_type: float) -> Measured:
-        """Of the gradients of these runs. Waits for the device."""
+        """Measure the gradients of these runs. Waits for the device."""
         ...
 
     def measure_leaving(self, run: GradientRun, grad: Tensor) -> object:
-        """What `measure` wants to know of a gradient [n] that is about to leave."""
+        """Measure a gradient [n] that is about to leave, for a later `measure`."""
         ...
 
     def power_sum(self, grads: Sequence[Tensor], norm_type: float) -> Tensor:
-        """Of gradients of any places, together: sum of |g|^p, or the largest |g|; fp64 0-d."""
+        """Sum of |g|^p over all of these gradients, or the largest |g|; fp64 0-d."""
         ...
 
     # -- a step --
 
     def next_steps(self) -> Sequence[int]:
-        """Of every counter, the number of the coming step; zeros where the device counts."""
+        """Number of the coming step of every counter; zeros where the device counts."""
         ...
 
     def begin(
         self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
     ) -> AnyUpdater:
-        """The updater of a step whose gradients the host knows. Moves the loss scale on."""
+        """Updater of a step whose norm the host knows. Moves the loss scale on."""
         ...
 
     def skips(self, amp: AmpInputs) -> bool:
@@ -87,30 +90,30 @@ class Executor(Protocol):
         *,
         may_fail: bool,
     ) -> AnyUpdater:
-        """The updater of a step that clips nothing. `may_fail`: `undo` may follow."""
+        """Updater of a step that clips nothing. `may_fail`: `undo` may follow."""
         ...
 
     def outcome(self) -> Ticket[Outcome]:
-        """Of the step that was begun last."""
+        """Outcome of the step that was begun last."""
         ...
 
     def count(self, active: Sequence[int]) -> None:
-        """The step was taken: raise the counts."""
+        """Raise the counts of a step that was taken."""
         ...
 
     def undo(self) -> None:
-        """The step that was begun failed: counts and loss scale are those of before."""
+        """Restore counts and loss scale of before the step that was begun and failed."""
         ...
 
     # -- the rest --
 
     @property
     def counts(self) -> Tensor:
-        """[counters]: how often each was updated. A checkpoint may fill it."""
+        """Number of updates of each counter: [counters]. A checkpoint may fill it."""
         ...
 
     def set_groups(self, group_of: Sequence[int | None]) -> None:
-        """The param group of every counter; None for one that is never active."""
+        """Set the param group of every counter; None for one that is never active."""
         ...
 
     def close(self) -> None:
@@ -119,8 +122,10 @@ class Executor(Protocol):
 
 
 class HostStep:
-    """The part of an executor whose counts and decisions are the host's; who measures gradients,
-    and where blocks are updated, is a subclass's."""
+    """Base of executors whose counts and decisions are the host's.
+
+    A subclass measures gradients and updates blocks.
+    """
 
     counts_on_host = True
     control_vector: ControlVector
@@ -131,7 +136,7 @@ class HostStep:
     def updater_of(
         self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
     ) -> AnyUpdater:
-        """Of a step that updates the parameters that are `active`."""
+        """Updater of a step that updates the parameters in `active`."""
         raise NotImplementedError
 
     def next_steps(self) -> Sequence[int]:
@@ -167,9 +172,9 @@ class HostStep:
         self.counts[list(active)] += 1
 
     def undo(self) -> None:
-        """Nothing was counted yet."""
+        """Do nothing: the step was not counted yet."""
 
 
 def step_counts(executor: Executor) -> list[int]:
-    """Of every counter; may wait for the device."""
+    """Counts of updates of every counter; may wait for the device."""
     return [int(count) for count in executor.counts.tolist()]

@@ -18,13 +18,13 @@ Bits = tuple[int, Tensor]  # of a run's gradient: its id, the sum of its words; 
 
 
 class RunGradient(Protocol):
-    """The gradient of one run, where there is one."""
+    """Gradient of one run, which has one."""
 
     shard: Tensor | None  # [n], where updates run; None: it waits elsewhere
     found: Any  # what was measured of it when it left, as long as it waits elsewhere
 
     def load(self) -> Tensor:
-        """[n], where updates run: itself, or a copy of what waits elsewhere."""
+        """Gradient [n] where updates run: itself, or a copy if it waits elsewhere."""
         ...
 
 
@@ -34,7 +34,7 @@ class GradientRun:
 
     dtype: of the weights; on a device, runs of one dtype are measured together.
     parts: by parameter, in order.
-    counts: this rank speaks for them, in sums over ranks.
+    counts: whether this rank adds them to sums over ranks.
     has_replicas: other ranks have the same run, and must come to the same gradient.
     """
 
@@ -48,8 +48,11 @@ class GradientRun:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of gradients on this rank: sum of |g|^p of the runs that it speaks for, the first parameter
-    that is not finite, and a checksum of the bits of what replicas must have too."""
+    """Measures of gradients on this rank.
+
+    Sum of |g|^p of the runs that it speaks for, the first parameter that is not finite, and a
+    checksum of the bits that replicas must have, too.
+    """
 
     power_sum: float = 0.0
     first_nonfinite: ParamId | None = None
@@ -57,7 +60,7 @@ class Measured:
 
 
 def bits_of(runs: Sequence[GradientRun], grads: Sequence[Tensor]) -> list[Bits]:
-    """Of runs that have replicas: one bit shows. Nothing is waited for."""
+    """Sums of words of runs that have replicas: one changed bit shows. Waits for nothing."""
     return [
         (run.id, grad.view(torch.int64).sum())
         for run, grad in zip(runs, grads, strict=True)
@@ -66,7 +69,7 @@ def bits_of(runs: Sequence[GradientRun], grads: Sequence[Tensor]) -> list[Bits]:
 
 
 def checksum(bits: Sequence[Bits]) -> int:
-    """Of runs that have replicas, in any order; 32 bits. Waits for the device."""
+    """Checksum of runs that have replicas, in any order; 32 bits. Waits for the device."""
     if not bits:
         return 0
     runs, sums = zip(*sorted(bits, key=lambda pair: pair[0]), strict=True)

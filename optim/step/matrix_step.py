@@ -1,4 +1,4 @@
-"""Gradients measured and blocks updated, of a rule over whole matrices: the two executors."""
+"""Executors of a rule over whole matrices: on the host, and on a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .triton_step import OperatorStep
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlan:
-    """In which order matrices are dealt with, and between which ranks.
+    """Order in which matrices are dealt with, and the ranks that exchange them.
 
     on_disk: buckets of which a block is on some rank's disk. ways: by sharding group.
     """
@@ -35,7 +35,7 @@ class MatrixPlan:
 
 
 def bucket_homes(buckets: Sequence[Bucket], on_disk: Sequence[Block]) -> frozenset[int]:
-    """Buckets of which one of these blocks has elements."""
+    """Indices of buckets that have elements in one of these blocks."""
     params = {part.param for block in on_disk for part in block.segments}
     return frozenset(
         i for i, bucket in enumerate(buckets) if any(w.param in params for w in bucket.wholes)
@@ -44,9 +44,9 @@ def bucket_homes(buckets: Sequence[Bucket], on_disk: Sequence[Block]) -> frozens
 
 @dataclass(slots=True)
 class MatrixUpdates:
-    """What makes the updater of a step.
+    """Maker of the updater of a step.
 
-    planned: asked for in every step, as what is trained, and where it lives, may change.
+    planned: called in every step, as trained parameters and homes may change.
     """
 
     rule: MatrixRule
@@ -55,8 +55,10 @@ class MatrixUpdates:
     planned: Callable[[], MatrixPlan]
 
     def updater(self, site: Site, hypers: Sequence[Any], active: Sequence[int]) -> MatrixUpdater:
-        """Of a step of the parameters that are `active`. Raises ValueError for one whose state is
-        not that of its group any more."""
+        """Updater of a step of the parameters in `active`.
+
+        Raises ValueError for a parameter whose state no longer fits its group.
+        """
         plan, hyper = self.planned(), [None] * len(self.group_of)
         for param in active:
             group = self.group_of[param]

@@ -1,4 +1,4 @@
-"""What whole parameters say before an update, of a rule that asks: norms, and lines of matrices."""
+"""Norms of whole parameters and lines of matrices, for rules that ask before an update."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ TILE_NUMEL = 1 << 18  # by position in a parameter, so that its cuts change litt
 
 
 class Cover(Protocol):
-    """What belongs to segments of blocks, [n] each; to read."""
+    """Weights and gradients of segments of blocks, [n] each; to read."""
 
     def param(self, block: Block, part: BlockSegment) -> Tensor:
-        """Where there is no master."""
+        """Weights of a segment without a master."""
         ...
 
     def grad(self, block: Block, part: BlockSegment) -> Tensor | None:
-        """None where there is none."""
+        """Gradient of a segment, or None."""
         ...
 
 
@@ -46,10 +46,10 @@ def square_sums(
     steps: Sequence[int],
     inputs: StepInputs,
 ) -> list[tuple[float, float]]:
-    """By parameter: sums of p^2 and of u^2 over what is here, in fp64. Reads all state once.
+    """Sums of p^2 and of u^2 of this rank's part of each parameter, in fp64. Reads all state once.
 
-    hyper: None for a parameter that the step leaves alone; its sums are 0. inputs: what gradients
-    go through on their way in.
+    hyper: None for a parameter that the step leaves alone; its sums are 0. inputs: factor and limit
+    of gradients.
     """
     dtype = _dtype_of(state)
     found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -82,7 +82,7 @@ def square_sums(
 def add_lines(
     state: TieredState, cover: Cover, sums: Mapping[int, LineSums], inputs: StepInputs
 ) -> None:
-    """Add squares of what is here of the gradients of these parameters. Reads no state."""
+    """Add squares of this rank's part of gradients to `sums`, by parameter. Reads no state."""
     dtype = _dtype_of(state)
     for block in state.space.blocks:
         for part in block.segments:
@@ -100,7 +100,7 @@ def with_lines(
     hyper: Sequence[Any],
     steps: Sequence[int],
 ) -> list[Any]:
-    """Hyperparameters by parameter, with what the sums of all of their gradients say."""
+    """Hyperparameters by parameter, with rows and columns from sums over whole gradients."""
     lines.begin()
     found = [None if one is None else rule.begun(one, lines.dtype) for one in hyper]
     for i, whole in sums.items():
@@ -110,7 +110,7 @@ def with_lines(
 
 
 def _dtype_of(state: TieredState) -> torch.dtype:
-    """What updates are computed in."""
+    """dtype in which updates are computed."""
     return DTYPES[state.layout.dtype]
 
 
@@ -119,7 +119,7 @@ def _entering(grad: Tensor, inputs: StepInputs) -> Tensor:
 
 
 def _tiles(part: BlockSegment) -> list[slice]:
-    """Of a segment, cut where its parameter has multiples of the tile."""
+    """Tiles of a segment, cut at multiples of the tile in its parameter."""
     first = -part.param_offset % TILE_NUMEL
     edges = [0, *range(first or TILE_NUMEL, part.numel, TILE_NUMEL), part.numel]
     return [slice(a, b) for a, b in pairwise(edges)]
@@ -136,7 +136,7 @@ def trusted(
     sums: Sequence[tuple[float, float]],
     numels: Sequence[int],
 ) -> list[Any]:
-    """Hyperparameters by parameter, with what their norms say."""
+    """Hyperparameters by parameter, with the trust that norms give."""
     return [
         None if one is None else rule.trusting(one, math.sqrt(squares), math.sqrt(moved), numel)
         for one, (squares, moved), numel in zip(hyper, sums, numels, strict=True)

@@ -1,8 +1,8 @@
 """Updates of a step in memory, on a side stream of the device (ADR 0002).
 
-None of them can fail on a disk, so nobody votes, and no thread is needed: the host queues all of
-them before `step()` returns. The stream that computes waits for the updates of a shard when it is
-about to use that shard.
+No update of them can fail on a disk, so no rank votes, and no thread is needed: the host queues all
+of them before `step()` returns. The stream that computes waits for the updates of a shard when it
+is about to use that shard.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from gemini.tickets import SideStreamTicket
 
 
 class Holding(Protocol):
-    """Whoever keeps the gradients that updates of a shard read."""
+    """Keeper of the gradients that updates of a shard read."""
 
     def end(self) -> None:
-        """Begin to copy back all that was borrowed so far; later work of the stream follows it."""
+        """Begin to copy back all borrowed memory; later work of the stream follows the copies."""
         ...
 
     def let_go(self, shard: int) -> None:
-        """All of the shard is updated: its gradient may be dropped."""
+        """Drop the gradient of a shard: all of it is updated."""
         ...
 
 
@@ -63,7 +63,7 @@ class SideStreamWork:
         return self.works[-1].ready()
 
     def wait(self) -> TailResult:
-        """The host waits."""
+        """Wait on the host for all updates; returns their times and bytes."""
         self.works[-1].settle()
         seconds, _ = self.works[-1].times()
         return TailResult(
@@ -85,7 +85,7 @@ class SideStreamUpdates:
         views: Holding,
         moved: Callable[[], Traffic],
     ) -> None:
-        """updates: gives `blocks`, each when it is updated."""
+        """updates: yields `blocks`, each when it is updated."""
         self.work = SideStreamWork()
         self._updates = updates
         self._views = views
@@ -93,7 +93,7 @@ class SideStreamUpdates:
         ends = {block.shard: place + 1 for place, block in enumerate(blocks)}
         cuts = sorted(set(ends.values()))
         works = [self._work(end - begin) for begin, end in zip((0, *cuts[:-1]), cuts, strict=True)]
-        # after the last: the way back
+        # one more work after the last block: copies back that have not begun
         queued = self.work.works = memory.run_on_side_stream([*works, self._work(1)])
         self.of_shard = {
             shard: ShardUpdate(queued[cuts.index(end)], partial(views.let_go, shard))
@@ -101,7 +101,7 @@ class SideStreamUpdates:
         }
 
     def _work(self, count: int) -> Callable[[], None]:
-        """A function that updates the next `count` blocks."""
+        """Function that updates the next `count` blocks."""
 
         def update() -> None:
             before = self._moved()
@@ -114,7 +114,7 @@ class SideStreamUpdates:
         return update
 
     def order(self) -> None:
-        """The stream that computes waits for all of them."""
+        """Order all updates before what the computing stream does next."""
         for ticket in self.of_shard.values():
             ticket.wait()
         self.work.works[-1].order()

@@ -1,7 +1,7 @@
 """Speculation: a thread updates blocks on disk while a backward runs, before their step.
 
     add     the gradient of some blocks is final
-    stop    read and update nothing more; each row knows whether it was updated, and with what
+    stop    no further read or update; each row knows whether it was updated, and with what inputs
 
 A block is updated in a staging buffer and written as a new version. No weight changes, so nobody
 sees the update, and to undo it is to drop that version (ADR 0002). The machine chooses what is done
@@ -33,33 +33,33 @@ Mark = tuple[int, int]  # of a gradient as it is: see `BlockInputs`
 
 
 class EarlyViews(SteppedViews, Protocol):
-    """The view of an early update: final gradients, and memory for new weights."""
+    """Views of an early update: final gradients, and memory for new weights."""
 
     def lend(self, buffer: Buffer | None) -> None:
-        """Give the buffer for new weights, but of blocks with `writes_parameters`."""
+        """Lend the buffer for new weights of blocks without `writes_parameters`."""
         ...
 
     def writes_parameters(self, block: Block) -> bool:
-        """Whether its update writes parameters to their file, as a step does."""
+        """Whether the block's update writes parameters to their file, as a step does."""
         ...
 
     def read_ahead(self, block: Block) -> None:
-        """Begin to read its gradient: it is one of the next `READS_AHEAD + 1` to be updated."""
+        """Begin to read the gradient of one of the next `READS_AHEAD + 1` blocks to be updated."""
         ...
 
     def abandon(self) -> None:
-        """Return what was read ahead: it is not needed."""
+        """Return gradients that were read ahead and are not needed."""
         ...
 
     def inputs_of(self, block: Block) -> tuple[tuple[object, int] | None, ...]:
-        """See `BlockInputs.params`."""
+        """Inputs of a block's parameters; see `BlockInputs.params`."""
         ...
 
 
 class Bound:
-    """A bound of the norm: whether the final gradients so far are sure to be clipped or skipped.
+    """Bound of the norm: whether the final gradients so far are sure to be clipped or skipped.
 
-    max_norm: of order 2, unscaled; 0: none, and nothing is computed.
+    max_norm: of order 2, unscaled; 0: no bound, and nothing is computed.
     """
 
     def __init__(self, updater: CpuUpdater, scale: float, max_norm: float) -> None:
@@ -68,7 +68,7 @@ class Bound:
         self._power_sum = 0.0
 
     def is_passed_by(self, grad: Tensor) -> bool:
-        """Add a gradient; whether the sum passes the bound."""
+        """Add a gradient; returns whether the sum passes the bound."""
         if not self._limit:
             return False
         self._power_sum += self._updater.grad_sum([grad]).power_sum
@@ -85,7 +85,7 @@ class Speculation:
         views: EarlyViews,
         is_hopeless: Callable[[Tensor], bool],
     ) -> None:
-        """is_hopeless: asked of every gradient before its blocks are updated; once it says so, no
+        """is_hopeless: called with each gradient before its blocks are updated; once it is true, no
         update begins any more."""
         self._nvme = nvme
         self._state = nvme.state
@@ -94,15 +94,17 @@ class Speculation:
         self._views = views
         self._is_hopeless = is_hopeless
         self._lock = threading.Lock()
-        # gradients that are final, as they are now, and the blocks of each
+        # blocks, final gradient and mark of each `add` that the thread has not taken
         self._coming: deque[tuple[Sequence[Block], Tensor | None, Mark]] = deque()
         self._is_stopped = False
         self._last: tuple[threading.Thread, Gate] | None = None  # thread, and what it opens
         self._is_running = False
 
     def add(self, blocks: Sequence[Block], grad: Tensor | None, mark: Mark) -> None:
-        """Update these blocks of a chunk, whose gradient is final. grad: None where it is not in
-        memory. mark: of the gradient as it is now."""
+        """Update these blocks of a chunk, whose gradient is final.
+
+        grad: None where it is not in memory. mark: of the gradient as it is now.
+        """
         # The lock covers one decision, whether a running thread still looks at `_coming`, or a new
         # one must start. Nobody waits for a disk under it.
         with self._lock:
@@ -124,8 +126,10 @@ class Speculation:
             self._goes_on(stop=True)
 
     def wait(self) -> None:
-        """Wait for the thread, which ends when `_coming` is empty or after `stop`. An interrupt may
-        have kept it from starting."""
+        """Wait for the thread, which ends when `_coming` is empty or after `stop`.
+
+        A thread that an interrupt kept from starting is not waited for.
+        """
         if self._last is not None and self._last[0].ident is not None:
             self._last[1].wait()
 
@@ -135,7 +139,7 @@ class Speculation:
         return not self._is_running
 
     def stop(self) -> None:
-        """Begin nothing more, and wait for what is under way. Any number of times."""
+        """Stop: begin no update any more, and wait for the thread. Any number of times."""
         with self._lock:
             self._is_stopped = True
             self._coming.clear()
@@ -146,7 +150,7 @@ class Speculation:
         try:
             if self._goes_on():
                 self._update_all()
-        # A thread has nobody to raise to.
+        # A thread has no caller: an error that is not noted would be lost.
         except BaseException as error:  # the step raises it
             note(self._state, Event.FAILED, None, error)
             self._goes_on(stop=True)
@@ -154,8 +158,10 @@ class Speculation:
             gate.open()
 
     def _goes_on(self, *, stop: bool = False) -> bool:
-        """Whether more came; else this thread ends, and the next gradient starts another, which
-        waits for it."""
+        """Whether more blocks came; else this thread ends.
+
+        The next gradient starts another thread, which waits for the end of this one.
+        """
         with self._lock:
             self._is_stopped |= stop
             self._is_running = bool(self._coming) and not self._is_stopped
@@ -175,7 +181,7 @@ class Speculation:
             self._views.abandon()
 
     def _act(self) -> bool:
-        """Carry one action out; whether there was one."""
+        """Carry one action out; returns whether there was one."""
         state, nvme = self._state, self._nvme
         if self._is_stopped and state.speculates:
             note(state, Event.STOPPED)
@@ -199,7 +205,7 @@ class Speculation:
         return True
 
     def _come(self) -> None:
-        """The next gradient: its blocks may be updated, if it is not hopeless."""
+        """Take the next gradient: its blocks may be updated, if it is not hopeless."""
         with self._lock:
             if not self._coming or self._is_stopped:
                 return

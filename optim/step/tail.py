@@ -1,6 +1,6 @@
-"""The tail of a step: a thread goes on with it when `step()` has returned (ADR 0002).
+"""Tail of a step: a thread goes on with it when `step()` has returned (ADR 0002).
 
-    prepare    write the new version of each block on disk beside its last one
+    prepare    write the new version of each block on disk next to its last one
     agree      with all ranks: the step counts everywhere, or nowhere
     confirm    commit what is on disk, and update what is in memory
 
@@ -29,9 +29,9 @@ from .driver import TargetStep, alone
 
 
 class Gate:
-    """A ticket that ends when another thread opens it.
+    """Ticket that ends when another thread opens it.
 
-    waited_seconds: of the thread that made it, which is the one that trains.
+    waited_seconds: waits of the thread that made it, which is the one that trains.
 
     A signal's handler may run during `wait`, and may itself wait: the gate opens all the same.
     """
@@ -45,7 +45,7 @@ class Gate:
         self._lock.acquire()
 
     def open(self) -> None:
-        """Let everybody pass. Called once."""
+        """Open the gate for all waiters. Called once."""
         self._is_open = True
         self._lock.release()
 
@@ -53,7 +53,10 @@ class Gate:
         return self._is_open
 
     def wait(self) -> None:
-        """Raises RuntimeError in a forked child, which has not the thread that opens it."""
+        """Wait until the gate is open.
+
+        Raises RuntimeError in a forked child, which does not have the thread that opens it.
+        """
         # Without the lock: an open gate is asked by every module of every forward.
         if self._is_open:
             return
@@ -73,7 +76,7 @@ class Gate:
 
 
 class Ended:
-    """The ticket of a tail. It keeps nothing of the tail alive but the gates of its watcher.
+    """Ticket of a tail. It keeps nothing of the tail alive but the gates of its watcher.
 
     failure: the text of the error that ended the tail; empty where there was none.
     """
@@ -93,29 +96,29 @@ class Ended:
 
 
 class Watcher(Protocol):
-    """Whoever is told which blocks are updated, in the tail's thread."""
+    """Watcher of a tail: told in its thread which blocks are updated."""
 
     @property
     def gates(self) -> Sequence[Gate]:
-        """The gates that it opens."""
+        """Gates that the watcher opens."""
         ...
 
     def updated(self, block: BlockId) -> None:
-        """The parameters of this block are those of this step."""
+        """Note that the parameters of this block are those of this step."""
         ...
 
     def ended(self) -> None:
-        """No block is updated any more: all are, or the step failed."""
+        """Note the end of updates: all blocks are updated, or the step failed."""
         ...
 
 
 class Tail:
-    """A submitted step, from its first block to its end.
+    """Tail of a submitted step, from its first block to its end.
 
     agree: the vote of `optim.step.driver.take`, in the tail's thread. agree_in_memory: the vote on
         updates in memory; None: there is none.
-    behind: the ticket of its end. error: what ended the tail, afterwards; all ranks have one or
-        none has. is_torn: memory has blocks of two steps.
+    behind: the ticket of the tail's end. error: set at the end if the tail failed; all ranks have
+        one or none has. is_torn: memory has blocks of two steps.
     """
 
     def __init__(
@@ -194,12 +197,12 @@ class Tail:
 
 
 def _end_all() -> None:
-    """At the interpreter's exit, before pools end, which a tail needs."""
+    """End all tails at the interpreter's exit, before the pools that they need."""
     for tail in list(_under_way):
         tail.behind.wait()
 
 
 _under_way: set[Tail] = set()
 os.register_at_fork(after_in_child=_under_way.clear)
-# what is registered last comes first
+# Exit calls come in reverse order of registration: this one comes before the pools' own.
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Gradients measured by a device's kernels, and blocks updated there; see `Executor`.
+"""Executor of a device: its kernels measure gradients and update blocks; see `Executor`.
 
-Where nobody else has a say, a step is begun unread: what `submit_measure` finds stays on the
+Where the device decides alone, a step is begun unread: the measures of `submit_measure` stay on the
 device, and so do the clip factor and whether the step counts.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _OnDevice:
-    """Of a gradient: in which tiles it was measured, and how."""
+    """Measure of a gradient: its tiles and norm type."""
 
     tiles: GradTiles
     norm_type: float
@@ -45,7 +45,7 @@ class _OnDevice:
 
 
 class TritonStep:
-    """Gradients, resident state and counts on the device."""
+    """Executor for gradients, resident state and counts on the device."""
 
     counts_on_host = False
     merges_parameters = False
@@ -61,7 +61,7 @@ class TritonStep:
         names: Sequence[str] | None = None,
         stochastic: bool = False,
     ) -> None:
-        """`runs`: those to be measured. `names`: of the counters; None where others measure."""
+        """runs: to be measured. names: of the counters; None where the executor measures none."""
         from gemini.optim.update.triton_update import (
             TritonUpdater,  # Triton is imported where it is used
         )
@@ -103,7 +103,8 @@ class TritonStep:
         self.submit_measure(runs, Clip(norm_type=norm_type))
         bits = [pair for run in runs for pair in _bits_of(run)]
         total, bad = self._updater.read_measure()
-        # also of what is not finite: a rank that does not speak for it has not seen that
+        # A rank that does not speak for a run has not seen it is not finite: the checksum is for
+        # it, too.
         return Measured(total if bad is None else math.nan, bad, checksum(bits))
 
     def measure_leaving(self, run: GradientRun, grad: Tensor) -> object:
@@ -114,7 +115,7 @@ class TritonStep:
         return _OnDevice(self._tiles, self._updater.norm_type, bits_of([run], [grad]))
 
     def submit_measure(self, runs: Sequence[GradientRun], clip: Clip) -> None:
-        """Measure on the device what this rank speaks for; the host waits for nothing."""
+        """Measure runs that this rank speaks for, on the device; the host waits for nothing."""
         self._updater.set_limits(clip)
         runs = [run for run in runs if run.counts]
         self._know([run for run in runs if run.id not in self._runs])
@@ -132,20 +133,23 @@ class TritonStep:
     def submit_vote(
         self, rank: int, num_ranks: int, all_reduce: Callable[[Tensor], object]
     ) -> None:
-        """Add up what all ranks measured, on the device."""
+        """Add up the measures of all ranks, on the device."""
         if num_ranks > 1:
             self._updater.vote(rank, num_ranks, all_reduce)
 
     def unread_norm(self, clip: Clip) -> Tensor:
-        """Of the gradients that were measured last, unscaled: fp64 0-d on the device."""
+        """Norm of the gradients that were measured last, unscaled: fp64 0-d on the device."""
         self._updater.finish_measure()
         control = self._updater.control
         total = clip.norm_of(control[SUM])
         return torch.where(control[BAD] > 0, torch.nan, total / control[LOSS_SCALE])
 
     def power_sum(self, grads: Sequence[Tensor], norm_type: float) -> Tensor:
-        """By torch's operators: the memory of gradients in `p.grad` is another in each step, so
-        tables of it would be made for each."""
+        """Sum of |g|^p, or the largest |g|, by torch's operators; fp64 0-d.
+
+        Gradients in `p.grad` have other memory in each step, so tables of it would be made for
+        each.
+        """
         norms = [
             torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
             for grad in grads
@@ -165,7 +169,7 @@ class TritonStep:
         self._tiles.measure(grads, self._updater.norm_type, self._updater.control)
 
     def _know(self, runs: Sequence[GradientRun]) -> None:
-        """These are trained since then."""
+        """Add runs that are trained since the executor was made."""
         if runs:
             known = [self._runs[run] for run in sorted(self._runs)]
             self._runs = {run.id: run for run in (*known, *runs)}
@@ -173,7 +177,7 @@ class TritonStep:
 
     @property
     def _tiles(self) -> GradTiles:
-        """Runs of one dtype are measured in one launch."""
+        """Tiles of all runs, ordered by dtype: runs of one dtype are measured in one launch."""
         if self._made_tiles is None:
             from gemini.optim.update.grad_tiles import GradTiles
 
@@ -196,7 +200,7 @@ class TritonStep:
         return self.begin_unread(hypers, active)
 
     def begin_unread(self, hypers: Sequence[Any], active: Sequence[int]) -> Updater:
-        """Begin with what `submit_measure` finds: clip and skip are decided on the device."""
+        """Begin with the measures of `submit_measure`: the device decides on clip and skip."""
         self._updater.set_present(active)
         self._updater.begin(hypers, with_norm=True)
         return self._updater
@@ -223,13 +227,13 @@ class TritonStep:
         return self._updater
 
     def outcome(self) -> Ticket[Outcome]:
-        """Nothing is waited for before a field is read."""
+        """Outcome of the step begun last; waits only when a field is read."""
         from gemini.optim.update.triton_update import DeviceOutcome
 
         return DeviceOutcome(self._updater, self._names)
 
     def count(self, active: Sequence[int]) -> None:
-        """The prologue did."""
+        """Do nothing: the prologue has counted."""
 
     def _remember(self) -> None:
         self._before = self._updater.steps.clone(), self._updater.control.clone()
@@ -266,8 +270,10 @@ def _bits_of(run: GradientRun) -> Sequence[Bits]:
 
 
 class OperatorStep(HostStep, TritonStep):
-    """`TritonStep` for rules that need more than an element: the host counts, and knows what a step
-    agrees on."""
+    """`TritonStep` for rules that need more than an element at a time.
+
+    The host counts, and knows the agreement of a step.
+    """
 
     def __init__(
         self,
@@ -289,7 +295,7 @@ class OperatorStep(HostStep, TritonStep):
         return "torch"
 
     def updater_at(self, site: Site, hypers: Sequence[Any], active: Sequence[int]) -> AnyUpdater:
-        """Of a step of the parameters that are `active`."""
+        """Updater of a step that updates the parameters in `active`."""
         return SiteUpdater(site, self._rule)
 
     def updater_of(

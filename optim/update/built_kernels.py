@@ -42,14 +42,14 @@ FLAGS = (
 
 
 def compiler() -> str | None:
-    """The C++ compiler that is used here: what CXX names, or the first that is found."""
+    """C++ compiler to use: the one that CXX names, or the first that is found."""
     named = os.environ.get("CXX")
     names = [named] if named else ["g++", "clang++", "c++"]
     return next((found for found in map(shutil.which, names) if found), None)
 
 
 class Rows:
-    """What one call of a kernel works on: see `cpp_loops`."""
+    """Rows that one call of a kernel works on; see `cpp_loops`."""
 
     def __init__(self) -> None:
         self._alive: list[Sequence[Tensor]] = []
@@ -63,8 +63,8 @@ class Rows:
         scalars: Sequence[float] = (),
         numbers: Sequence[int] = (),
     ) -> None:
-        """One row: contiguous columns, `numel` elements of the first; scalars, rounded to fp32;
-        numbers that come as they are, int64."""
+        """Add one row: contiguous columns, `numel` elements of the first; scalars, rounded to fp32;
+        numbers, passed on as int64."""
         self._alive.append(columns)
         self.words.append(numel)
         self.words.extend([column.data_ptr() for column in columns])
@@ -73,7 +73,7 @@ class Rows:
 
 
 class Kernel:
-    """One loaded library of an update. A call needs no lock of Python's, and holds none."""
+    """Loaded library of an update. A call takes no lock of Python's, and holds none."""
 
     def __init__(self, path: Path) -> None:
         self._run = ctypes.CDLL(str(path)).run
@@ -81,7 +81,7 @@ class Kernel:
         self._run.argtypes = [pointer, count, pointer, count, count]
 
     def __call__(self, rows: Rows, num_threads: int) -> None:
-        """All rows, with at most so many threads, which end with the call."""
+        """Update all rows, with at most `num_threads` threads, which end with the call."""
         refused = self._run(
             rows.words.buffer_info()[0], len(rows.words),
             rows.scalars.buffer_info()[0], len(rows.scalars), num_threads,
@@ -93,7 +93,7 @@ _loaded: dict[Path, Kernel] = {}
 
 
 def kernels(specs: Sequence[KernelSpec]) -> list[Kernel]:
-    """Loaded, in order; those that the cache lacks are built first, which takes some seconds.
+    """Load kernels, in order; missing ones are built first, which takes some seconds.
 
     Raises KernelBuildError where there is no compiler, it fails, or the cache cannot be used.
     """
@@ -104,6 +104,7 @@ def kernels(specs: Sequence[KernelSpec]) -> list[Kernel]:
     paths = [folder / library_name(spec, cxx) for spec in specs]
     if not all(path in _loaded or path.exists() for path in paths):
         with locked(folder):
+            # Asked again under the lock: another process may have built them meanwhile.
             missing = {
                 path: spec for path, spec in zip(paths, specs, strict=True) if not path.exists()
             }
@@ -124,8 +125,7 @@ def _load(path: Path) -> Kernel:
 
 
 def library_name(spec: KernelSpec, cxx: str) -> str:
-    """In the cache: with a digest of all that decides what the library holds, and where it may
-    run."""
+    """Name of a library in the cache, with a digest of all that went into it and the processor."""
     try:
         source = spec.source
     except NotImplementedError as error:
@@ -137,14 +137,14 @@ def library_name(spec: KernelSpec, cxx: str) -> str:
 
 @functools.cache
 def _first_line(cxx: str, changed: int) -> str:
-    """What the compiler that was changed at that time says its version is."""
+    """Version line of the compiler; `changed`, its time of change, is the key of this cache."""
     done = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False)
     return done.stdout.partition("\n")[0]
 
 
 @functools.cache
 def processor() -> str:
-    """The instructions that this machine has."""
+    """Instruction sets of this machine's processor, as text."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -157,7 +157,7 @@ def processor() -> str:
 
 
 def _build(missing: dict[Path, KernelSpec], folder: Path, cxx: str) -> None:
-    """All or nothing. What a build that was killed left is removed."""
+    """Build all missing libraries, or none; remove what killed builds have left."""
     log.warning(
         "compiling the CPU update (%s) into %s, which takes a few seconds, once for this machine; "
         'cpu_path="eager" avoids it',
@@ -171,6 +171,7 @@ def _build(missing: dict[Path, KernelSpec], folder: Path, cxx: str) -> None:
             made = {path: Path(work) / path.name for path in missing}
             for path, spec in missing.items():
                 compile_library(spec, made[path], cxx)
+            # Synced, then renamed: a crash leaves no half library for another process to load.
             for path, library in made.items():
                 library.chmod(0o600)
                 with library.open("rb") as file:
@@ -181,7 +182,7 @@ def _build(missing: dict[Path, KernelSpec], folder: Path, cxx: str) -> None:
 
 
 def compile_library(spec: KernelSpec, library: Path, cxx: str) -> None:
-    """The compiler, in a session of its own so that all of it can be ended."""
+    """Run the compiler, in a session of its own so that all its processes can be ended."""
     source = library.with_suffix(".cpp")
     source.write_text(spec.source)
     process = subprocess.Popen(

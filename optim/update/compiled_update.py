@@ -1,10 +1,10 @@
-"""The CPU update and the norm of 16-bit gradients as compiled loops (`optim.update.built_kernels`).
+"""CPU update and norm of 16-bit gradients as compiled loops (`optim.update.built_kernels`).
 
 One pass over memory with no scratch, and one call for all pieces that a kernel updates. The update
 gives the bits of the Triton kernels, not those of the eager CPU path (docs/numerics.md).
 
 [Note: the lock] A call holds no lock of Python's, and its threads never ask for one: a backward
-that runs beside an update goes on, and the update does not wait for it between tiles.
+that runs meanwhile goes on, and the update does not wait for it between tiles.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .kernel_specs import KernelSpec, SquaresSpec, UpdateSpec
 
 
 class Mix(NamedTuple):
-    """Dtypes of what is updated and of its gradient, and what there is of a master."""
+    """Dtypes of a parameter and its gradient, and whether it has a master, whole or split."""
 
     param: torch.dtype
     grad: torch.dtype
@@ -43,10 +43,10 @@ class Mix(NamedTuple):
 
 
 class CompiledUpdate:
-    """A rule's formula and the sum of squares, compiled for each combination of dtypes.
+    """Rule's formula and sum of squares, compiled for each combination of dtypes.
 
-    mixes: those that are made ready now; others are when they are met.
-    Raises KernelBuildError where they cannot be had.
+    mixes: combinations that are compiled now; others are compiled when they are met.
+    Raises KernelBuildError where a kernel cannot be built.
     """
 
     def __init__(self, rule: UpdateRule, mixes: Iterable[Mix]) -> None:
@@ -69,7 +69,7 @@ class CompiledUpdate:
         return UpdateSpec(self._rule, *mix)
 
     def update(self, workers: CpuWorkers, pieces: Sequence[Piece], inputs: StepInputs) -> None:
-        """One step over all pieces, with as many threads as there are workers."""
+        """Update all pieces by one step, with as many threads as there are workers."""
         assert inputs.rounding_seed is None, "refused when the optimizer was made"
         rows: dict[Mix, Rows] = defaultdict(Rows)
         written: list[Tensor] = []
@@ -88,9 +88,9 @@ class CompiledUpdate:
         torch.autograd.graph.increment_version(written)  # the library does not
 
     def tile_sums(self, workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float) -> TileSums:
-        """`cpu_update.tile_sums`; squares of 16-bit gradients are summed by the kernel.
+        """Sums as of `cpu_update.tile_sums`; the kernel sums squares of 16-bit gradients.
 
-        Rows and tiles are the same, and so is what is found: only the order within a row differs.
+        Rows, tiles and checks are the same: only the order of sums within a row differs.
         """
         by_kernel = [norm_type == 2 and grad.dtype.itemsize == 2 for grad in grads]
         others = [grad for grad, ours in zip(grads, by_kernel, strict=True) if not ours]
@@ -113,7 +113,7 @@ class CompiledUpdate:
 
 
 class _Scalars:
-    """What a kernel takes beside a piece's memory: of this step, and of its group and count."""
+    """Scalars of kernels for a piece: of the step, and of the piece's group and step count."""
 
     def __init__(self, rule: UpdateRule, inputs: StepInputs) -> None:
         self._rule = rule

@@ -7,8 +7,8 @@ processor (`tracing.py`).
     run(words, num_words, scalars, num_scalars, threads)
 
 works on rows. A row has its length and the addresses of its columns in `words`, and its scalars
-(fp32) in `scalars`. Threads take tiles of rows by turns and end with the call, so that nobody
-waits for a lock of Python's. It answers 0, and 1 where the arrays do not have whole rows.
+(fp32) in `scalars`. Threads take tiles of rows by turns and end with the call, so that none waits
+for a lock of Python's. It returns 0, and 1 where the arrays do not have whole rows.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ extern "C" int run(const int64_t* words, int64_t num_words, const float* scalars
 
 
 def library(tile: str, *, columns: int, scalars: int, tile_numel: int) -> str:
-    """The source of a library whose `run` calls `tile` on each tile of each row.
+    """Source of a library whose `run` calls `tile` on each tile of each row.
 
     tile: `static void tile(const int64_t* columns, const float* scalars, int64_t first, int64_t n)`
     """
@@ -124,11 +124,11 @@ def library(tile: str, *, columns: int, scalars: int, tile_numel: int) -> str:
 def traced_tile(
     program: Callable[..., object], num_scalars: Sequence[int], columns: Sequence[torch.dtype]
 ) -> str:
-    """The `tile` of a function that changes its columns in place by `copy_`.
+    """Trace a function that changes its columns in place by `copy_`, to the C++ of a `tile`.
 
     program: called with one fp32 tensor [k] for every k of `num_scalars`, then the columns, each
-    [n]; it treats every element alike. Raises NotImplementedError naming an operator that is not
-    known, or what else a loop cannot do.
+    [n]; it treats every element alike. Raises NotImplementedError naming an unknown operator, or
+    another thing that a loop cannot do.
     """
     trace = OperatorTrace(Cpp())
     scalars = [torch.zeros(count) for count in num_scalars]
@@ -159,17 +159,17 @@ def _tile(trace: OperatorTrace) -> str:
 
 
 def widened(dtype: torch.dtype, expression: str) -> str:
-    """An element of a float type as fp32, in C++."""
+    """C++ expression of an element of a float type as fp32."""
     return Cpp().converted(expression, dtype, torch.float32)
 
 
 def element_type(dtype: torch.dtype) -> str:
-    """In which C++ keeps it."""
+    """C++ type that keeps elements of a dtype."""
     return _TYPES[dtype]
 
 
 class Cpp:
-    """What operators are called in C++; a `Dialect`."""
+    """Dialect of C++: how operators are written."""
 
     def functions(self, dtype: torch.dtype) -> Mapping[str, str]:
         return {**_FUNCTIONS, **_OF_FLOATS} if dtype == torch.float32 else _FUNCTIONS
@@ -202,4 +202,4 @@ class Cpp:
         return f"const {_TYPES[dtype]} {name} = {expression};"
 
     def power(self, base: str, exponent: str) -> None:
-        """Unknown: no loop has one."""
+        """None: no loop has a power."""

@@ -1,11 +1,11 @@
-"""The update and the gradient norm of CPU tensors: cache-sized tiles of torch's vectorised ops.
+"""Update and gradient norm of CPU tensors: cache-sized tiles of torch's vectorised operators.
 
 [Note: one fork-join] A step hands whole pieces to a few workers, each single-threaded, and joins
-once. OpenMP inside the pieces would join thousands of times, and collapse beside a busy process.
+once. OpenMP inside the pieces would join thousands of times, and collapse next to a busy process.
 
 Bytes per element of an update with bf16 gradient, fp32 master and bf16 copy: 28 (2 + 12 read,
-12 + 2 written); the upcast gradient lives in a scratch tile that stays in cache, and so does a
-master of which there is what a bf16 weight lacks: then 26 (2 + 2 + 10 read, 10 + 2 written).
+12 + 2 written); the upcast gradient lives in a scratch tile that stays in cache. A split master is
+joined in such a tile, too: then 26 (2 + 2 + 10 read, 10 + 2 written).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROW_NUMEL = 1 << 10  # summed in fp32, which is exact to 1e-7; rows are summed i
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What one step does to every gradient on its way in, and to every parameter on its way out."""
+    """Changes that one step makes to each gradient on its way in, and to each parameter at last."""
 
     factor: float = 1.0  # multiplies gradients: unscale and clip in one
     limit: float = math.inf  # clamps them, after `factor`
@@ -53,7 +53,7 @@ class StepInputs:
     def clipping(
         cls, clip: Clip, power_sum: float, scale: float, rounding_seed: int | None = None
     ) -> StepInputs:
-        """Of gradients that carry a loss scale, and whose norm is of this sum."""
+        """Inputs for gradients that carry a loss scale, and whose norm comes from `power_sum`."""
         factor = clip.factor(clip.norm(power_sum) / scale) / scale
         return cls(factor, clip.max_value, rounding_seed)
 
@@ -66,7 +66,7 @@ NOTHING_CHANGED = StepInputs()
 
 
 class CpuWorkers:
-    """A few threads, each of which runs torch operators single-threaded."""
+    """Pool of a few threads, each of which runs torch operators single-threaded."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         self.num_threads = num_threads or default_num_threads()
@@ -82,7 +82,7 @@ class CpuWorkers:
         torch.set_num_threads(main_threads)  # the workers' setting leaks into threads to come
 
     def map(self, work: Callable[[T], R], tasks: Sequence[T]) -> list[R]:
-        """`work` over all tasks, each taken by the next free worker; results in task order.
+        """Map `work` over all tasks, each taken by the next free worker; results in task order.
 
         An interrupt in between is raised when all tasks are done: an update is whole or not begun.
         """
@@ -101,7 +101,7 @@ class CpuWorkers:
         return results  # type: ignore[return-value]
 
     def scratch(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[numel] of the calling worker, reused by its next task."""
+        """Scratch memory [numel] of the calling worker, reused by its next task."""
         name = f"{name} {dtype}"
         tile: Tensor | None = getattr(self._local, name, None)
         if tile is None or tile.numel() < numel:
@@ -114,7 +114,7 @@ class CpuWorkers:
 
 
 def default_num_threads() -> int:
-    """The process's cores, divided among the ranks on this node."""
+    """Number of the process's cores, divided among the ranks on this node."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -128,7 +128,7 @@ def _single_threaded(ready: threading.Barrier) -> None:
 def update(
     workers: CpuWorkers, rule: UpdateRule, pieces: Sequence[Piece], inputs: StepInputs
 ) -> None:
-    """One step over all pieces."""
+    """Update all pieces by one step."""
 
     def work(run: Sequence[Piece]) -> None:
         for tile in run:
@@ -140,8 +140,8 @@ def update(
 def _runs(pieces: Sequence[Piece], changes_gradients: bool, quantised: bool) -> list[list[Piece]]:
     """Tiles of pieces, small ones together, so that no task is all overhead.
 
-    Cut here and not by the workers: every operator, a slice too, makes them hand on the
-    interpreter lock.
+    They are cut here and not by the workers: every operator, a slice too, makes a worker hand on
+    the interpreter lock.
     """
     runs: list[list[Piece]] = []
     room = 0
@@ -160,7 +160,7 @@ def _runs(pieces: Sequence[Piece], changes_gradients: bool, quantised: bool) -> 
 
 
 def _computed_in(piece: Piece) -> torch.dtype:
-    """fp32, but for fp64 parameters."""
+    """dtype of an update: fp64 for fp64 parameters, else fp32."""
     return torch.float64 if piece.param.dtype == torch.float64 else torch.float32
 
 
@@ -193,7 +193,7 @@ def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, inputs: Ste
 
 
 def _show(param: Tensor, tile: Piece, rounding_seed: int | None) -> None:
-    """The parameter that the model sees, of fp32 [n]."""
+    """Set the parameter that the model sees from fp32 `param` [n]."""
     visible = tile.param
     if rounding_seed is not None and visible.dtype == torch.bfloat16:
         random = noise(rounding_seed, tile.counter, tile.step, tile.first, visible.numel())
@@ -205,7 +205,7 @@ def _show(param: Tensor, tile: Piece, rounding_seed: int | None) -> None:
 def _update_quantised(
     rule: UpdateRule, tile: Piece, grad: Tensor, rounding_seed: int | None
 ) -> None:
-    """A tile whose planes are decoded before the update and encoded after it; see
+    """Update a tile whose planes are decoded before and encoded after; see
     `optim.rules.quantised`."""
     planes = decoded(tile.planes, rule.layout)
     if tile.is_split and tile.master is not None:
@@ -228,7 +228,7 @@ def _update_quantised(
 
 
 def _update_split(workers: CpuWorkers, rule: UpdateRule, tile: Piece, grad: Tensor) -> None:
-    """A tile whose master is joined in scratch memory, and split again behind the update; see
+    """Update a tile whose master is joined in scratch memory, and split again afterwards; see
     `optim.rules.split_master`."""
     assert tile.master is not None
     keeper = tile.planes[rule.layout.names.index(rule.layout.tie_keeper)].view(torch.int32)
@@ -247,7 +247,7 @@ def _update_split(workers: CpuWorkers, rule: UpdateRule, tile: Piece, grad: Tens
 
 @dataclass(frozen=True, slots=True)
 class GradSum:
-    """What one pass over gradients yields."""
+    """Result of one pass over gradients."""
 
     power_sum: float  # fp64: of |g|^p, or the largest |g|; NaN where a gradient is not finite
     first_nonfinite: int | None  # index of the first tensor with a NaN or an Inf
@@ -255,19 +255,19 @@ class GradSum:
 
 @dataclass(frozen=True, slots=True)
 class TileSums:
-    """The same before tiles are summed up."""
+    """Result of one pass over gradients, before tiles are summed up."""
 
     sums: list[float]  # of |g|^p, or the largest |g|, of every tile; to be `combined`
     first_nonfinite: int | None  # index of the first tensor with a NaN or an Inf
 
 
 def grad_sum(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradSum:
-    """`tile_sums`, summed up."""
+    """Sum up `tile_sums`."""
     return summed(tile_sums(workers, grads, norm_type), norm_type)
 
 
 def summed(found: TileSums, norm_type: float) -> GradSum:
-    """Over all tiles, correctly rounded in any order."""
+    """Sum over all tiles, correctly rounded in any order."""
     if found.first_nonfinite is not None:
         return GradSum(math.nan, found.first_nonfinite)
     return GradSum(combined(found.sums, norm_type), None)
@@ -284,14 +284,14 @@ def tile_sums(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2
 
 
 def tiles_of(grad: Tensor) -> Sequence[Tensor]:
-    """Of a gradient [n], by position."""
+    """Tiles of a gradient [n], by position."""
     return grad.split(NORM_TILE_NUMEL) if grad.numel() else ()
 
 
 def sums_by_grad(
     workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float
 ) -> list[list[float]]:
-    """Of every tile of every gradient; not finite where an element is not, or fp32 overflows."""
+    """Sums of tiles by gradient; one is not finite where an element is not, or fp32 overflows."""
     tiles = [tile for grad in grads for tile in tiles_of(grad)]
     found = torch.zeros(len(tiles), dtype=torch.float64)
     results = found.unbind()
@@ -311,7 +311,7 @@ def sums_by_grad(
 def checked(
     grads: Sequence[Tensor], found: Sequence[Sequence[float]], norm_type: float
 ) -> TileSums:
-    """The sums of tiles; one that is not finite is looked into."""
+    """Check the sums of tiles: one that is not finite is summed again in fp64, if its tile is."""
     owner = [i for i, sums in enumerate(found) for _ in sums]
     tiles = [tile for grad in grads for tile in tiles_of(grad)]
     sums = [value for sums in found for value in sums]
@@ -324,7 +324,7 @@ def checked(
 
 
 def _row_norms(workers: CpuWorkers, values: Tensor, norm_type: float) -> Tensor:
-    """The norm of every row of `values` [n], the last one shorter; fp32, or fp64 of fp64."""
+    """Norm of every row of `values` [n], the last one shorter; fp32, or fp64 of fp64."""
     wide = values.dtype.itemsize >= 4
     strips = (values,) if wide else values.split(STRIP_NUMEL)
     norms = []

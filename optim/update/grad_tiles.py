@@ -1,4 +1,4 @@
-"""Norm and overflow of gradients, tile by tile, on their device: each run when it is there.
+"""Norm and overflow of gradients, tile by tile, on their device: each run when it is final.
 
 Tiles have one order, whichever runs there are and whenever they are measured, so the total has the
 same bits wherever gradients wait for the step.
@@ -19,7 +19,7 @@ from gemini.optim.state.pieces import GradSegment
 
 
 class _RunTiles(NamedTuple):
-    """Of a run: its rows of the table of segments, and its tiles."""
+    """Tiles of a run, and its rows in the table of segments."""
 
     rows: slice
     tiles: slice
@@ -27,7 +27,7 @@ class _RunTiles(NamedTuple):
 
 
 class GradTiles:
-    """`runs`: the parts of each [n] that may be measured, by any number."""
+    """Tiles of all runs that may be measured. runs: the parts of each [n], by its number."""
 
     def __init__(self, runs: Mapping[int, Sequence[GradSegment]], memory: Memory) -> None:
         self._memory = memory
@@ -55,11 +55,11 @@ class GradTiles:
 
     @property
     def tables(self) -> list[Tensor]:
-        """[tiles, segments, sums, bad], as `ops.finish_norm` takes them."""
+        """Tables [tiles, segments, sums, bad], as `ops.finish_norm` takes them."""
         return [self._tiles, self._segments, self._sums, self._bad]
 
     def measure(self, grads: Mapping[int, Tensor], norm_type: float, control: Tensor) -> None:
-        """Launch what sums up these runs [n], by a kernel for each dtype."""
+        """Launch the sums of these runs [n], by a kernel for each dtype."""
         self._point_at(grads)
         ranges: list[tuple[torch.dtype, int, int]] = []
         for run in sorted(grads, key=lambda run: self._places[run].tiles.start):
@@ -76,7 +76,7 @@ class GradTiles:
         self._filled.update(grads)
 
     def keep(self, runs: Collection[int]) -> None:
-        """All other runs count as zero."""
+        """Keep the sums of these runs; all other runs count as zero."""
         for run in self._filled.difference(runs):
             tiles = self._places[run].tiles
             self._sums[tiles].zero_()
@@ -84,7 +84,7 @@ class GradTiles:
         self._filled.intersection_update(runs)
 
     def _point_at(self, grads: Mapping[int, Tensor]) -> None:
-        """The table is uploaded anew where an address has changed."""
+        """Point the table at these gradients; it is uploaded again if an address has changed."""
         moved = False
         for run, grad in grads.items():
             known = self._memory.address(grad), grad.element_size()

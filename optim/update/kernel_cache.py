@@ -1,4 +1,4 @@
-"""The folder of compiled kernels. This process runs what is in it, so nobody else may write there.
+"""Folder of compiled kernels. This process runs its files, so no other user may write to it.
 
 It may be deleted at any time.
 """
@@ -19,12 +19,15 @@ FOLDER = "gemini-memory"  # in the user's folder for caches
 
 
 class KernelBuildError(RuntimeError):
-    """The compiled CPU path cannot be had here; the message says why."""
+    """Error: the compiled CPU path is not possible here; the message says why."""
 
 
 def cache_folder() -> Path:
-    """Made where it is not there; refused where somebody else could have written into it, or could
-    put another in its place. The path that is answered has no link in it."""
+    """Folder of compiled kernels, made if it does not exist; the path has no link in it.
+
+    Raises KernelBuildError where another user could have written to the folder, or could put
+    another in its place.
+    """
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         parent = Path(base).absolute()
@@ -43,7 +46,7 @@ def cache_folder() -> Path:
 
 
 def check_owned(path: Path, is_kind: Callable[[int], bool]) -> None:
-    """It is no link, and ours alone."""
+    """Raise KernelBuildError for a link, or a path that others own or can write to."""
     found = path.lstat()
     if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise KernelBuildError(
@@ -54,7 +57,7 @@ def check_owned(path: Path, is_kind: Callable[[int], bool]) -> None:
 
 
 def _check_parent(path: Path, folder: Path) -> None:
-    """Nobody but root and this user can put another folder in the place of what is in it."""
+    """Raise KernelBuildError where others than root and this user can replace what is in `path`."""
     found = path.stat()
     others_write = found.st_mode & stat.S_IWOTH or (
         found.st_mode & stat.S_IWGRP and not is_private_group(found.st_gid)
@@ -78,7 +81,7 @@ def is_private_group(gid: int) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One process of this machine at a time; the kernel frees the lock of one that dies."""
+    """Lock the folder for one process of this machine; the kernel frees the lock of a dead one."""
     try:
         handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:

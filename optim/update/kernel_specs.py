@@ -1,4 +1,4 @@
-"""What the compiled CPU path is made of, as values: each knows the C++ of its loop."""
+"""Specs of the compiled CPU path's kernels, as values: each knows the C++ of its loop."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LANES = 64  # sums of squares side by side, whatever the processor's vectors are
 
 @dataclass(frozen=True)
 class UpdateSpec:
-    """One rule's update of [n] elements in place.
+    """Update of [n] elements in place, by one rule.
 
     Columns: grad, visible, master where there is one, and the planes. Scalars: a factor and a
-    limit of the gradient, then the rule's coefficients. is_split: of the master there is what a
-    bf16 `visible` lacks of it. Where planes are quantised: `quantised_loop`.
+    limit of the gradient, then the rule's coefficients. is_split: the master column is the
+    remainder that a bf16 `visible` lacks. Quantised planes: see `quantised_loop`.
     """
 
     rule: UpdateRule
@@ -42,7 +42,7 @@ class UpdateSpec:
 
     @cached_property
     def source(self) -> str:
-        """C++. Raises NotImplementedError where the rule's formula cannot be a loop."""
+        """C++ of the loop. Raises NotImplementedError where the rule's formula cannot be one."""
         given, rule = [self.grad, self.visible], self.rule
         if self.has_master:
             given.append(torch.int16 if self.is_split else torch.float32)
@@ -58,7 +58,7 @@ class UpdateSpec:
 
     @property
     def _keeper(self) -> int | None:
-        """Of the planes, the one whose sign the masters have."""
+        """Plane whose sign keeps the ties of masters."""
         layout = self.rule.layout
         if self.is_split and not layout.is_quantised:
             return layout.names.index(layout.tie_keeper)
@@ -67,7 +67,7 @@ class UpdateSpec:
     def update(
         self, scale: Tensor, coefficients: Tensor, grad: Tensor, visible: Tensor, *rest: Tensor
     ) -> None:
-        """What is traced: grad in fp32, times scale[0], within +-scale[1]; the rule's formula."""
+        """Update to be traced: grad in fp32 times scale[0], within +-scale[1]; then the formula."""
         param, planes = (rest[0], rest[1:]) if self.has_master else (visible.float(), rest)
         grad = (grad.float() * scale[0]).clamp(-scale[1], scale[1])
         before, keeper = list(planes), self._keeper
@@ -108,7 +108,7 @@ class SquaresSpec:
 
     @cached_property
     def source(self) -> str:
-        """C++."""
+        """C++ of the loop."""
         element = widened(self.grad, "grad[begin + i + j]")
         tile = _SQUARES.format(
             lanes=LANES, row=self.row_numel, type=element_type(self.grad), element=element
@@ -139,5 +139,5 @@ static void tile(const int64_t* columns, const float*, int64_t first, int64_t n)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`"bfloat16"` and its like."""
+    """Name of a dtype, as `"bfloat16"`."""
     return str(dtype).removeprefix("torch.")

@@ -1,5 +1,7 @@
-"""The tables of one launch: which memory its tiles update, grouped by dtypes. Made once, and again
-only where addresses or lengths changed."""
+"""Tables of one launch: the memory that its tiles update, grouped by dtypes.
+
+They are made once, and again only where addresses or lengths changed.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ Dtypes = tuple[torch.dtype, torch.dtype]  # of parameter and gradient
 
 
 class LaunchTables:
-    """Segments in order of their dtypes, a range of tiles for each pair.
+    """Tables of segments in order of their dtypes, with a range of tiles for each pair of dtypes.
 
-    key: what they were made for; None: not known.
+    key: identity of the memory that they were made for; None: not known.
     """
 
     def __init__(
@@ -31,8 +33,8 @@ class LaunchTables:
         before: LaunchTables | None = None,
         key: object | None = None,
     ) -> None:
-        """`before`: whose table of tiles is taken where lengths are the same."""
-        # with dtypes: another gradient at the same address may be wider
+        """before: tables whose tiles are reused where lengths are the same."""
+        # Dtypes are part of the key, as another gradient at the same address may be wider.
         self.keyed = list(keyed)
         rows = [segment for _, segment in keyed]
         self.launch, self.key = launch, key
@@ -54,9 +56,9 @@ class LaunchTables:
 def segments_of(
     pieces: Sequence[Piece], slab: Tensor | None, memory: Memory
 ) -> list[tuple[Dtypes, SegmentRow]]:
-    """Pieces as kernel segments, grouped by dtypes; neighbours in all memories become one.
+    """Segments of pieces for kernels, grouped by dtypes; neighbours in all memories become one.
 
-    `slab` is what the first state plane is a view of; None where state is not looked at.
+    slab: tensor that the first state plane is a view of; None where kernels do not touch state.
     """
     found: list[tuple[Dtypes, SegmentRow]] = []
     for piece in sorted(pieces, key=lambda p: (str(p.param.dtype), str(p.grad.dtype))):

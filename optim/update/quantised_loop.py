@@ -1,5 +1,5 @@
-"""The C++ around a rule's loop where its planes are quantised: groups of 64 elements are decoded to
-the stack, updated there, and encoded, as `optim.rules.quantised` says it."""
+"""C++ around a rule's loop over quantised planes: groups of 64 elements are decoded to the stack,
+updated and encoded, as `optim.rules.quantised` does it."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ _TYPES = {"int8": "int8_t", "uint8": "uint8_t", "bfloat16": "uint16_t"}
 
 
 def grouped_tile(tile: str, itemsizes: Sequence[int], layout: StateLayout) -> str:
-    """A `tile` of `cpp_loops.library` over quantised planes, of one over fp32 planes.
+    """Make a `tile` of `cpp_loops.library` over quantised planes from one over fp32 planes.
 
-    tile: of the columns of `itemsizes`, then the planes of `layout`, which has no master. What
-    is made takes those columns, what the layout keeps of the planes, and `NUMBERS` numbers.
+    tile: takes the columns of `itemsizes`, then the planes of `layout`, which has no master. The
+    new one takes the same columns, the stored form of the planes, and `NUMBERS` numbers.
     """
     body = tile.replace("static void tile(", "static inline void body(")
     stored, count, given = layout.stored().planes, len(layout.planes), len(itemsizes)
@@ -123,7 +123,7 @@ def grouped_tile(tile: str, itemsizes: Sequence[int], layout: StateLayout) -> st
 
 
 def _address(column: int, plane: Plane) -> str:
-    """Of an element `at`, or of its group's scale."""
+    """Address of an element `at`, or of its group's scale."""
     if plane.group > 1:
         return f"(float*)columns[{column}] + at / GROUP"
     return f"({_TYPES[plane.dtype]}*)columns[{column}] + at"

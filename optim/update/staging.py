@@ -1,4 +1,4 @@
-"""Device memory through which pass the blocks that the device updates and does not hold."""
+"""Staging on a device, for blocks that it updates and whose home is elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SETS = 3  # one travels in, one is updated, one travels out
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """How much of it there is from the start: `count` buffers of each kind."""
+    """Reserved sizes of staging from the start: `count` buffers of each kind."""
 
     count: int = SETS
     state_bytes: int = 0
@@ -26,8 +26,8 @@ class Reserved:
 class DeviceStaging:
     """Buffers for planes of state, for parameters and for gradients, each in turn.
 
-    What does not fit makes its kind grow: gradients that were added up in fp32 do. Who takes a
-    buffer has ordered, before `count` more are taken, whatever copies from it.
+    A tensor that does not fit makes its kind grow, as gradients that were added up in fp32. A user
+    of a buffer must order the copies from it before `count` more buffers are taken.
     """
 
     def __init__(self, memory: Memory, reserved: Reserved) -> None:
@@ -46,11 +46,11 @@ class DeviceStaging:
         return self._states.nbytes + self._params.nbytes + self._grads.nbytes
 
     def begin(self) -> None:
-        """A step begins: the same blocks are given the same buffers as in the step before."""
+        """Begin a step: blocks get the same buffers as in the step before."""
         self._params.next = self._grads.next = 0
 
     def planes(self, turn: int, like: Planes) -> Planes:
-        """Of one set, as these are, one behind the other; with anything in it."""
+        """Planes in one set of buffers, shaped as `like`, one after the other; uninitialised."""
         memory = self._states.buffer(turn, sum(plane.nbytes for plane in like.values()))
         found, end = {}, 0
         for name, plane in like.items():
@@ -59,15 +59,15 @@ class DeviceStaging:
         return found
 
     def param(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] for parameters, with anything in it."""
+        """Buffer [numel] for parameters, uninitialised."""
         return self._params.take(numel, dtype)
 
     def grad(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] for a gradient, with anything in it."""
+        """Buffer [numel] for a gradient, uninitialised."""
         return self._grads.take(numel, dtype)
 
     def host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] in host memory, with anything in it; until the next call."""
+        """Buffer [numel] in host memory, uninitialised; valid until the next call."""
         words = -(-numel * dtype.itemsize // torch.float32.itemsize)
         if self._host.numel() < words:
             self._host = self._memory.allocate_host(words, torch.float32)
@@ -75,7 +75,7 @@ class DeviceStaging:
 
 
 class _BufferRing:
-    """`count` buffers of one size, given out in turn."""
+    """Ring of `count` buffers of one size, given out in turn."""
 
     def __init__(self, memory: Memory, count: int) -> None:
         self._memory = memory
@@ -88,7 +88,7 @@ class _BufferRing:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def grow(self, nbytes: int) -> None:
-        """Buffers have so many bytes at least, in whole words."""
+        """Grow buffers to at least `nbytes` bytes, in whole words."""
         if nbytes and (not self._buffers or self._buffers[0].nbytes < nbytes):
             words = -(-nbytes // torch.float32.itemsize)
             self._buffers = [
@@ -96,7 +96,7 @@ class _BufferRing:
             ]
 
     def buffer(self, turn: int, nbytes: int) -> Tensor:
-        """uint8 [nbytes] of one of them."""
+        """Bytes, uint8 [nbytes], of the buffer whose `turn` it is."""
         self.grow(nbytes)
         return self._buffers[turn].view(torch.uint8)[:nbytes]
 

@@ -1,4 +1,4 @@
-"""Torch functions of elements as lines of another language: traced once, operator by operator.
+"""Trace of torch functions of elements as lines of another language, operator by operator.
 
 A traced function has the operators of the original in their order, in the dtypes that torch
 computes them in. Only operators that are exact, or correctly rounded, are known; a `Dialect` says
@@ -29,7 +29,7 @@ KNOWN = sorted({*_ARITHMETIC, *_COMPARISONS, *_DIALECTS, "where", "clamp", "to",
 
 
 class Dialect(Protocol):
-    """How a language writes what was traced."""
+    """Dialect: how a language writes traced operators."""
 
     def functions(self, dtype: torch.dtype) -> Mapping[str, str]:
         """Operators that give this dtype as templates; also `where`, `at_least` and `at_most`."""
@@ -40,19 +40,19 @@ class Dialect(Protocol):
         ...
 
     def constant(self, value: float, dtype: torch.dtype) -> str:
-        """A number in a dtype, exactly as torch rounds it."""
+        """Number in a dtype, exactly as torch rounds it."""
         ...
 
     def converted(self, text: str, dtype: torch.dtype, to: torch.dtype) -> str:
-        """A value of one dtype in another, rounded once."""
+        """Value of one dtype in another, rounded once."""
         ...
 
     def bits_as(self, text: str, dtype: torch.dtype, to: torch.dtype) -> str:
-        """The bits of a value of one dtype as another of the same size."""
+        """Bits of a value of one dtype as another of the same size."""
         ...
 
     def declared(self, name: str, dtype: torch.dtype, expression: str) -> str:
-        """A line that gives an expression a name."""
+        """Line that gives an expression a name."""
         ...
 
     def power(self, base: str, exponent: str) -> str | None:
@@ -61,11 +61,11 @@ class Dialect(Protocol):
 
 
 class OperatorTrace(TorchDispatchMode):
-    """Every operator that is called while this is entered, as a line."""
+    """Trace with a line for every operator that is called while this context is entered."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch's question; yes would import torch's compiler, 200 MiB and seconds."""
+        """Answer torch's question with no: yes would import its compiler, 200 MiB and seconds."""
         return False
 
     def __init__(self, dialect: Dialect) -> None:
@@ -81,7 +81,7 @@ class OperatorTrace(TorchDispatchMode):
         self.used: set[str] = set()  # inputs that are read: s0, s1 ... of the rows, x0 ... columns
 
     def name_inputs(self, scalars: Sequence[Tensor], columns: Sequence[Tensor]) -> None:
-        """What the function is called with."""
+        """Name the tensors that the function is called with."""
         begin = 0
         for row in scalars:
             self._rows[id(row)] = begin
@@ -109,7 +109,7 @@ class OperatorTrace(TorchDispatchMode):
             self._name(result, self._declared(result, self._expression(name, args, kwargs, result)))
         return result
 
-    # -- what tensors are called --
+    # -- names of tensors --
 
     def _name(self, tensor: Tensor, name: str) -> None:
         if tensor.shape not in ((), (EXAMPLE,)):
@@ -121,7 +121,7 @@ class OperatorTrace(TorchDispatchMode):
         self._alive.append((tensor, tensor._version))
 
     def read(self, tensor: Tensor) -> str:
-        """What it is called in the lines."""
+        """Name of a tensor in the lines."""
         name = self._names.get(id(tensor))
         if name is None:
             raise NotImplementedError(
@@ -159,7 +159,7 @@ class OperatorTrace(TorchDispatchMode):
         self.stored[number] = stored
         self._name(column, stored)
 
-    # -- what operators are --
+    # -- operators --
 
     def _expression(self, name: str, args: Any, kwargs: Any, result: Any) -> str:
         if not isinstance(result, Tensor):
@@ -219,7 +219,7 @@ class OperatorTrace(TorchDispatchMode):
         return text
 
     def _as(self, value: Any, dtype: torch.dtype) -> str:
-        """A tensor or a number, in a dtype."""
+        """Expression of a tensor or a number, in a dtype."""
         if isinstance(value, Tensor):
             name = self.read(value)
             return (

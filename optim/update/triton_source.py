@@ -1,4 +1,4 @@
-"""A rule's two functions as the source of two Triton functions, traced operator by operator.
+"""Source of two Triton functions from a rule's two functions, traced operator by operator.
 
 `_coefficients` computes in fp64, on vectors of counters, `_formula` in fp32, on tiles; the frame
 that calls them is `kernels_triton.update.frame`. The same rule gives the same text, by which Triton
@@ -51,9 +51,9 @@ _FUNCTIONS = {
 
 
 def kernel_source(rule: UpdateRule) -> str:
-    """Python of the functions `_coefficients` and `_formula`, which know `tl` and `_power`.
+    """Python source of the functions `_coefficients` and `_formula`, which use `tl` and `_power`.
 
-    Raises NotImplementedError for what a kernel cannot do, with the operator's name.
+    Raises NotImplementedError, with the operator's name, for an operator that no kernel has.
     """
     planes, row = len(rule.layout.planes), rule.hyper(rule.options)
     for found, most, what in (
@@ -68,7 +68,7 @@ def kernel_source(rule: UpdateRule) -> str:
 
 def _coefficients(rule: UpdateRule) -> str:
     trace, hyper = OperatorTrace(Triton()), rule.hyper(rule.options)
-    # fp64 as all else: torch makes fp32 of an integer and a number
+    # Counts are fp64 from the start: torch would make fp32 of an integer and a number.
     row, step = torch.ones(len(hyper), dtype=torch.float64), torch.ones((), dtype=torch.float64)
     trace.name_inputs([row], [step])
     with trace:
@@ -83,7 +83,7 @@ def _coefficients(rule: UpdateRule) -> str:
 
 
 def _result(trace: OperatorTrace, value: Any) -> str:
-    """A coefficient's name; flags and counts as fp64."""
+    """Expression of a coefficient; flags and counts as fp64."""
     if not isinstance(value, Tensor):
         return Triton().constant(float(value), torch.float64)
     return trace.read(value if value.dtype == torch.float64 else value.double())
@@ -106,7 +106,7 @@ def _formula(rule: UpdateRule, num_planes: int) -> str:
 
 
 class Triton:
-    """What operators are called in Triton; a `Dialect`."""
+    """Dialect of Triton: how operators are written."""
 
     def functions(self, dtype: torch.dtype) -> Mapping[str, str]:
         return _FUNCTIONS.get(dtype, _ANY)
@@ -120,7 +120,7 @@ class Triton:
         if dtype == torch.float32:
             value = struct.unpack("<f", struct.pack("<f", value))[0]
         text = repr(float(value)) if math.isfinite(value) else f'float("{value}")'
-        # a number in the source is fp32 where nothing says otherwise
+        # Triton takes a bare number for fp32, so another dtype is spelled out.
         return text if dtype == torch.float32 else f"tl.full(count.shape, {text}, {_TYPES[dtype]})"
 
     def converted(self, text: str, dtype: torch.dtype, to: torch.dtype) -> str:

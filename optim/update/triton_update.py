@@ -1,4 +1,4 @@
-"""The update on the compute device: three launches, and nothing is waited for.
+"""Update on the compute device: three launches, and the host waits for none.
 
     measure    norm and overflow of all gradients, tile by tile
     vote       [several ranks: their totals into one vector, and one all-reduce of it]
@@ -53,7 +53,7 @@ UPDATE_BYTES = 28  # an element, of Adam with a master: what launches are shaped
 
 
 def kernel_of(rule: UpdateRule) -> str:
-    """The key of the kernel that is made of a rule; two that compute the same have one.
+    """Key of the kernel that is made of a rule; rules that compute the same share one.
 
     Raises ValueError for a rule that no kernel can be made of.
     """
@@ -66,10 +66,10 @@ def kernel_of(rule: UpdateRule) -> str:
 
 
 class TritonUpdater:
-    """One rule on one device. `group_of[i]` is the param group of parameter, or counter, i.
+    """Updater of one rule on one device. `group_of[i]` is the param group of counter i.
 
-    memory: where state is staged, and by what it travels; the device's own where None.
-    scaler: whose control vector the kernels use; one without a loss scale where None.
+    memory: allocates staging and copies state; the device's own where None.
+    scaler: the control vector that kernels use; one without a loss scale where None.
     stochastic: bf16 parameters without a master are rounded at random.
     """
 
@@ -113,17 +113,17 @@ class TritonUpdater:
         self.set_limits(Clip())
 
     def set_groups(self, group_of: Sequence[int]) -> None:
-        """The param group of every counter."""
+        """Set the param group of every counter."""
         self._groups = torch.tensor(group_of, dtype=torch.int64).to(self._device)
 
     def set_limits(self, clip: Clip) -> None:
-        """What the next steps clip to."""
+        """Set the clip of the next steps."""
         self.norm_type = clip.norm_type
         self.control[MAX_NORM].fill_(clip.max_norm)
         self.control[MAX_VALUE].fill_(0.0 if math.isinf(clip.max_value) else clip.max_value)
 
     def set_present(self, counters: Sequence[int]) -> None:
-        """Which parameters have a gradient; the others keep their state and their count."""
+        """Set which parameters have a gradient; the others keep their state and their count."""
         if list(counters) != self._active:
             self._active = list(counters)
             present = torch.zeros(self.present.numel(), dtype=torch.float64)
@@ -133,9 +133,9 @@ class TritonUpdater:
     def measure(
         self, pieces: Callable[[], Sequence[Piece]] | Sequence[Piece], key: object | None = None
     ) -> None:
-        """Norm and overflow of the pieces' gradients, tile by tile; `begin` finishes it.
+        """Measure norm and overflow of the pieces' gradients, tile by tile; `begin` finishes it.
 
-        `key`: where it is that of the last measure, so are the pieces.
+        key: identity of the pieces; if it is the last measure's, so are they.
         """
         launch = Launch(ops.NORM_TILE, NORM_WARPS)
         tables = self._table("norm", pieces, None, lambda _: launch, key)
@@ -153,18 +153,18 @@ class TritonUpdater:
         )
 
     def measured(self, norm_tiles: Sequence[Tensor]) -> None:
-        """[tiles, segments, sums, bad] of `ops.grad_norm`: what `measure` would have found."""
+        """Take over tables of `ops.grad_norm`, [tiles, segments, sums, bad], for a `measure`."""
         self._norm_tiles, self._votes = list(norm_tiles), None
 
     def vote(self, rank: int, num_ranks: int, all_reduce: Callable[[Tensor], object]) -> None:
-        """Add up what all ranks measured, on the device; `begin` finishes it."""
+        """Add up the measures of all ranks, on the device; `begin` finishes it."""
         votes = torch.zeros(2 * num_ranks, dtype=torch.float64, device=self._device)
         ops.finish_norm(*self._norm_tiles, votes, rank, num_ranks + rank, self.norm_type)
         all_reduce(votes)
         self._norm_tiles, self._votes = [], votes
 
     def finish_measure(self) -> None:
-        """What was measured, here or by all ranks, to SUM and BAD, for `begin` to take it there."""
+        """Put the measure, of this rank or of all, to SUM and BAD, where `begin` finds it."""
         if self._votes is not None:
             ops.tally(self._votes, self.control, self.norm_type)
         else:
@@ -172,20 +172,20 @@ class TritonUpdater:
         self._norm_tiles, self._votes = [], None
 
     def read_measure(self) -> tuple[float, ParamId | None]:
-        """What `measure` found, read by the host: sum of |g|^p, first bad counter. Waits."""
+        """Measure as the host reads it: sum of |g|^p, first bad counter. Waits for the device."""
         self.finish_measure()
         control = self.control_vector.values()
         bad = int(control[BAD])
         return control[SUM], ParamId(bad - 1) if bad else None
 
     def set_measure(self, power_sum: float) -> None:
-        """What all ranks agreed on, in place of what this rank measured."""
+        """Set the sum that all ranks agreed on, in place of this rank's measure."""
         self._norm_tiles, self._votes = [], None
         self.control[SUM].fill_(power_sum)
         self.control[BAD].zero_()
 
     def set_amp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """What torch.amp.GradScaler found, in place of a measure; nothing is waited for."""
+        """Set GradScaler's scale and overflow in place of a measure; the host waits for nothing."""
         self.set_measure(0.0)
         if grad_scale is None:
             self.control_vector.scale.fill_(1.0)
@@ -195,7 +195,7 @@ class TritonUpdater:
             self.control[BAD] = found_inf.to(self.control) > 0
 
     def begin(self, hypers: Sequence[object], *, with_norm: bool) -> None:
-        """Make this step's coefficients. `with_norm`: clip and skip by what `measure` found."""
+        """Make this step's coefficients. with_norm: clip and skip by the last measure."""
         self.staging.begin()
         self._upload([self._rule.hyper_row(hyper) for hyper in hypers])
         norm_type = self.norm_type
@@ -225,7 +225,7 @@ class TritonUpdater:
     def update_host(
         self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
     ) -> Iterator[tuple[Block, CopyTicket | None]]:
-        """One block travels in while the one before it travels out; the host waits for nothing."""
+        """Stream blocks: one travels in while the last one travels out; the host waits for none."""
         leaving: list[CopyTicket] = []
         for block, planes in blocks:
             touched = views.touches(block)
@@ -244,10 +244,10 @@ class TritonUpdater:
     def _update_from_host(
         self, turn: int, block: Block, planes: Planes, views: SteppedViews
     ) -> list[tuple[Tensor, Tensor]]:
-        """Bring the planes and update them; the copies that bring them back."""
+        """Bring the planes and update them; returns the copies that bring them back."""
         staged = self.staging.planes(turn, planes)
         self._memory.copy_all([(staged[name], planes[name]) for name in planes]).order()
-        # only now: views may read the master
+        # Only after the planes have come: views may read the master.
         key = None if views.borrowed([block]) else self._key(views)
         tables = self._table(
             ("staged", block.id, turn), lambda: views.pieces(block, staged),
@@ -259,12 +259,12 @@ class TritonUpdater:
         return [(planes[name], staged[name]) for name in planes]
 
     def reserve(self, reserved: Reserved) -> None:
-        """Staging of these sizes from now on; between steps."""
+        """Reserve staging of these sizes from now on; between steps."""
         self.staging = DeviceStaging(self._memory, reserved)
         self._tables.clear()  # with addresses of what was there
 
     def update_resident(self, slab: Resident, views: SteppedViews) -> None:
-        """One launch for what is all on the device; what is borrowed comes block by block."""
+        """Update resident blocks in one launch; blocks with borrowed memory come one by one."""
         borrowed = views.borrowed(slab.blocks)
         apart = {block.id for block in borrowed}
 
@@ -281,7 +281,7 @@ class TritonUpdater:
             views.updated(block)
 
     def update(self, pieces: Sequence[Piece], slabs: Planes) -> None:
-        """One step over pieces of the device whose state planes are views into `slabs`."""
+        """Update pieces on the device, whose state planes are views into `slabs`, by one step."""
         self._launch(("pieces", id(slabs)), pieces, slabs)
 
     def traffic(self) -> Traffic:
@@ -307,7 +307,7 @@ class TritonUpdater:
             )  # fmt: skip
 
     def _key(self, views: SteppedViews) -> object | None:
-        """What views say of their memory: the object of the last step, if it is the same."""
+        """Signature of the views' memory: the object of the last step, if it is equal."""
         found = views.signature()
         if found is not self._signature and found != self._signature:
             self._signature = found
@@ -320,7 +320,7 @@ class TritonUpdater:
         return choose_launch(UPDATE_BYTES, is_interpreted(), largest)
 
     def _upload(self, rows: list[tuple[float, ...]]) -> None:
-        """Hyperparameters to the device, from a ring so that none in flight is overwritten."""
+        """Upload hyperparameters, from a ring so that none in flight is overwritten."""
         if rows == self._hyper_rows:
             return
         host = torch.zeros(len(rows), NUM_HYPER, dtype=torch.float64)
@@ -356,7 +356,7 @@ class TritonUpdater:
 
 
 class DeviceOutcome:
-    """A step's outcome that is still on the device; reading it waits for the device once."""
+    """Outcome of a step, still on the device; reading it waits for the device once."""
 
     def __init__(self, updater: TritonUpdater, names: Sequence[str] | None) -> None:
         control = updater.control

@@ -1,4 +1,4 @@
-"""The update path as one interface; here the CPU's, in `triton_update.py` the device's."""
+"""Updaters, one interface of all update paths: the CPU's; `triton_update.py` has the device's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("gemini")
 
 @dataclass(frozen=True, slots=True)
 class CpuUpdater:
-    """State in host memory, updated there."""
+    """Updater of state in host memory, by the host."""
 
     workers: CpuWorkers
     rule: UpdateRule
@@ -59,20 +59,20 @@ class CpuUpdater:
             views.updated(block)
 
     def update(self, pieces: Sequence[Piece]) -> None:
-        """One step over all pieces."""
+        """Update all pieces by one step."""
         if self.compiled is not None:
             self.compiled.update(self.workers, pieces, self.inputs)
         else:
             cpu_update.update(self.workers, self.rule, pieces, self.inputs)
 
     def tile_sums(self, grads: Sequence[Tensor], norm_type: float) -> TileSums:
-        """See `cpu_update.tile_sums`."""
+        """Sums of tiles; see `cpu_update.tile_sums`."""
         if self.compiled is not None:
             return self.compiled.tile_sums(self.workers, grads, norm_type)
         return cpu_update.tile_sums(self.workers, grads, norm_type)
 
     def grad_sum(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradSum:
-        """`tile_sums`, summed up."""
+        """Sum up `tile_sums`."""
         return summed(self.tile_sums(grads, norm_type), norm_type)
 
     def traffic(self) -> Traffic:
@@ -80,7 +80,7 @@ class CpuUpdater:
 
 
 def alone(failure: str | None) -> str | None:
-    """What a process without others agrees on: its own failure."""
+    """Agreement of a process without others: its own failure."""
     return failure
 
 
@@ -91,10 +91,10 @@ def cpu_updater(
     mixes: Iterable[Mix],
     agree: Callable[[str | None], str | None] = alone,
 ) -> CpuUpdater:
-    """The updater that a CPU path means for these facts. Collective.
+    """Make the updater that a CPU path means for these facts. Collective.
 
-    mixes: what will be updated. agree: from this rank's failure, None for none, to that of any.
-    Raises ValueError and KernelBuildError where `"compile"` was asked for and cannot be.
+    mixes: dtypes that will be updated. agree: from this rank's failure or None to that of any rank.
+    Raises ValueError and KernelBuildError where `"compile"` is asked for and is not possible.
     """
     if not wants_compiled(cpu_path, facts):
         return CpuUpdater(CpuWorkers(), rule)

@@ -1,8 +1,8 @@
 """Calls: where passes, and the module calls in them, begin and end.
 
-It listens to `ModuleCalls`, to operators that use parameters outside their modules, and to
-gradients. Each of three is told once: `StatefulTensorMgr`, which gathers and releases along its
-steps; `Reducer`, which knows what is reduced when; and `Sampler`.
+`Calls` listens to `ModuleCalls`, to operators that use parameters outside their modules, and to
+gradients. It tells three others, each once: `StatefulTensorMgr`, which gathers and releases along
+its steps; `Reducer`, which knows what is reduced when; and `Sampler`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from gemini.units import ChunkId, ParamId
 
 
 class Calls:
-    """Of one engine; see `CallListener`."""
+    """Passes and module calls of one engine, as they begin and end; see `CallListener`."""
 
     def __init__(
         self, parts: Parts, meetings: Meetings, gradients: Gradients, promotion: Promotion
@@ -61,11 +61,11 @@ class Calls:
             chunk.payload.untyped_storage()._cdata: chunk.spec.id for chunk in parts.chunks
         }
         self._unheard: list[ParamId] = []  # frozen: nothing takes their gradients
-        # where nothing moves and nothing is limited, one iteration of a kind is as good as another
+        # without moves and limits one trace of a kind serves inputs of any shape
         self.tells_inputs_apart = not parts.all_gathered or parts.planning.overruns.limits_device
         meetings.answer("chunk", self._gather_read)
 
-    # -- what it listens to --
+    # -- hooks --
 
     def hook(self, root: nn.Module, gather_whole: GatherWhole) -> None:
         """Listen to the root module, and to every caller below it if chunks are released."""
@@ -81,11 +81,11 @@ class Calls:
             for module, caller in callers_of(root, _own_params, gather_whole):
                 waits = partial(self._wait, caller.params)
                 handles.append(module.register_forward_pre_hook(waits, prepend=True))
-        # around the root's own, if it is a caller
+        # last, so that these hooks are around the root's own, if it is a caller
         handles += around_forward(root, self._begin_forward, self._end_forward)
 
     def listen(self) -> None:
-        """Take the gradients of what requires one, as autograd accumulates them."""
+        """Take gradients as autograd accumulates them, of parameters that require one."""
         for i, param in enumerate(self._parts.params):
             if param.requires_grad:
                 self._listen_to(ParamId(i))
@@ -100,7 +100,7 @@ class Calls:
             handles.append(tensor.register_hook(_unscaling_hook(self, param)))
 
     def thaw_what_is_trained(self) -> None:
-        """Parameters that were frozen may require a gradient by now; see `thaw`."""
+        """Thaw frozen parameters that require a gradient by now; see `thaw`."""
         params = self._parts.params
         thawed = [param for param in self._unheard if params[param].requires_grad]
         if not thawed:
@@ -120,7 +120,7 @@ class Calls:
 
     @_disable_dynamo
     def _wait(self, params: Sequence[ParamId], module: nn.Module, args: Any) -> None:
-        """Before a call, where nothing is released: its gathers and updates have ended."""
+        """Wait, before a call where nothing is released, for gathers and updates of its chunks."""
         for param in params:
             self.arrive(param)
 
@@ -128,20 +128,20 @@ class Calls:
 
     @_disable_dynamo
     def begin_iteration(self, inputs: Any) -> None:
-        """The wrapper is called from outside, with these inputs."""
+        """Begin to sample, where needed, as the wrapper is called from outside with `inputs`."""
         parts = self._parts
         if not in_pass(parts) and not parts.is_summoned and not parts.in_schedule:
             told_apart = inputs if self.tells_inputs_apart else None
             self._sampler.begin(told_apart, again=self._manager.deviated)
 
     def tracking(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Around the forward that `begin_iteration` announced."""
+        """Context around the forward that `begin_iteration` announced."""
         chunks = self._parts.chunks
         return self._sampler.tracking(module, lambda: [chunk.payload for chunk in chunks])
 
     @_disable_dynamo
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        """The root module's, by whichever entry point it is called."""
+        """Begin a forward of the root module, by whichever entry point it is called."""
         parts = self._parts
         parts.forward_depth += 1
         if parts.forward_depth > 1 or in_backward():
@@ -165,12 +165,12 @@ class Calls:
             self._sampler.at_root("enter")
 
     def cut_short(self, depth: int = 0) -> None:
-        """Only so many forwards are open: Ctrl-C ended others, and torch calls no hook then."""
+        """Lower the count of open forwards to `depth`: Ctrl-C ends a forward without its hook."""
         if not in_backward():
             self._parts.forward_depth = min(depth, self._parts.forward_depth)
 
     def begin_cycle(self) -> None:
-        """A forward that is not part of the cycle before, or all micro-batches of a schedule."""
+        """Begin a cycle: a forward outside the cycle before, or all micro-batches of a schedule."""
         self._meetings.begin_cycle()
         self.unpin()
         # inputs may differ between ranks, and what is gathered when may not
@@ -187,11 +187,10 @@ class Calls:
                 self.unpin()
 
     def begin_backward(self, scaled: bool = False) -> None:
-        """This module takes part in a backward: arm its end, once.
+        """Begin the backward in which this module takes part: arm its end, once.
 
-        Called by whatever comes first: the gradient of an output of the root or of a module
-        below it, or of a parameter. `scaled`: by an output of the root, where a loss scale is put
-        on.
+        The first gradient calls it: of an output of the root or of a module below it, or of a
+        parameter. scaled: the caller is an output of the root, where a loss scale is put on.
         """
         if torch.is_grad_enabled():
             _refuse_double_backward()
@@ -221,7 +220,7 @@ class Calls:
 
     @contextmanager
     def microbatch(self) -> Iterator[None]:
-        """A backward, or a part of one, that the body runs: nothing is reduced behind it."""
+        """Run a backward, or a part of one, in the body, and reduce nothing at its end."""
         self._check_backward()
         with self._reducer.holding():
             self._start_backward()
@@ -234,7 +233,7 @@ class Calls:
 
     @contextmanager
     def taken_by_stage(self) -> Iterator[None]:
-        """Around the half of a backward in which a stage takes gradients out for us."""
+        """Context around the half of a backward in which a stage takes gradients out for us."""
         self._for_stage = True
         try:
             yield
@@ -242,12 +241,13 @@ class Calls:
             self._for_stage = False
 
     def _end_backward(self) -> None:
-        """All gradients of this backward have arrived."""
+        """Reduce the rest and end the backward: all its gradients have arrived."""
         self._entered = False
         if not self._reducer.active:
             return
         if self._parts.all_gathered:
             self._sampler.at_root("leave")
+        # Ranks may have come here by other calls; `finish` issues collectives in one order.
         self._meetings.come_together()
         self._collector.before_change()
         self._reducer.finish()
@@ -260,13 +260,13 @@ class Calls:
         self._promotion.graph_is_open = False
 
     def forget(self) -> None:
-        """No module call is open any more."""
+        """Forget open module calls: the backward has ended."""
         self._modules.forget()
         self._manager.forget_users()
         self._manager.hold_everything()
 
     def unpin(self) -> None:
-        """What was pinned for a pass may be released."""
+        """Allow the release of chunks that were pinned for a pass."""
         if not self._parts.is_summoned:
             self._manager.unpin_all()
 
@@ -319,7 +319,7 @@ class Calls:
             self._sampler.record("leave", caller)
 
     def gradient_arrived(self, param: ParamId, grad: Tensor) -> None:
-        """Autograd has the whole gradient of a parameter: pack it."""
+        """Pack the whole gradient of a parameter, as autograd has accumulated it."""
         parts = self._parts
         if grad.requires_grad:
             _refuse_double_backward()
@@ -340,7 +340,7 @@ class Calls:
         self._modules.gradient_arrived(param)
 
     def taken_out(self, param: ParamId, grad: Tensor) -> Tensor | None:
-        """A gradient for `torch.autograd.grad`, which has no loss scale; None: it is not."""
+        """`grad` without the loss scale, for `torch.autograd.grad`; None: it is for `.grad`."""
         taken = not (self._for_stage or gets_gradient(self._parts.params[param]))
         if not self._entered or not taken:
             return None
@@ -349,8 +349,11 @@ class Calls:
     # -- operators that use parameters outside their modules; see `gemini.chunk.parameter` --
 
     def arrive(self, param: ParamId) -> None:
-        """It is read, where nothing is released: a gather behind a step may be under way, or the
-        step itself; outside a pass, where it may be written to, that must count."""
+        """Wait for what is under way before `param` is read, where nothing is released.
+
+        A step's gather or its updates may be under way. Outside a pass, where the reader may also
+        write, the whole step must count.
+        """
         chunks = (self._parts.chunk_of[param],)
         self._parts.regather.arrive(chunks)
         if in_pass(self._parts):
@@ -359,7 +362,7 @@ class Calls:
             settle(self._parts)
 
     def fetch(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
-        """Make those that no module has in use readable; their chunks."""
+        """Make parameters readable that no module has in use; returns their chunks."""
         idle: set[ChunkId] = set()
         for param in params:
             if self._manager.state_of(param) is not TensorState.COMPUTE:
@@ -374,7 +377,7 @@ class Calls:
         return chunks
 
     def fetched(self, chunks: tuple[ChunkId, ...], arguments: Any, result: Any) -> None:
-        """That operator made `result`, whose backward may read the chunks again."""
+        """End an operator's use of `chunks`; the backward of its `result` may read them again."""
         is_in_pass = in_pass(self._parts)
         caller = self._caller_for(chunks)
         if is_in_pass and not self._parts.is_summoned:
@@ -394,7 +397,7 @@ class Calls:
         return tensor.untyped_storage()._cdata in self._chunk_of_storage
 
     def _caller_for(self, chunks: Iterable[ChunkId]) -> Caller:
-        """One parameter of each chunk stands for it in a trace, and none takes part in states."""
+        """Caller for chunks: one parameter of each stands for it in a trace, none has a state."""
         layout = self._parts.layout
         traced = tuple(layout.chunks[chunk].slots[0].param for chunk in chunks)
         name = layout.params[traced[0]].name.rpartition(".")[0] if traced else ""
@@ -403,7 +406,7 @@ class Calls:
     # -- inside --
 
     def _make_there(self, chunks: tuple[ChunkId, ...]) -> None:
-        """A call begins, which the next iteration has too: it computes with these."""
+        """Gather the chunks of a call that begins; in a pass, the next iteration repeats it."""
         if not (self._parts.forward_depth or torch._C._current_graph_task_id() != -1):
             self._make_readable(chunks)
             return
@@ -431,7 +434,7 @@ class Calls:
             self._collector.after_change()
 
     def _let_go(self) -> None:
-        """A call of a pass does not use its chunks any more."""
+        """End a call's use of its chunks, in a pass."""
         if self._collector.collecting:
             self._collector.before_change()
             self._manager.call_ended()
@@ -440,9 +443,9 @@ class Calls:
             self._manager.call_ended()
 
     def _make_readable(self, chunks: tuple[ChunkId, ...]) -> None:
-        """These chunks are read outside a pass, where ranks may read in any order.
+        """Gather chunks that are read outside a pass, where ranks may read in any order.
 
-        What is gathered already is left where it is, and nobody is asked.
+        Gathered chunks stay where they are, and no other rank is asked.
         """
         settle(self._parts)
         there = self._parts.chunks
@@ -452,7 +455,7 @@ class Calls:
             there[chunk].wait_gathered()
 
     def _gather_read(self, names: Sequence[str], wanted: Container[str]) -> None:
-        """All ranks: chunks that any of them reads."""
+        """Gather the chunks that any rank reads. Collective."""
         self._gather(tuple(sorted(ChunkId(int(name)) for name in names)), in_cycle=False)
 
 
@@ -462,7 +465,11 @@ def _own_params(module: nn.Module, whole: bool) -> list[ParamId]:
 
 
 def _gradient_hook(calls: Calls, param: ParamId) -> Callable[[Tensor], None]:
-    """Autograd keeps this on the parameter, where the garbage collector cannot see it: so weak."""
+    """Hook that packs the gradient of `param`.
+
+    It refers to `calls` weakly: autograd keeps it on the parameter, out of the garbage collector's
+    sight.
+    """
     reference = weakref.ref(calls)
 
     def arrived(tensor: Tensor) -> None:
@@ -501,7 +508,7 @@ def _refuse_unscaled(layout: ChunkLayout, param: ParamId) -> NoReturn:
 
 
 def _say_what_is_left(parts: Parts, error: NvmeError) -> None:
-    """A parameter could not be read: nothing can compute, and memory holds only a part."""
+    """Add to the error which parameters are still in memory: one could not be read."""
     for chunk in parts.chunks:
         with suppress(NvmeError):  # what was begun ahead may be lost too; then it is not there
             chunk.wait_gathered()

@@ -1,8 +1,8 @@
-"""What passes the wrapper's forward on its way in and out: casts, and the loss scale.
+"""Casts and the loss scale, at the inputs and outputs of the wrapper's forward.
 
 In fp16 an output is raised to fp32, and the gradient that comes back for it is multiplied by the
 loss scale; a gradient that leaves through an input is divided by it, in the input's own dtype. So
-the scale is there whoever computes the loss, inside the module or outside.
+gradients are scaled whether the loss is computed inside the module or outside.
 
 The hooks sit on the tensors themselves, and not on views of them: an operator in place, such as
 `loss /= k`, takes the node of a view out of the graph, and its hooks with it.
@@ -24,7 +24,7 @@ DEPTH = 4  # of objects inside objects that are opened
 
 
 class Boundary:
-    """Of one wrapped module.
+    """Boundary of one wrapped module: casts its inputs and outputs, puts the loss scale on and off.
 
     dtype: of the module's computation; floating inputs are cast to it where `cast_inputs`.
     begins: called when a gradient comes in.
@@ -59,7 +59,7 @@ class Boundary:
         return outputs
 
     def _leaving(self, *, raises: bool) -> Callable[[Tensor], Tensor]:
-        """What becomes of outputs; one that is returned twice stays one tensor, hooked once."""
+        """Function from outputs to the caller's; one returned twice stays one tensor, one hook."""
         done: dict[int, tuple[Tensor, Tensor]] = {}  # by identity, before and behind
 
         def leave(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ ChangeGradient = Callable[[str, Tensor], Tensor | None]  # of (parameter's name,
 def named_gradients(
     parts: Parts, meetings: Meetings, gradients: Gradients, *, full: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, gradient) of every parameter that has one on some rank; see `GeminiDDP`."""
+    """Yield (name, gradient) of every parameter that some rank has one of; see `GeminiDDP`."""
     meetings.call("named_gradients()")
     gradients.check_complete()
     if not parts.reducer.synchronise:

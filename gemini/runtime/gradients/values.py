@@ -15,7 +15,7 @@ from gemini.units import ParamId
 
 
 class GradientValues:
-    """What is reduced, with its loss scale, before any clip or edit of the user."""
+    """Values of reduced gradients, with their loss scale, before any clip or edit of the user."""
 
     def __init__(self, parts: Parts, meetings: Meetings) -> None:
         self._parts = parts
@@ -26,30 +26,30 @@ class GradientValues:
         meetings.answer("norm", self._bring_norms)
 
     def have_changed(self) -> None:
-        """Norms that are known are not theirs any more."""
+        """Forget cached norms: gradients have other values now."""
         self._norms.clear()
 
     @property
     def are_local(self) -> bool:
-        """The last backward was not reduced: as in DDP, what is there is this rank's own."""
+        """Whether gradients are this rank's own: the last backward was not reduced, as in DDP."""
         reducer = self._parts.reducer
         return self._parts.comm.world_size > 1 and reducer.unsynchronised and reducer.leftover
 
     def read(self, param: ParamId) -> Tensor:
-        """A copy, fp32 and flat. All ranks ask, of this parameter or of another."""
+        """Copy of a gradient, fp32 and flat. Every rank calls it, for the same `param` or not."""
         name = self._parts.layout.params[param].name
         self._meetings.read({f"gradient {param}": f"the gradient of {name}"})
         return self._read.pop(param)
 
     def norm(self, param: ParamId, order: float) -> Tensor:
-        """fp64 0-d, of an order above 0. All ranks ask for one, as of `read`."""
+        """Norm of a gradient, fp64 0-d, of an order above 0. Every rank calls it, as `read`."""
         if order not in self._norms:
             self._meetings.read({f"norm {order}": f"a norm of order {order} of the gradients"})
         return self._norms[order][param]
 
     @torch.no_grad()
     def of_this_rank(self, param: ParamId) -> Tensor:
-        """A copy, fp32 and flat: what is in its own shard, and zeros. Nobody else is asked."""
+        """Copy, fp32 and flat: the part in this rank's shard, else zeros. Not collective."""
         chunk = self._parts.chunks[self._parts.chunk_of[param]]
         total = self._zeros(param)
         if chunk.gradient.exists:
@@ -59,7 +59,7 @@ class GradientValues:
     # -- inside --
 
     def _bring(self, names: Sequence[str], wanted: Container[str]) -> None:
-        """All ranks: give gradients to those that read them."""
+        """Assemble the gradients that any rank reads; keep what this rank wants. Collective."""
         for name in names:
             param = ParamId(int(name))
             total = self._assembled(param)
@@ -94,7 +94,7 @@ class GradientValues:
 
     @torch.no_grad()
     def _measure(self, order: float) -> None:
-        """All ranks: the norms of all gradients, in one all-reduce."""
+        """Compute the norms of all gradients, in one all-reduce. Collective."""
         parts, comm = self._parts, self._parts.comm
         reduce_what_is_left(parts)
         sums = torch.zeros(len(parts.params), dtype=torch.float64, device=parts.backend.device)
@@ -116,14 +116,14 @@ class GradientValues:
 
 
 def own_parts(parts: Parts, chunk: Chunk, param: ParamId) -> Iterator[tuple[slice, int]]:
-    """Where this rank's shard has a parameter, and with which of its elements it begins."""
+    """Yield (slice of this rank's shard, its first element of the parameter), part by part."""
     for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
         if part.param == param:
             yield slice(part.offset, part.offset + part.numel), part.param_offset
 
 
 def reduce_what_is_left(parts: Parts) -> Sequence[bool]:
-    """Reduce what `no_sync` or a late gradient has left; which parameters have one. Collective."""
+    """Reduce gradients left by `no_sync` or late; returns which parameters have one. Collective."""
     said = parts.comm.numbers([*parts.present, parts.reducer.leftover], torch.float64)
     parts.comm.all_reduce(said).wait()
     *there, leftover = (count > 0 for count in said.tolist())
@@ -136,7 +136,7 @@ _STRIP_NUMEL = 2**18  # on a CPU torch makes an fp64 copy of all that it takes a
 
 
 def norm_of(values: Tensor, order: float) -> Tensor:
-    """fp64 0-d. A norm of norms, strip by strip: that is the norm of all, but of order 0."""
+    """Norm, fp64 0-d, as a norm of norms of strips: the same for every order but 0."""
     strips = values.reshape(-1).split(_STRIP_NUMEL) if order else (values,)
     norms = [torch.linalg.vector_norm(strip, order, dtype=torch.float64) for strip in strips]
     whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), order) if norms[1:] else norms[0]

@@ -1,7 +1,7 @@
-"""What `.grad` of a wrapped parameter is: a tensor with a shape and no memory.
+"""`.grad` of a wrapped parameter: a tensor with a shape and no memory.
 
-The gradient lies in its chunk, sharded over ranks. A norm and a factor are computed there; what
-needs values gets a copy of them, and an operator in place writes them back. So what is written for
+The gradient lies in its chunk, sharded over ranks. A norm and a factor are computed in the chunk.
+Other operators get a copy of the values, and an operator in place writes them back. So code for
 torch (`torch.nn.utils.clip_grad_norm_`, `p.grad *= c`, `p.grad.isfinite().all()`) works.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GradientView(Tensor):
-    """The gradient of one parameter, fp32; see the file. Reading its values is collective."""
+    """Gradient of one parameter, fp32; see the file. Reading its values is collective."""
 
     _source: Gradients
     _param: ParamId
@@ -44,7 +44,7 @@ class GradientView(Tensor):
         pass
 
     def values(self) -> Tensor:
-        """A copy of what it stands for. All ranks read it, in any order."""
+        """Copy of the gradient's values. All ranks read it, in any order."""
         return self._source.values(self._param)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -102,7 +102,7 @@ class GradientView(Tensor):
 
 
 class GradientCopy(Tensor):
-    """A view of a copy of a gradient. What is written to it would reach nobody: it is refused."""
+    """View of a copy of a gradient. Writing to it is refused: the gradient would not change."""
 
     @classmethod
     def __torch_function__(
@@ -124,7 +124,7 @@ class GradientCopy(Tensor):
 
 
 def _of_memory(result: Any, copy: Tensor) -> Any:
-    """Results that are views of `copy` are refused to be written to, too."""
+    """Make results that share memory with `copy` refuse writes, too."""
     if isinstance(result, (tuple, list)):
         return type(result)(_of_memory(item, copy) for item in result)
     if type(result) is Tensor and type(copy) is GradientCopy and _shares(result, copy):
@@ -149,7 +149,7 @@ def _read_only(result: Any) -> Any:
 
 
 def _without_values(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    """(True, the result) of an operator on one view that needs no copy of it."""
+    """(True, the result) of an operator that needs no copy of its view; else (False, None)."""
     view = args[0]
     if not isinstance(view, GradientView):
         return False, None
@@ -173,7 +173,7 @@ def _without_values(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> t
 
 
 def _foreach(name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator on lists, as the operators on their items."""
+    """Carry out an operator on lists as operators on their items."""
     views, rest = args[0], args[1:]
     if not isinstance(views, (list, tuple)):
         return NotImplemented
@@ -186,7 +186,7 @@ def _foreach(name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _limits(name: str, rest: Sequence[Any], kwargs: dict[str, Any]) -> tuple[float, float] | None:
-    """Of a clamp between numbers; None for anything else."""
+    """Limits of a clamp between numbers; None for any other operator."""
     if name not in ("clamp_", "clamp_min_", "clamp_max_"):
         return None
     low, high = kwargs.get("min"), kwargs.get("max")
@@ -206,7 +206,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Arguments that the operator works on in place."""
+    """List the arguments that an operator changes in place."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)

@@ -25,7 +25,7 @@ from .view import GradientView
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A change of one parameter's gradient that is not carried out yet: factors, then limits."""
+    """Change of one parameter's gradient that is not carried out yet: factors, then limits."""
 
     factors: tuple[float | Tensor, ...] = ()
     low: float = -math.inf
@@ -33,7 +33,7 @@ class Edit:
 
     @property
     def factor(self) -> float:
-        """The product of all factors. May wait for a device."""
+        """Product of all factors. May wait for a device."""
         return math.prod(float(factor) for factor in self.factors)
 
     @property
@@ -74,7 +74,7 @@ class Gradients:
         # int32 [P]: how many ranks had a gradient when they were reduced last
         self._somewhere: tuple[Ticket[None], Tensor] = (Done(None), torch.zeros(0))
 
-    # -- what there is --
+    # -- which gradients exist --
 
     def of(self, param: ParamId) -> GradientView | None:
         """`.grad`: None where no rank has a gradient."""
@@ -122,7 +122,7 @@ class Gradients:
             parts.carried_scale = parts.control_vector.used.clone()
 
     def notice_broken_backward(self) -> None:
-        """Drop what an unfinished backward has left: an error ended it."""
+        """Drop gradients of a backward that an error ended."""
         if self._parts.reducer.active and not in_backward():
             self.drop_broken()
 
@@ -175,7 +175,7 @@ class Gradients:
             self._parts.comm.log.record("changes gradients:", "; ".join(sorted(self._changes)))
             self._changes.clear()
 
-    # -- what is done to one of them --
+    # -- changes of one gradient --
 
     def clear_but(self, spared: Sequence[int], set_to_none: bool) -> None:
         """Drop gradients of all parameters but `spared`, or set them to zero."""
@@ -283,7 +283,7 @@ class Gradients:
     def settle(self) -> None:
         """Carry out all edits: before gradients are added to, or read together.
 
-        A limit is one of the mean over ranks, so what was put off is reduced first.
+        A limit applies to the mean over ranks, so gradients that were put off are reduced first.
         """
         if any(edit.limits for edit in self._edits.values()):
             self._parts.reducer.reduce_put_off()
@@ -292,7 +292,7 @@ class Gradients:
             self._carry_out(param)
 
     def resolve(self) -> None:
-        """Before a step: turn one factor for all into the step's; carry out any other edit."""
+        """Prepare edits for a step: one factor for all becomes the step's, others are applied."""
         parts = self._parts
         if not self._edits:
             return
@@ -363,14 +363,14 @@ class Gradients:
             self._changes.add(f"{does} {self._parts.layout.params[param].name}")
 
     def _place_of(self, param: ParamId) -> tuple[Chunk, int]:
-        """The chunk of a parameter, and its slot there."""
+        """Chunk of a parameter, and its slot in the chunk."""
         parts = self._parts
         return parts.chunks[parts.chunk_of[param]], parts.slot_of[param]
 
     # -- values --
 
     def values(self, param: ParamId) -> Tensor:
-        """A copy in fp32, of the parameter's shape. Collective where gradients are reduced."""
+        """Copy in fp32, of the parameter's shape. Collective where gradients are reduced."""
         self._check(param)
         parts, spec = self._parts, self._parts.layout.params[param]
         chunk, slot = self._place_of(param)
@@ -387,7 +387,7 @@ class Gradients:
         return total.mul_(factor).clamp_(-limit, limit).view(spec.shape)
 
     def norm(self, param: ParamId, order: float) -> Tensor:
-        """The norm of a gradient, fp64 0-d. Collective; ranks may ask for different parameters."""
+        """Norm of a gradient, fp64 0-d. Collective; ranks may ask for different parameters."""
         self._check(param)
         parts = self._parts
         if self._edits.get(param, Edit()).limits:
@@ -437,7 +437,7 @@ class Gradients:
 
 
 def clipped_by(parts: Parts) -> tuple[Tensor, float]:
-    """The factor (fp64 0-d) that unscales and clips, and the limit of a value, of the next step."""
+    """Factor (fp64 0-d) that unscales and clips, and the limit of a value, of the next step."""
     pending = parts.pending_clip
     clip = pending.clip if pending is not None else Clip()
     factor = 1.0 / parts.control_vector.scale

@@ -15,7 +15,7 @@ from gemini.optim.state.memory import CpuMemory, CudaMemory, Memory
 
 
 class Backend(Memory, Protocol):
-    """Where modules compute, and the memory beside it."""
+    """Compute device of the modules, its memory and host memory."""
 
     has_host_tier: bool  # host memory is another pool than device memory
     updates_by_triton: bool  # kernels of the device update all state; else the host does
@@ -31,7 +31,7 @@ class Backend(Memory, Protocol):
 
 
 class CpuBackend(CpuMemory):
-    """Compute and host are the same memory; copies are done when they return."""
+    """Backend of the CPU: device and host are one memory; copies are done when they return."""
 
     has_host_tier = False
     updates_by_triton = False
@@ -39,7 +39,7 @@ class CpuBackend(CpuMemory):
 
 
 class CudaBackend(CudaMemory):
-    """Modules compute on the current stream, copies run beside it."""
+    """Backend of a GPU: modules compute on the current stream, copies run on another."""
 
     has_host_tier = True
     updates_by_triton = True
@@ -47,7 +47,7 @@ class CudaBackend(CudaMemory):
 
 
 def make_backend(device: torch.device, pin_memory: bool = True) -> Backend:
-    """The backend of a compute device.
+    """Backend of a compute device.
 
     Raises ValueError for a kind that has none, and for a GPU that is not this process's current
     one: collectives and the allocator of user code would work on another.

@@ -1,4 +1,4 @@
-"""Where reduced gradients wait for the step if not on the device: in files, or in host memory."""
+"""Homes of reduced gradients that do not wait for the step on the device: files, host memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Giver = Callable[[int, torch.dtype], Tensor]  # of device memory [n]
 
 
 class GradientHome(Protocol):
-    """A `GradientOffload` that the step reads block by block."""
+    """`GradientOffload` that the step reads block by block."""
 
     def write(self, chunk: ChunkId, values: Tensor) -> None: ...
 
     def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]: ...
 
     def read_block(self, chunk: ChunkId, index: int, dtype: torch.dtype) -> GradientBlock:
-        """Begin to bring one block [n] of what was written as `dtype` to where the host reads."""
+        """Begin to bring one block [n] of a gradient, written as `dtype`, to host memory."""
         ...
 
     def can_read_ahead(self, dtype: torch.dtype) -> bool:
@@ -86,7 +86,7 @@ class GradientFiles:
             files.close()
 
     def files_of(self, chunk: ChunkId, dtype: torch.dtype) -> TensorFiles:
-        """Where a gradient of this dtype is."""
+        """Files for gradients of this dtype."""
         if dtype == self._tensors[chunk].dtype:
             return self._narrow
         assert dtype == torch.float32
@@ -99,7 +99,7 @@ class GradientFiles:
 
 @dataclass(slots=True)
 class FileBlock:
-    """A gradient's, on its way from a file."""
+    """Block of a gradient on its way from a file."""
 
     _files: FileBlocks
     _staged: Staged
@@ -121,8 +121,8 @@ class FileBlock:
 class HostGradients:
     """Gradients in host memory, a tensor for each chunk that has one.
 
-    Backward goes on while they leave. The device waits for the first of them where the plan has no
-    room for more, where it has them gone, and where one is asked for.
+    Backward goes on while they leave the device. The device waits for the oldest copy in three
+    cases: the plan has no room for more, it counts on the gradient to be gone, or one is read.
     """
 
     def __init__(self, backend: Backend, block_numel: int) -> None:
@@ -141,8 +141,10 @@ class HostGradients:
         return self._tensors
 
     def moment(self, *, begins: bool) -> None:
-        """A call begins or ends. By the plan a gradient has left at the moment behind the begin of
-        the call that follows it."""
+        """Note that a call begins or ends, and order the copies that are due.
+
+        In the plan a gradient has left one moment after the next call has begun.
+        """
         while self._leaving and self._leaving[0].is_due:
             self._let_go()
         if begins:
@@ -150,18 +152,18 @@ class HostGradients:
                 leaving.is_due = True
 
     def all_leave(self) -> None:
-        """What the device does next comes behind all of them."""
+        """Order all copies under way before what the device does next."""
         while self._leaving:
             self._let_go()
 
     def _let_go(self) -> None:
-        """The memory of the first may be used by what the device does next."""
+        """Order the oldest copy before what the device does next, which may reuse its memory."""
         first = self._leaving.popleft()
         first.copy.order()
         self.leaving_nbytes -= first.values.nbytes
 
     def _ordered(self, chunk: ChunkId) -> CopyTicket:
-        """The copy that brought a gradient, before what the device does next."""
+        """Copy that brought a gradient, ordered before what the device does next."""
         while any(leaving.chunk == chunk for leaving in self._leaving):
             self._let_go()  # one stream has all of them, so those before it have left too
         self._arrivals[chunk].order()
@@ -216,7 +218,7 @@ class _HostBlock:
         return _bring(memory, into, self._values)[0]
 
     def give(self) -> None:
-        """It stays where it is until the next gradient, which is copied behind this step."""
+        """Do nothing: the block stays until the next gradient, which is copied after this step."""
 
 
 def _bring(memory: Memory, into: Giver, values: Tensor) -> tuple[Tensor, CopyTicket]:

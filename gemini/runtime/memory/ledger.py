@@ -1,4 +1,4 @@
-"""How many bytes of what are where, exactly, and how many there were at most."""
+"""Bytes of model data by tier and kind: exact, now and at most."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Bytes = dict[tuple[Tier, str], int]
 
 
 class MemoryLedger:
-    """Model data of one engine. Kinds are those of `gemini.placement.predict`.
+    """Ledger of one engine's model data. Kinds are those of `gemini.placement.predict`.
 
-    Asking takes as long for many chunks as for few: chunks keep their account up to date.
+    A total takes as long for many chunks as for few: chunks keep their account up to date.
 
     host: the tier of host memory; it is the device where that is the CPU.
     """
@@ -45,29 +45,29 @@ class MemoryLedger:
         self.peaks: dict[Tier, dict[str, int]] = {}  # by kind, when a tier held most
 
     def count_state(self, state: TieredState, staging_bytes: Callable[[], int]) -> None:
-        """Of the optimizer. staging_bytes: of the device, what its blocks pass through."""
+        """Count the optimizer's state. staging_bytes: of its staging on the device."""
         self._state, self._staging_bytes = state, staging_bytes
 
     def forget_state(self) -> None:
-        """The optimizer was closed."""
+        """Count no state any more: the optimizer was closed."""
         self._state, self._staging_bytes = None, int
 
     def hold(self, nbytes: Callable[[], int]) -> None:
-        """Gradients of the device that were dropped, and that a tail still needs."""
+        """Count gradients on the device that the loop has dropped and a tail still needs."""
         self._kept_bytes = nbytes
 
     @property
     def kept_bytes(self) -> int:
-        """Of those gradients."""
+        """Bytes of gradients that were dropped and that a tail still needs."""
         return self._kept_bytes()
 
     def judge_by(self, overruns: Overruns) -> None:
-        """What passes a budget is told to these."""
+        """Report to `overruns` what passes a budget."""
         self._overruns = overruns
         self.limited = bool(overruns.limits)
 
     def totals(self) -> dict[Tier, int]:
-        """Bytes on every tier, now: cheaper than by kind."""
+        """Bytes on every tier, now; cheaper than `bytes_in_use`, which sorts by kind."""
         account, storage, state = self._account, self.storage, self._state
         device = account.payloads + account.device_shards + account.gradients
         device += self._staging_bytes() + self._kept_bytes()
@@ -93,7 +93,7 @@ class MemoryLedger:
         return {Tier.DEVICE: device, Tier.HOST: host + apart, Tier.NVME: nvme}
 
     def bytes_in_use(self) -> Bytes:
-        """Bytes by tier and kind, now; what has none is left out. NVMe: what files take."""
+        """Bytes by tier and kind, now; kinds without bytes are left out. NVMe: bytes of files."""
         account = self._account
         found: Counter[tuple[Tier, str]] = Counter()
         found[Tier.DEVICE, "parameters"] = account.payloads + account.device_shards
@@ -141,7 +141,7 @@ class MemoryLedger:
         return self.totals()[Tier.DEVICE]
 
     def note(self, where: str = "in an iteration") -> None:
-        """Compare what is in use now with the budgets, and take it into `peaks`."""
+        """Compare the bytes in use now with the budgets, and take them into `peaks`."""
         if self._overruns is not None and self.limited and self.judges:
             for tier, nbytes in self.totals().items():
                 self._overruns.check(tier, nbytes, 0, where)

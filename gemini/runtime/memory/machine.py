@@ -1,4 +1,4 @@
-"""What the machine has left for this rank, and how many ranks share it."""
+"""Memory that the machine has left for this rank, and the number of ranks that share it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .backend import Backend
 
 
 def ranks_here(comm: Communicator) -> int:
-    """How many of its ranks this host has. Collective."""
+    """Number of the communicator's ranks on this host. Collective."""
     here = socket.gethostname()
     return comm.gather_objects(here).count(here)
 
 
 def look_at_machine(backend: Backend, ranks_per_node: int) -> Machine:
-    """Ranks of one host share a node, and its CPU if they compute on it."""
+    """Look at this host: its ranks share a node, and its CPU if they compute on it."""
     return Machine(
         ranks_per_node=ranks_per_node,
         ranks_per_device=ranks_per_node if backend.device.type == "cpu" else 1,
@@ -53,7 +53,7 @@ def memory_left() -> int:
 
 
 def _file_pages(stat: Path) -> int:
-    """Bytes of files that nobody reads now."""
+    """Bytes of cached files that no process reads now."""
     fields = dict(line.split() for line in stat.read_text().splitlines())
     return int(fields.get("inactive_file", 0))
 

@@ -1,7 +1,8 @@
-"""fp32 values of chunks whose dtype rounds their parameters, beside their shards.
+"""Originals: fp32 values of chunks whose dtype rounds their parameters.
 
-Masters start from those of trained chunks, which then go. Those of frozen chunks stay: they are
-what `unwrap()`, `state_dict()` and checkpoints give back, and what masters start from after a thaw.
+Masters start from the originals of trained chunks, which are then dropped. Originals of frozen
+chunks stay: `unwrap()`, `state_dict()` and checkpoints give them back, and masters start from them
+after a thaw.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .files.tensor_files import FileConfig, TensorFiles
 
 
 def original_homes(specs: Sequence[ChunkSpec], plan: Plan) -> dict[ChunkId, Tier]:
-    """Where each chunk's would be: if it is trained, on the lowest tier that has its state."""
+    """Home of each chunk's original; of a trained chunk the lowest tier that has its state."""
     found: dict[ChunkId, Tier] = {}
     for shard in plan.shards:
         used = (t for t in (Tier.NVME, Tier.HOST) if t in shard.state_homes)
@@ -34,9 +35,9 @@ def original_homes(specs: Sequence[ChunkSpec], plan: Plan) -> dict[ChunkId, Tier
 
 
 class Originals:
-    """[S] fp32 by chunk, each in its home: memory of the device, of the host, or a file.
+    """Originals [S] fp32 by chunk, each in its home: memory of the device, of the host, or a file.
 
-    Between calls of `rest` files have staging, and what was read last is in memory too.
+    Until `rest` is called files have staging, and the original that was read last is in memory too.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Originals:
         self._specs = specs  # as they were when the module was wrapped
         self._homes = homes
         self._device = device
-        # pinned staging could not be given back, and one transfer beside a copy is enough
+        # pinned staging could not be given back; one transfer at a time is fast enough
         self._config = replace(config, pins=False, depth=0)
         self._memory: dict[ChunkId, Tensor] = {}
         self._files: list[TensorFiles] = []
@@ -61,7 +62,7 @@ class Originals:
         return chunk in self._memory or chunk in self._in_file
 
     def get(self, chunk: ChunkId) -> Tensor | None:
-        """[S], or None; of a file a copy: `put` takes changes back."""
+        """Original [S] fp32, or None. From a file it is a copy: `put` takes changes back."""
         if chunk not in self._in_file:
             return self._memory.get(chunk)
         if self._last is None or self._last[0] != chunk:
@@ -72,8 +73,11 @@ class Originals:
         return self._last[1]
 
     def put(self, chunk: ChunkId, values: Tensor) -> None:
-        """Keep [S] from now on. Masters that are given back stay in host memory: beside their state
-        the device may have no room for them."""
+        """Keep `values` [S] fp32 from now on.
+
+        Masters that come back in host memory stay there: the device may have no room for them as
+        well as for their state.
+        """
         home = self._homes[chunk]
         if home is Tier.NVME:
             self._last = None
@@ -89,7 +93,7 @@ class Originals:
         self.memory_bytes[home] += values.nbytes
 
     def goes_to_file(self, chunk: ChunkId) -> bool:
-        """Whether `put` would write it."""
+        """Whether `put` would write this chunk's original to a file."""
         return self._homes[chunk] is Tier.NVME
 
     @property
@@ -111,17 +115,17 @@ class Originals:
         self.rest()
 
     def keep(self, chunks: Collection[ChunkId]) -> None:
-        """Drop those of all other chunks."""
+        """Drop the originals of all chunks but these."""
         for chunk in self.chunks - frozenset(chunks):
             self.drop(chunk)
 
     def complete(self) -> None:
-        """All have come that will: what files have room for beside them is given back."""
+        """Give back the unused room of files: all originals that will come have come."""
         self._give_space_back()
         self.rest()
 
     def rest(self) -> None:
-        """Nothing is asked for in a while: give back what makes it fast."""
+        """Give back staging and the original that was read last: none is read for a while."""
         self._last = None
         for file in self._files:
             file.rest()
@@ -140,7 +144,7 @@ class Originals:
 
     @property
     def written_bytes(self) -> int:
-        """To files that are still there."""
+        """Bytes written to files that still exist."""
         return sum(store.traffic.written_bytes for store in self.stores)
 
     def clear(self) -> None:
@@ -159,7 +163,7 @@ class Originals:
             self.memory_bytes[self._homes[chunk]] -= values.nbytes
 
     def _file_of(self, chunk: ChunkId) -> TensorFiles:
-        """The file that has room for it; frozen chunks, whose values stay, have one together."""
+        """File with room for this chunk; frozen chunks, whose values stay, share one."""
         found = next((file for file in self._files if chunk in file), None)
         if found is None:
             trainable = self._specs[chunk].trainable

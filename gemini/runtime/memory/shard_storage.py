@@ -1,4 +1,4 @@
-"""Everything of one engine's chunks that is not on the device: files and host memory."""
+"""Files and host memory of one engine's chunks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .originals import Originals, original_homes
 
 
 class HasStaging(Protocol):
-    """What has staging buffers for blocks of files, and says of how many bytes."""
+    """Owner of staging buffers for blocks of files; it says how many bytes they take."""
 
     @property
     def staging_bytes(self) -> int: ...
 
 
 class ShardStorage:
-    """Follows a plan's homes, until another plan."""
+    """Shards, gradients and originals of one engine outside its device, in a plan's homes."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ShardStorage:
             if shard.param_home is Tier.NVME
         }
         still = {c: flat for c, flat in flats.items() if not self._specs[c].trainable}
-        # shards whose home is NVMe: those that steps update, and those that stay as they are
+        # shards whose home is NVMe: steps update the trained ones, and never the others
         trained = {c: flat for c, flat in flats.items() if c not in still}
         self.params = self._versioned(trained) if trained else None
         self.frozen: FrozenFiles | None = None
@@ -67,7 +67,7 @@ class ShardStorage:
         self.gradient_files: GradientFiles | None = None
         self.host_gradients: HostGradients | None = None
         self._changing = changing
-        # of a tail, or of updates in backward: these have staging buffers of their own
+        # staging of a tail or of updates in backward: another thread than the trainer's uses it
         self.update_staging: HasStaging | None = None
         self._goes_on = False  # the last one does
         self._forgets = False  # gradients in files, which that may still read
@@ -84,12 +84,15 @@ class ShardStorage:
         self._home_of(chunk).replace(chunk, values)
 
     def keep_shards(self, chunks: Collection[ChunkId]) -> None:
-        """Shards of these chunks are still in files; the others live in memory from now on."""
+        """Keep the shards of these chunks in files; all others live in memory from now on."""
         self.params = _keep(self.params, chunks)
         self.frozen = _keep(self.frozen, chunks)
 
     def thaw(self, chunks: Collection[ChunkId]) -> None:
-        """Steps update these from now on; no step is under way."""
+        """Move frozen shards to versioned files, as steps update them from now on.
+
+        No step is under way.
+        """
         moving = [] if self.frozen is None else [c for c in self.frozen if c in chunks]
         if not moving:
             return
@@ -98,6 +101,7 @@ class ShardStorage:
         there = [] if before is None else [*before]
         flats = {chunk: _flat(self._specs[chunk]) for chunk in (*there, *moving)}
         after = self._versioned(flats)
+        # The new files are whole and committed before the old ones go: an error keeps the old.
         try:
             for chunk, flat in flats.items():
                 values = self._backend.allocate(flat.numel, flat.dtype)
@@ -113,7 +117,7 @@ class ShardStorage:
             before.close()
 
     def _versioned(self, flats: Mapping[ChunkId, Flat]) -> TensorFiles:
-        """For shards that steps update."""
+        """New files for shards that steps update."""
         config = replace(self.config, label=self.config.label + "parameters-")
         return TensorFiles(flats, config, versioned=True)
 
@@ -133,13 +137,14 @@ class ShardStorage:
         self.params = self.gradient_files = self.host_gradients = None
 
     def layout_changed(self, layout: ChunkLayout) -> None:
-        """Chunks are trained that were frozen; sizes stay."""
+        """Take over a layout in which frozen chunks are trained; sizes stay."""
         self._specs = layout.chunks
 
     def place_gradients(self, plan: Plan, chunks: list[Chunk]) -> None:
-        """Send gradients, those of the future and those there are, to the plan's homes."""
+        """Send all gradients, present and future, to the plan's homes."""
         homes = {shard.chunk: shard.grad_home for shard in plan.shards}
         to_files = [chunk for chunk, home in homes.items() if home is Tier.NVME]
+        # Gradients come back to the device first: the files and memory they lie in are dropped.
         for chunk in chunks:
             chunk.gradient.send(None)
         if self.gradient_files is not None:
@@ -161,22 +166,25 @@ class ShardStorage:
             chunk.gradient.send(by_home.get(homes[chunk.spec.id]))
 
     def follow(self, plan: Plan) -> None:
-        """Another plan, of the same homes, says how much may be on its way."""
+        """Take from a plan with the same homes how many bytes of gradients may be on their way."""
         if self.host_gradients is not None:
             self.host_gradients.rooms = {s.chunk: s.leaving_bytes for s in plan.shards}
 
     def all_leave(self) -> None:
-        """What the device does next comes behind all gradients that are on their way."""
+        """Order all gradients on their way to host memory before what the device does next."""
         if self.host_gradients is not None:
             self.host_gradients.all_leave()
 
     @property
     def leaving_bytes(self) -> int:
-        """On the device, of gradients on their way to host memory."""
+        """Bytes on the device of gradients on their way to host memory."""
         return 0 if self.host_gradients is None else self.host_gradients.leaving_nbytes
 
     def forget_gradients(self) -> None:
-        """Those in files were dropped, or could not be written."""
+        """Forget gradients in files, which were dropped or could not be written.
+
+        While a step goes on after `step()` it reads them: then this happens at its end.
+        """
         self._forgets = self._goes_on
         if self.gradient_files is not None and not self._goes_on:
             self._changing()
@@ -184,13 +192,13 @@ class ShardStorage:
                 files.rollback()
 
     def step_goes_on(self, staging: HasStaging) -> None:
-        """Behind its caller: parameters are read as it writes them."""
+        """Note that a step goes on after `step()`: parameters are read as it writes them."""
         self.update_staging, self._goes_on = staging, True
         if self.params is not None:
             self.params.reads_latest = True
 
     def step_has_ended(self) -> None:
-        """It counts, or is about to be undone."""
+        """Note that the step counts, or is about to be undone."""
         if not self._goes_on:
             return
         self.update_staging, self._goes_on = None, False
@@ -200,8 +208,10 @@ class ShardStorage:
             self.forget_gradients()
 
     def serve(self, block_numel: int, depth: int, meter: WriteMeter | None) -> None:
-        """An optimizer is there: read ahead as far as it does, and count what files write, and have
-        written, to its budget. Files of parameters are cut as the plan says since they were made.
+        """Adjust files to an optimizer: its read-ahead depth, and its budget of written bytes.
+
+        The meter counts bytes of originals that were written before, too. Files of parameters have
+        had the plan's block size since they were made.
         """
         assert self.params is None or block_numel == self.config.block_numel
         self.config = replace(self.config, block_numel=block_numel, depth=depth, meter=meter)
@@ -220,7 +230,7 @@ class ShardStorage:
 
     @property
     def early_write_bytes(self) -> int:
-        """That files may take up to the end of a step whose parameters are all written twice."""
+        """Bytes that files may write by the end of a step that writes all parameters twice."""
         params = 0 if self.params is None else self.params.written_bytes_per_step
         gradients = [] if self.gradient_files is None else self.gradient_files.files
         return 2 * params + sum(files.written_bytes_per_step for files in gradients)
@@ -233,14 +243,14 @@ class ShardStorage:
 
     @property
     def average_bytes(self) -> tuple[int, int]:
-        """In memory, and in files."""
+        """Bytes of averages: (in memory, in files)."""
         return (
             sum(sum(kept.memory_bytes.values()) for kept in self.averages),
             sum(kept.file_bytes for kept in self.averages),
         )
 
     def traffic(self) -> Traffic:
-        """Bytes moved since the files there are were made."""
+        """Bytes moved since the present files were made."""
         moved = [files.store.traffic for files in self.files]
         own = Traffic(
             nvme_read=sum(t.read_bytes for t in moved),
@@ -258,7 +268,7 @@ class ShardStorage:
 
     @property
     def frozen_file_bytes(self) -> int:
-        """Of the shards that stay as they are, in files that other processes may have too."""
+        """Bytes of frozen shards in files, which other processes may share."""
         return 0 if self.frozen is None else self.frozen.file_bytes
 
 
@@ -266,7 +276,7 @@ F = TypeVar("F", TensorFiles, FrozenFiles)
 
 
 def _keep(files: F | None, chunks: Collection[ChunkId]) -> F | None:
-    """These files with the shards of these chunks alone; None where none is left."""
+    """Cut files down to the shards of these chunks; None where none is left."""
     if files is None:
         return None
     there = list(files)
@@ -279,7 +289,7 @@ def _keep(files: F | None, chunks: Collection[ChunkId]) -> F | None:
 
 
 def _named(layout: ChunkLayout) -> dict[ChunkId, str]:
-    """What every chunk holds, for people."""
+    """Readable name of every chunk: its first parameter, and how many more it has."""
     found = {}
     for spec in layout.chunks:
         more = len(spec.slots) - 1

@@ -1,8 +1,8 @@
-"""Parameters that the user changed in place: what shows it, and who must be told.
+"""Parameters that the user changed in place, and how shards and masters follow.
 
-Re-initialisation, an EMA swapped in, weights loaded by hand: the values are written to the payload
-of a gathered chunk. The version of the parameter shows it, or that `.data` was taken or written
-to. Shards and fp32 masters follow before the payload is released and before the next step.
+Re-initialisation, an EMA swapped in and weights loaded by hand write to the payload of a gathered
+chunk. The version of the parameter shows a write, or that `.data` was taken or written to. Shards
+and fp32 masters follow before the payload is released and before the next step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gemini.units import ChunkId, ParamId
 
 
 class UserWrites:
-    """Watches the parameters of one engine.
+    """Watcher of user writes to the parameters of one engine.
 
     stale: chunks whose shard was changed by the user since the optimizer's masters followed.
     keeping: sees a chunk whose payload the user has changed, and its shard as it was.
@@ -36,12 +36,14 @@ class UserWrites:
         self._keeping = keeping
 
     def written(self, param: ParamId) -> None:
-        """It may have been, in a way that its version does not show."""
+        """Note a possible write that the parameter's version does not show."""
         self._written.add(param)
 
     def stepped(self, params: Sequence[ParamId]) -> None:
-        """A step changed them. So autograd refuses a graph that was recorded before, as torch's
-        optimizers make it do."""
+        """Raise the versions of parameters that a step changed.
+
+        So autograd refuses a graph that was recorded before, as with torch's optimizers.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version([self._params[param] for param in params])
             for param in params:
@@ -55,7 +57,7 @@ class UserWrites:
             self.stale.add(chunk.spec.id)
 
     def forget(self, chunk: Chunk) -> None:
-        """Whatever was written to this payload does not count."""
+        """Forget writes to this payload: they do not count."""
         self._changed(chunk)
 
     def _changed(self, chunk: Chunk) -> bool:

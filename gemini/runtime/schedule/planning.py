@@ -1,4 +1,4 @@
-"""What there is to plan with, measured and agreed on by all ranks, and the plans made from it."""
+"""Inputs of the planner, measured and agreed on by all ranks, and the plans made from them."""
 
 from __future__ import annotations
 
@@ -63,16 +63,19 @@ log = logging.getLogger("gemini")
 
 @dataclass(slots=True)
 class Planning:
-    """Inputs that are the same on all ranks. Planning is collective: ranks compare their plans."""
+    """Plans of one engine, and their inputs, which are the same on all ranks.
+
+    Planning is collective: ranks compare their plans.
+    """
 
     comm: Communicator
     policy: Placement
     inputs: PlanInputs
     has_trace: bool  # else non-model data is an assumption
     machine: Machine = field(default_factory=Machine)
-    # what the module was wrapped with, and whether that was measured
+    # inputs at wrapping, and whether they were measured
     _begun: tuple[PlanInputs, bool] = field(init=False)
-    # by what it was computed of: see `payload_room_bytes`
+    # cache of `payload_room_bytes`, with the plan and the inputs that it was computed from
     _room: tuple[PlanResult, PlanInputs, int] | None = field(default=None, init=False)
     homes_are_final: bool = field(init=False)  # chosen for a trace, or asked to rise
     result: PlanResult = field(init=False)  # of training
@@ -80,7 +83,7 @@ class Planning:
     _num_ahead: int = field(init=False)  # buffers asked for; `inputs` has what there is room for
     _refusals: set[str] = field(default_factory=set)  # iterations that did not fit once
     _doubtful: bool = False
-    # of evaluation, and of training with inputs of other signatures, in the same homes
+    # plans of evaluation, and of training with inputs of other signatures, in the same homes
     others: dict[tuple[Kind, str], PlanResult] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -109,7 +112,10 @@ class Planning:
         return self.policy.nvme_dir if isinstance(self.policy, AutoPlacement) else None
 
     def _take(self, fitted: Callable[[], tuple[PlanInputs, PlanResult]]) -> None:
-        """Plan so. Raises BudgetError on every rank, or on none, and then nothing has changed."""
+        """Use the inputs and the plan that `fitted` makes, and compare plans over ranks.
+
+        Raises BudgetError on every rank, or on none, and then nothing has changed.
+        """
         try:
             self.inputs, self.result = fitted()
         except BudgetError as error:
@@ -123,9 +129,10 @@ class Planning:
             raise AssertionError(f"ranks made different plans from the same inputs: {digests}")
 
     def with_state(self, request: StateRequest) -> None:
-        """An optimizer is there: plan its state. Parameter shards stay where they are.
+        """Plan an optimizer's state. Parameter shards stay where they are.
 
-        Blocks are as files were cut; where there are none, `block_numel` is a wish (ADR 0002).
+        Blocks have the size that files were cut with; without files `block_numel` is a wish (ADR
+        0002).
         Raises BudgetError, and ValueError for a wish that is not the policy's; then nothing has
         changed.
         """
@@ -138,9 +145,10 @@ class Planning:
         self._take(lambda: with_ahead(fitted, num_ahead))
 
     def keep_originals(self, chunks: Collection[ChunkId]) -> None:
-        """Of chunks that may have been rounded these were, on this rank: they have originals.
+        """Plan originals for `chunks`, which were rounded on this rank.
 
-        Collective. Parameters stay where the plan has them.
+        Collective: a chunk that any rank names has an original. Parameters stay where the plan has
+        them.
         """
         before = self.inputs.with_originals
         if all(self.inputs.layout.chunks[chunk].trainable for chunk in before):
@@ -155,10 +163,9 @@ class Planning:
         self._compare(self.plan)
 
     def keep_averages(self, average: tuple[tuple[Tier, int], ...]) -> None:
-        """Averages of weights take so many bytes of each tier from now on, all together.
+        """Plan with averages of weights: `average` has the bytes of all of them by tier.
 
-        Collective. Raises BudgetError where they do not fit beside what is there, and then nothing
-        has changed.
+        Collective. Raises BudgetError where they do not fit, and then nothing has changed.
         """
         wanted = replace(self.inputs, average=average)
         self._take(lambda: fit_within(self.plan, wanted, self.policy, is_measured=self.has_trace))
@@ -171,10 +178,10 @@ class Planning:
         return self.inputs.block_numel
 
     def follow(self, trace: Trace) -> bool:
-        """Plan a measured iteration in the homes there are; whether this changed what is planned.
+        """Plan a measured iteration in the present homes; returns whether plans changed.
 
-        What was planned with a trace is kept as long as the same calls come, whatever else was
-        measured: so a trace that was made ahead of time does not depend on what ran beside it.
+        A plan made with a trace is kept as long as the same calls come, whatever else was measured:
+        so with a trace made ahead of time it does not depend on what else ran on the machine.
         """
         if isinstance(self.policy, StaticPlacement):
             return False
@@ -199,10 +206,10 @@ class Planning:
         return True
 
     def follow_all(self, trace: Trace | None) -> bool:
-        """Plan with what all ranks measured, in the homes there are; whether that was possible.
+        """Plan with the traces of all ranks, in the present homes; returns whether it was possible.
 
-        Collective. `trace`: of this rank; None where it has none. Ranks that ran other sequences
-        keep the plan they have. The inputs of one rank need not be those of another: the plan is
+        Collective. `trace`: of this rank; None where it has none. Where ranks ran different
+        sequences of calls, the present plan stays. Inputs may differ between ranks: one plan is
         for all.
         """
         if isinstance(self.policy, StaticPlacement):
@@ -226,15 +233,15 @@ class Planning:
         return True
 
     def take_doubt(self) -> bool:
-        """Whether the last iteration that did not fit should be measured again, before it is said.
+        """Whether to measure the last iteration that did not fit again, before it is reported.
 
-        What is measured first may be of the first iteration alone, as what libraries allocate once.
+        A first measurement may have what libraries allocate once, in the first iteration alone.
         """
         doubtful, self._doubtful = self._doubtful, False
         return doubtful
 
     def _refused(self, inputs: PlanInputs, error: BudgetError) -> None:
-        """A measured iteration does not fit beside what lives on the device."""
+        """Note that a measured iteration does not fit together with what lives on the device."""
         trace, before = inputs.trace, self._refusals
         key = f"{trace.kind} {trace.signature}"
         if key not in before:
@@ -264,7 +271,7 @@ class Planning:
         return "in other homes it would fit: wrap the module with the trace= of this batch"
 
     def higher(self) -> PlanResult | None:
-        """What is planned, with homes raised to what the first trace leaves room for; once.
+        """Plan result with homes raised to what the first trace leaves room for; once.
 
         Collective. None where nothing rises. `use_plan` makes it the plan.
         """
@@ -284,7 +291,7 @@ class Planning:
         return found if any(changed) else None
 
     def grow(self, layout: ChunkLayout) -> None:
-        """Chunks that were frozen are trained from now on: plan their gradients and state.
+        """Plan gradients and state of chunks that were frozen and are trained from now on.
 
         Collective. Raises BudgetError where they fit nowhere, and then nothing has changed.
         """
@@ -297,14 +304,14 @@ class Planning:
         self._compare(self.plan)
 
     def use_plan(self, planned: PlanResult) -> None:
-        """Shards and state are where this says."""
+        """Make this the plan: shards and state are in its homes by now."""
         self.result = planned
         homes = tuple(shard.param_home for shard in planned.plan.shards)
         self.inputs = replace(self.inputs, fixed_params=homes)
         self.others.clear()
 
     def _result_for(self, kind: Kind, signature: str) -> PlanResult | None:
-        """What is planned with a trace of such an iteration."""
+        """Plan result that was made with a trace of such an iteration, or None."""
         trace = self.inputs.trace
         of_any = trace.signature == ASSUMED_SIGNATURE
         if self.has_trace and trace.kind == kind and (of_any or trace.signature == signature):
@@ -312,12 +319,12 @@ class Planning:
         return self.others.get((kind, signature))
 
     def steps_for(self, kind: Kind, signature: str) -> GatherSteps | None:
-        """The gathers that are planned for such an iteration."""
+        """Gather steps that are planned for such an iteration."""
         planned = self._result_for(kind, signature)
         return None if planned is None else planned.steps
 
     def payload_room_bytes(self) -> int:
-        """What payloads may take at any moment of forward and backward, beside all else there is.
+        """Bytes that payloads may take at any moment of forward and backward.
 
         A moment that needs more than this has more room of its own.
         """
@@ -339,7 +346,7 @@ class Planning:
 
 
 def _payload_bytes(plan: Plan) -> Iterator[int]:
-    """Of what is gathered, at every moment of forward and backward."""
+    """Bytes of gathered payloads, at every moment of forward and backward."""
     total = plan.num_trace_moments
     changes = [0] * (total + 1)
     for gather in plan.gathers:

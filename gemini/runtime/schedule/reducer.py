@@ -1,4 +1,4 @@
-"""When the gradients of chunks are reduced over ranks: in one order on all ranks.
+"""Reductions of gradients over ranks, chunk by chunk: in one order on all ranks.
 
 [Note: canonical order] Two collectives of equal size that are swapped between ranks give wrong
 data and no error, so nothing that differs between ranks may decide when one is issued. Where
@@ -6,18 +6,18 @@ chunks are gathered in backward too, a reduction has its place among the gathers
 on at the end of a backward, for all that follow the same calls: after the end of the last call that
 needs the chunk, and its last gradient, on all ranks. In a backward whose places are not known, and
 where calls are others than expected, ranks meet before each collective; a chunk whose calls have
-ended is reduced when all ranks propose it. What is left then is reduced at the end, in one order.
+ended is reduced when all ranks propose it. Other chunks are reduced at the end, in one order.
 
-What has not arrived by its reduction (a parameter that this rank did not use) counts as zero; what
-arrives later makes the ranks agree on a second reduction, before the step. Where nothing is
-gathered, a chunk is reduced as soon as it and those before it are complete. Experts whose tokens
-come from other ranks are reduced behind the others, when the backward has ended: until then a rank
+A gradient that has not arrived by its reduction (this rank did not use the parameter) counts as
+zero; one that arrives later makes the ranks agree on a second reduction, before the step. Where
+nothing is gathered, a chunk is reduced as soon as it and all chunks before it are complete. Experts
+whose tokens come from other ranks are reduced last, when the backward has ended: until then a rank
 without tokens for its own may wait for tokens of a rank that would wait for their reduction.
 
-[Note: putting off] ZeRO-1 keeps gradients whole until they are asked for: by the step, a clip, or
-who reads them. So several backwards are one reduction, however many there are. Only a backward
-behind those of `no_sync` is known to be the last, and reduces as it runs. What decides is the same
-on all ranks: which backwards there were, and not what arrived in them.
+[Note: putting off] ZeRO-1 keeps gradients whole until they are asked for: by the step, a clip, or a
+reader. So several backwards are one reduction, however many there are. Only a backward that follows
+backwards under `no_sync` is known to be the last, and reduces as it runs. The decision is the same
+on all ranks: it depends on which backwards ran, and not on the gradients that arrived in them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Backward = tuple[Sequence[Call], int]
 
 
 class Reducer:
-    """Gradients of the trainable chunks of one engine, over one backward after another."""
+    """Reducer of the trainable chunks of one engine, for one backward after another."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Reducer:
         self._announced: Counter[ChunkId] = Counter()  # calls whose backward is to come
         self._opened: Counter[ChunkId] = Counter()  # calls whose backward has begun
         self._open: Counter[ChunkId] = Counter()  # those that have not ended
-        # the number of the call behind which a chunk is reduced, in order: all ranks have the same
+        # number of the call after which a chunk is reduced, in order: the same on all ranks
         self._known: dict[Backward, tuple[tuple[int, ChunkId], ...]] = {}
         self._places: tuple[tuple[int, ChunkId], ...] | None = None  # of this backward
         self._num_placed = 0  # of those, that are behind us
@@ -87,13 +87,13 @@ class Reducer:
         self.reset()
 
     def add(self, chunks: Sequence[Chunk]) -> None:
-        """These have gradients from now on; between backwards."""
+        """Reduce these chunks, too, from now on; between backwards."""
         self._order += chunks
         self._known.clear()
         self.reset()
 
     def begin(self, calls: Sequence[Call] = (), num_calls: int = 0) -> None:
-        """A backward begins. calls: that are expected of its cycle; num_calls: of those so far."""
+        """Begin a backward. calls: expected in its cycle; num_calls: how many came so far."""
         self.active = True
         self._reduces = self.synchronise and (not self._puts_off or self._follows_no_sync)
         self._places = self._known.get((calls, num_calls))
@@ -106,7 +106,7 @@ class Reducer:
 
     @property
     def reduces(self) -> bool:
-        """Whether the backward that is under way does."""
+        """Whether the backward under way reduces gradients."""
         return self._reduces
 
     @property
@@ -116,7 +116,7 @@ class Reducer:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """What arrives in the body waits for `reduce_leftovers`."""
+        """Keep gradients that arrive in the body unreduced, until `reduce_leftovers`."""
         before, self.synchronise = self.synchronise, False
         try:
             yield
@@ -126,14 +126,14 @@ class Reducer:
     # -- module calls --
 
     def announce(self, chunks: Iterable[ChunkId]) -> None:
-        """A module call of forward will have a backward."""
+        """Note that a module call of forward will have a backward."""
         self._announced.update(chunks)
 
     def opened(self, chunks: Iterable[ChunkId], whole: bool) -> None:
-        """The backward of a module call has begun.
+        """Note that the backward of a module call has begun.
 
-        whole: what runs below the module differs between ranks, and so may when it ends: nothing
-        waits for that.
+        whole: ranks run different calls below this module, so it may end at different moments: no
+        reduction waits for its end.
         """
         for chunk in chunks:
             self._opened[chunk] += 1
@@ -148,11 +148,13 @@ class Reducer:
     def reduce_due(self, num_calls: int, follows_steps: bool) -> None:
         """Before a backward gather: reduce the chunks whose turn it is.
 
-        num_calls: of this cycle so far, with the one that gathers. follows_steps: so do all ranks.
+        num_calls: calls of this cycle so far, with the one that gathers. follows_steps: all ranks
+        follow steps.
         """
         self._moment = num_calls
         if not self._reduces or not self._by_moment:
             return
+        # Without places readiness differs between ranks: only what all propose keeps one order.
         if self._places is None or not follows_steps:
             due = [chunk for chunk in self._waiting if self._is_due(chunk)]
             agreed = self._agree(due) if due and self._agree is not None else due
@@ -172,7 +174,7 @@ class Reducer:
         return 0 < self._announced[chunk] <= self._opened[chunk]
 
     def found(self, last_calls: Mapping[ChunkId, int]) -> dict[ChunkId, int]:
-        """By chunk the number of the call behind which it may be reduced.
+        """Number of the call after which each chunk may be reduced, on this rank.
 
         last_calls: by chunk the number of the last call that needs it.
         """
@@ -185,7 +187,10 @@ class Reducer:
         return found
 
     def learn(self, backward: Backward, found: Sequence[Mapping[ChunkId, int]]) -> None:
-        """What every rank has found in a backward; all ranks call it with the same."""
+        """Fix the places of reductions by what every rank has `found` in such a backward.
+
+        All ranks call it with the same values.
+        """
         places: dict[ChunkId, int] = {}
         for one in found:
             for chunk, number in one.items():
@@ -215,7 +220,10 @@ class Reducer:
             self._begin(self._waiting.pop(first.spec.id))
 
     def _begin(self, chunk: Chunk) -> None:
-        """Begin to reduce it, and end the one before the last: a ticket keeps a whole payload."""
+        """Begin to reduce a chunk, and end the oldest where too many are under way.
+
+        A reduction under way keeps a whole payload.
+        """
         chunk.gradient.begin_reduce()
         self._begun.append(chunk)
         if len(self._begun) > MAX_UNDER_WAY:
@@ -238,7 +246,7 @@ class Reducer:
         return True
 
     def finish(self) -> None:
-        """The backward has ended: reduce the rest in order, and wait for all."""
+        """Reduce the other chunks in order as the backward ends, and wait for all."""
         if self._reduces:
             for chunk in self._waiting.values():
                 chunk.gradient.begin_reduce()
@@ -258,15 +266,16 @@ class Reducer:
 
     @property
     def leftover(self) -> bool:
-        """Gradients that no reduction has: they came late, under `no_sync`, or were put off."""
+        """Whether some gradients are unreduced: late, under `no_sync`, or put off."""
         return any(chunk.gradient.num_arrived for chunk in self._order)
 
     def forget_places(self) -> None:
-        """Gradients came behind them; all ranks call it."""
+        """Forget all places: gradients came after them. All ranks call it."""
         self._known.clear()
 
     def reduce_leftovers(self) -> None:
-        """One more reduction of every chunk; all ranks call it when any has a leftover."""
+        """Reduce every chunk once more; all ranks call it when any has a leftover."""
+        # All chunks, not the ones with a leftover here: these differ between ranks.
         for chunk in self._order:
             self._begin(chunk)
         for chunk in self._begun:
@@ -275,7 +284,7 @@ class Reducer:
         self._nothing_is_left()
 
     def reduce_deferred(self, factor: float) -> None:
-        """Times `factor`, one reduction of what `holding` has left; all ranks call it."""
+        """Reduce once what `holding` has left, times `factor`; all ranks call it."""
         for chunk in self._order:
             if factor != 1:
                 chunk.gradient.scale_local(factor)
@@ -283,7 +292,7 @@ class Reducer:
         self.unsynchronised = False
 
     def reduce_put_off(self) -> None:
-        """What was put off is asked for; all ranks call it."""
+        """Reduce gradients that were put off, as one is asked for; all ranks call it."""
         if self.has_put_off:
             self.reduce_leftovers()
 
@@ -291,7 +300,7 @@ class Reducer:
         self.has_put_off = self._follows_no_sync = False
 
     def drop_gradients(self) -> None:
-        """Of this backward and of those accumulated before it."""
+        """Drop the gradients of this backward and of all accumulated before it."""
         for chunk in self._order:
             chunk.gradient.drop()
         self._nothing_is_left()

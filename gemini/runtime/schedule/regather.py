@@ -12,11 +12,11 @@ from gemini.units import ChunkId
 
 
 class Regather:
-    """The chunks of one engine that are never released.
+    """Gathers, after a step, of the chunks of one engine that are never released.
 
-    overlaps: the gathers are only begun, and waited for chunk by chunk by what reads it first: a
-        module's call, an operator on a parameter, the next step.
-    watches: parameters must be watched for that, since operators on them are not otherwise.
+    overlaps: the gathers are only begun, and each chunk's first reader waits for it: a module's
+        call, an operator on a parameter, the next step.
+    watches: parameters are watched meanwhile, as operators on them are not seen otherwise.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Regather:
 
     @property
     def is_needed(self) -> bool:
-        """A step changes payloads that are kept gathered over ranks."""
+        """Whether a step changes payloads that are kept gathered over ranks."""
         return bool(self._chunks)
 
     def begin(self, *, trained: bool) -> None:
-        """Shards have changed: all, or those that are `trained`. All ranks call."""
+        """Begin to gather changed shards: all, or only `trained` ones. Collective."""
         for chunk in self._chunks:
             if chunk.spec.trainable or not trained:
                 chunk.gather_again()
@@ -53,7 +53,7 @@ class Regather:
                     watch(self._params[slot.param])
 
     def arrive(self, chunks: Iterable[ChunkId]) -> None:
-        """These are about to be read."""
+        """Wait for the gathers of these chunks, which are about to be read."""
         if not self.arriving:
             return
         for chunk_id in chunks:
@@ -66,5 +66,5 @@ class Regather:
                     unwatch(self._params[slot.param])
 
     def end(self) -> None:
-        """All of them are."""
+        """Wait for all gathers."""
         self.arrive(list(self.arriving))

@@ -1,4 +1,4 @@
-"""The warm-up of one engine: the first iteration of a kind is sampled, moment by moment.
+"""Warm-up of one engine: the first iteration of a kind is sampled, moment by moment.
 
 An engine that releases nothing has no hooks on modules: its moments are those of the root module.
 """
@@ -37,10 +37,10 @@ MAX_SIGNATURES = 16
 
 
 class Sampler:
-    """Collects traces of one engine and hands each to `traced`.
+    """Sampler of one engine: collects traces and hands each to `traced`.
 
-    An iteration is sampled if none of its kind and signature was, or if the last of these left its
-    plan.
+    An iteration is sampled if none of its kind and signature was before, or if the last such one
+    left its plan.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Sampler:
         self._key: tuple[Kind, str] | None = None  # of the iteration that began last
         self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
         self._tracker = ForwardTracker() if backend.device.type == "cpu" else None
-        # what the allocator had left over from before does not show in what is resident, and a
-        # simulated device has no memory but what operators count
+        # Memory that the allocator reuses does not raise the resident size, so operators are
+        # counted too; on a simulated device they are all there is to count.
         is_simulated = self._tracker is not None and backend.has_host_tier
         monitor = None if is_simulated else _monitor(backend)
         self.measures = is_simulated or monitor is not None
@@ -74,12 +74,12 @@ class Sampler:
         self.collector.deviations = overruns.found
 
     def traces(self, kind: Kind | None = None) -> list[Trace]:
-        """Measured iterations of one kind, or all; the last measured of each signature."""
+        """Traces of one kind, or of all; the last one of each signature."""
         traces = self.collector.traces.items()
         return [trace for (found, _), trace in traces if kind in (None, found)]
 
     def begin(self, inputs: Any, *, again: bool) -> None:
-        """A root forward is about to begin. `again`: the last iteration left its plan."""
+        """Begin to sample, if needed: a root forward is next. again: the last one left its plan."""
         self.end()
         if again and self._key is not None:
             self._stale.add(self._key)
@@ -96,33 +96,32 @@ class Sampler:
         self.collector.begin(*key)
 
     def measure_again(self, trace: Trace) -> None:
-        """What was measured here may be of the first iteration alone: libraries allocate once."""
+        """Sample such an iteration again: libraries may have allocated in the first one alone."""
         self._stale.add((trace.kind, trace.signature))
 
     def specs_changed(self, specs: Sequence[ParamSpec]) -> None:
-        """Parameters are trained that were frozen: iterations are others than those measured."""
+        """Sample training again: frozen parameters are trained now, so iterations are others."""
         self._specs = specs
         self.look_again()
 
     def look_again(self) -> None:
-        """What was measured of training was measured in other homes."""
+        """Sample training again: its traces were measured in other homes."""
         for key in self.collector.traces:
             if key[0] == "train":
                 self._stale.add(key)
 
     def state_dict(self) -> dict[str, Any]:
-        """The traces there are, for a checkpoint."""
+        """All traces, for a checkpoint."""
         return {
             "device": self._device,
             "traces": [trace.to_json() for trace in self.collector.traces.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, told_apart: bool) -> None:
-        """Hand on the traces of a run that went before; the coming iteration is sampled all the
-        same, for what it measures.
+        """Hand on the traces of an earlier run; the coming iteration is sampled all the same.
 
-        told_apart: whether inputs are told apart here, as they are where chunks move. Traces that
-        were made otherwise, on another kind of device or of another model are left.
+        told_apart: whether inputs are told apart here, as they are where chunks move. Traces with
+        the other answer, of another kind of device or of another model are ignored.
         """
         for data in state["traces"] if state["device"] == self._device else ():
             try:
@@ -137,7 +136,7 @@ class Sampler:
     def tracking(
         self, module: nn.Module, model_data: Callable[[], Iterable[Tensor]]
     ) -> AbstractContextManager[None]:
-        """Around the forward that `begin` announced. Compiled code is left alone."""
+        """Context around the forward that `begin` announced. Compiled code is left alone."""
         if self._tracker is None or not self.collector.collecting:
             return nullcontext()
         if torch.compiler.is_compiling():
@@ -149,22 +148,22 @@ class Sampler:
 
     @property
     def signature(self) -> str:
-        """Of the inputs of the iteration that began last."""
+        """Signature of the inputs of the iteration that began last."""
         return "" if self._key is None else self._key[1]
 
     def at_root(self, edge: Edge) -> None:
-        """The root module's forward or backward begins or ends, where nothing below is hooked."""
+        """Record an edge of the root module's forward or backward; nothing below it is hooked."""
         if self.collector.collecting:
             self.collector.record(edge, "", self._everything)
 
     def record(self, edge: Edge, caller: Caller) -> None:
-        """A call begins or has ended."""
+        """Record that a call begins or has ended."""
         params = caller.traced or caller.params
         if self.collector.collecting and params:
             self.collector.record(edge, caller.name, params)
 
     def end(self) -> None:
-        """The iteration is over: its step begins, or another forward does."""
+        """End the iteration, as its step or another forward begins."""
         if not self.collector.collecting:
             self._overruns.settle()
             return
@@ -174,7 +173,7 @@ class Sampler:
         self._traced(trace)
 
     def _look(self, non_model_bytes: int, where: str) -> None:
-        """A period ends. What is there of model data was there in it."""
+        """Check the budget at a period's end; its model data is what the ledger has now."""
         if self._overruns.limits_device:
             self._overruns.check(
                 Tier.DEVICE, self._ledger.device_bytes(), non_model_bytes, f"at {where}"

@@ -1,10 +1,10 @@
-"""StatefulTensorMgr: what state every parameter is in, and which chunks are gathered.
+"""StatefulTensorMgr: states of parameters, and which chunks are gathered.
 
-It follows the `GatherSteps` of the plan for this kind of iteration and these inputs, where there is
-one and its calls are those that come: then the bytes moved are the plan's. Other cycles (two
-forwards before one backward, evaluations of several ranks) get steps of their own from what they
-needed last, in the room that the plan leaves at its fullest moment. At a call that needs other
-chunks it falls back to gathering on demand and releasing the least recently used, within that room.
+The manager follows the plan's `GatherSteps` for this kind of iteration and these inputs, if the
+plan has some and its calls are the calls that come: then the bytes moved are the plan's. Other
+cycles (two forwards before one backward, evaluations of several ranks) get steps of their own from
+what they needed last, in the room that the plan leaves at its fullest moment. At a call that needs
+other chunks the manager gathers on demand and releases the least recently used, in that room.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from gemini.units import ChunkId, ParamId
 
 MAX_LEARNED = 16
 
-# What is expected of a cycle: its kind and inputs, and what the cycle before it needed. So two
-# forwards before one backward, or evaluations between steps, have steps of their own.
+# Name of a cycle: kind and inputs, and a hash of what the cycle before it needed. So two forwards
+# before one backward, or evaluations between steps, have steps of their own.
 Cycle = tuple[Kind, str, int]
 StepsFor = Callable[[Kind, str], "GatherSteps | None"]
 
 
 class TensorState(Enum):
-    """Where the bytes of one parameter are: `shard` persists, `payload` is what a gather makes."""
+    """State of one parameter's bytes: `shard` persists, `payload` is what a gather makes."""
 
     __hash__ = object.__hash__  # members are compared by identity; enum's own hash is in Python
 
@@ -70,7 +70,7 @@ LEGAL: dict[TensorState, frozenset[TensorState]] = {
 
 
 class IllegalTransition(RuntimeError):
-    """A bug of the engine, not of its user."""
+    """State change that no parameter may make: a bug of the engine, not of its user."""
 
 
 def check_transition(name: str, old: TensorState, new: TensorState) -> TensorState:
@@ -150,27 +150,27 @@ class StatefulTensorMgr:
 
     @property
     def releases_nothing(self) -> bool:
-        """Every chunk stays gathered: hooks and on-demand fetches have nothing to do."""
+        """Whether every chunk stays gathered: hooks and on-demand fetches have nothing to do."""
         return not self._nbytes
 
     @property
     def num_calls(self) -> int:
-        """Calls of this cycle so far that needed other chunks than the one before."""
+        """Number of calls of this cycle so far that needed other chunks than the one before."""
         return len(self._seen)
 
     @property
     def follows_steps(self) -> bool:
-        """What is gathered and released is what the steps of this cycle say."""
+        """Whether gathers and releases are those of this cycle's steps."""
         return self._steps is not None and not self.deviated
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """What the calls of this cycle need, none twice in succession: by its steps, or so far."""
+        """Needs of this cycle's calls, none twice in succession: by its steps, or so far."""
         steps = self._steps
         return tuple(self._seen) if steps is None or self.deviated else steps.needs
 
     def last_calls(self) -> dict[ChunkId, int]:
-        """By chunk the number of the last call so far that needed it."""
+        """Number of the last call so far that needed each chunk."""
         return {chunk: i for i, call in enumerate(self._seen, 1) for chunk in call}
 
     def follow_to_end(self) -> bool:
@@ -181,7 +181,7 @@ class StatefulTensorMgr:
         return self._place == len(self._steps.steps)
 
     def state_of(self, param: ParamId) -> TensorState:
-        """Where a parameter is in its cycle."""
+        """State of a parameter."""
         return self._states[param]
 
     def set_state(self, params: Iterable[ParamId], state: TensorState) -> None:
@@ -193,18 +193,18 @@ class StatefulTensorMgr:
             self._states[param] = state
 
     def gradient_arrived(self, param: ParamId) -> None:
-        """Its gradient waits to be reduced."""
+        """Note that the gradient of `param` waits to be reduced."""
         old = self._states[param]
         if TensorState.READY_FOR_REDUCE not in LEGAL[old]:
             check_transition(self._names[param], old, TensorState.READY_FOR_REDUCE)
         self._states[param] = TensorState.READY_FOR_REDUCE
 
     def hold_everything(self) -> None:
-        """No parameter is in use and no gradient waits: a backward has ended."""
+        """Set all parameters to `HOLD`: a backward has ended, none is used, no gradient waits."""
         self._states = [TensorState.HOLD] * len(self._states)  # which is legal from any state
 
     def homes_changed(self) -> None:
-        """Shards have moved, between cycles: what is whole now needs no gathers any more."""
+        """Follow shards that have moved, between cycles: unsharded chunks need no gathers."""
         for chunk in [chunk for chunk in self._nbytes if self._chunks[chunk].is_unsharded]:
             for known in (self._nbytes, self._users, self._pinned, self._recent, self._overdue):
                 known.pop(chunk, None)
@@ -222,8 +222,10 @@ class StatefulTensorMgr:
     # -- calls --
 
     def come_to(self, chunks: Call) -> bool:
-        """A call of a cycle begins, and `prepare` follows: carry out what is left of the steps
-        before it. Whether it needs other chunks than the call before."""
+        """Find the step of a call that begins, and carry out repeats before it; `prepare` follows.
+
+        Returns whether the call needs other chunks than the one before.
+        """
         is_other = not self._seen or self._seen[-1] != chunks
         if is_other:
             self._seen.append(chunks)
@@ -235,10 +237,9 @@ class StatefulTensorMgr:
         return is_other
 
     def prepare(self, chunks: Call, in_cycle: bool = True) -> None:
-        """A call begins: make `chunks` gathered, and release and prefetch what its step says.
+        """Gather `chunks` for a call that begins; release and prefetch what its step says.
 
-        `in_cycle`: this is a call of a cycle, which has come, and not of a module that was called
-        by itself.
+        in_cycle: `come_to` was called for it; False for a module that was called by itself.
         """
         storage = self.ledger.storage
         if storage is not None and storage.host_gradients is not None:
@@ -265,7 +266,7 @@ class StatefulTensorMgr:
             self.ledger.note()
 
     def call_ended(self) -> None:
-        """A call has ended, and does not use its chunks any more: release what the step says."""
+        """Release what the step says, as a call has ended and uses its chunks no more."""
         storage = self.ledger.storage
         if storage is not None and storage.host_gradients is not None:
             storage.host_gradients.moment(begins=False)
@@ -277,7 +278,7 @@ class StatefulTensorMgr:
                 self._behind.append(kept)
 
     def begin_use(self, chunks: Iterable[ChunkId], params: Sequence[ParamId]) -> None:
-        """A call begins to use these: its chunks may not be released."""
+        """Count a call's use of these: its chunks may not be released meanwhile."""
         for chunk in chunks:
             if chunk in self._users:
                 self._users[chunk] += 1
@@ -290,9 +291,9 @@ class StatefulTensorMgr:
     def end_use(
         self, chunks: Iterable[ChunkId], params: Iterable[ParamId], state: TensorState
     ) -> None:
-        """That call is done with them; parameters that no other call uses take `state`.
+        """End a call's use of these; parameters that no other call uses take `state`.
 
-        One whose gradient has arrived meanwhile keeps the state that says so.
+        A parameter whose gradient has arrived meanwhile keeps the state that says so.
         """
         for chunk in chunks:
             if chunk in self._users:
@@ -326,16 +327,16 @@ class StatefulTensorMgr:
         return True
 
     def let_go(self) -> None:
-        """Of what `hold` has gathered."""
+        """Release what `hold` has gathered."""
         self.holds = self.fills_room = False
         self.release_all()
 
     def unpin_all(self) -> None:
-        """What was pinned may be released again."""
+        """Allow the release of all pinned chunks again."""
         self._pinned.clear()
 
     def begin_cycle(self, kind: Kind, signature: str = "") -> None:
-        """A root forward begins that is not part of the cycle before."""
+        """Begin a cycle: a root forward that is not part of the one before."""
         self._payload_room_bytes = self._room_of_plan()
         seen = () if self.ranks_differ else tuple(self._seen)
         # What came under the last cycle's name; the next one's name has what came before it, so
@@ -358,7 +359,7 @@ class StatefulTensorMgr:
             self._release_planned([c for c in self._recent if c not in self._steps.carried])
 
     def forget_users(self) -> None:
-        """No module call is open any more: a backward ended, or one was abandoned."""
+        """Forget open module calls: a backward ended, or one was abandoned."""
         self._users = dict.fromkeys(self._nbytes, 0)
         self._computing = [0] * len(self._computing)
         for one in self._opaque.values():
@@ -374,8 +375,10 @@ class StatefulTensorMgr:
                 self._release(chunk)
 
     def release_for_step(self) -> None:
-        """The shards of trainable chunks are about to change. Frozen payloads stay where the plan
-        carries them from one iteration to the next."""
+        """Release payloads before a step, which changes the shards of trainable chunks.
+
+        Frozen payloads stay where the plan carries them from one iteration to the next.
+        """
         if self.ledger.storage is not None:
             self.ledger.storage.all_leave()
         # an evaluation before the step, whose weights stay the same, carries trained ones, too
@@ -384,8 +387,10 @@ class StatefulTensorMgr:
     # -- inside --
 
     def _next_step(self, chunks: Call, is_other: bool) -> GatherStep | None:
-        """That is followed at this call. None: it repeats one whose steps are done, or has left
-        them, or there are none."""
+        """Step to follow at this call, or None.
+
+        None: the call repeats one whose step is done, it leaves the steps, or there are none.
+        """
         if self._steps is None or self.deviated:
             return None
         steps = self._steps.steps
@@ -406,21 +411,24 @@ class StatefulTensorMgr:
         return self._place < len(steps) and steps[self._place].needs == chunks
 
     def _end_repeats(self, steps: Sequence[GatherStep]) -> None:
-        """Carry out the next steps that need what the one before them did."""
+        """Carry out the next steps as long as they need the same chunks as the one before."""
         while self._place > 0 and self._is_next(steps, steps[self._place - 1].needs):
             self._place += 1
             self._follow(steps[self._place - 1], ())
 
     def _kept_for_repeats(self, rows: Sequence[ChunkId]) -> tuple[ChunkId, ...]:
-        """Of what is to be released that which this rank, and no other, may come to again at once:
-        no other would gather it. Where there is no room for it, that is an error."""
+        """Chunks of `rows` that are kept, as this rank's next call may repeat its need of them.
+
+        The other ranks may not come to them again, and would not gather with it. Empty on one rank
+        alone, and where payloads have no room: then a repeat on several ranks is an error.
+        """
         there = sum(self._nbytes[chunk] for chunk in self._recent)
         if self._agree is None or there > self._payload_room_bytes:
             return ()
         return tuple(chunk for chunk in rows if chunk in self._seen[-1])
 
     def _follow(self, step: GatherStep, wanted: Sequence[ChunkId]) -> None:
-        # A call that raised has no end, and its chunks would stay for good.
+        # A call that raised has no end; without this its chunks would stay gathered for good.
         for rows in self._behind:  # ends that did not come
             self._release_planned(rows)
         self._behind = list(step.release_at_ends)
@@ -442,7 +450,7 @@ class StatefulTensorMgr:
                     self._gather(chunk)
 
     def _ask(self, chunks: Iterable[ChunkId]) -> None:
-        """The other ranks, where there are any."""
+        """Meet the other ranks, if there are any, before chunks of these are gathered."""
         missing = [chunk for chunk in chunks if not self._chunks[chunk].gathered]
         if missing and self._agree is not None:
             self._agree(missing)
@@ -455,7 +463,7 @@ class StatefulTensorMgr:
                 self._overdue[chunk] = None
 
     def _gather_now(self, wanted: Sequence[ChunkId]) -> None:
-        """On demand, in the room there is."""
+        """Gather on demand, after releases that make room."""
         missing: list[ChunkId] = []
         for chunk in wanted:
             if not self._chunks[chunk].gathered:
@@ -466,7 +474,7 @@ class StatefulTensorMgr:
                 self._gather(chunk)
 
     def _learn(self, cycle: Cycle, seen: tuple[Call, ...]) -> None:
-        """What this cycle needed is what its like will need."""
+        """Plan steps for cycles of this name: they will need what this one needed."""
         known = self._learned.pop(cycle, None)
         planned = self._steps_for(cycle[0], cycle[1])
         if planned is not None and planned.needs == seen:
@@ -481,7 +489,7 @@ class StatefulTensorMgr:
             del self._learned[next(iter(self._learned))]
 
     def _limit_bytes(self) -> int:
-        """Room for the largest need and for the chunks in flight behind it, if there is as much."""
+        """Bytes for payloads: the largest need and the prefetched chunks, within the room."""
         if self.fills_room:
             return self._payload_room_bytes
         largest = max(self._nbytes.values(), default=0)
@@ -499,20 +507,20 @@ class StatefulTensorMgr:
                 total -= self._nbytes[chunk]
 
     def _gather(self, chunk: ChunkId) -> None:
-        """Of a chunk that is released."""
+        """Begin to gather a released chunk."""
         self._overdue.pop(chunk, None)
         self._recent[chunk] = None
         self._chunks[chunk].gather()
         self.gathers += 1
 
     def _release(self, chunk: ChunkId) -> bool:
-        """Free a payload if nothing uses it. What is refused here goes when room is needed."""
+        """Free a payload if nothing uses it; returns False if refused, until room is needed."""
         if not self._chunks[chunk].gathered:  # its gather failed
             self._recent.pop(chunk, None)
             return True
         if self._users[chunk] or chunk in self._pinned:
             return False
-        # What the user wrote to the payload is lost with it.
+        # The user's writes are in the payload alone, and would be lost with it.
         self.before_release(self._chunks[chunk])
         self._chunks[chunk].release()
         self._recent.pop(chunk, None)

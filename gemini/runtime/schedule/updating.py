@@ -1,4 +1,4 @@
-"""Chunks whose update goes on behind the step that began it: who reads one waits for it."""
+"""Chunks whose update goes on after their step returned: a reader waits for its chunk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gemini.units import ChunkId
 
 
 class Updating:
-    """Chunks of one engine whose update goes on behind its step.
+    """Chunks of one engine whose update goes on after `step()` returned.
 
-    A gather waits by `Chunk.wait_updated`, and a call for its chunks: a payload that is a shard is
-    there already.
+    A gather waits by `Chunk.wait_updated`. A call waits for its chunks itself: a payload that is
+    its shard is not gathered.
 
-    coming: those that nobody has waited for.
-    watches: nothing is gathered, as payloads are there for good: modules and operators wait
-        instead, so parameters are watched meanwhile.
+    coming: chunks that nobody has waited for yet.
+    watches: no payload is ever released, so none is gathered: modules and operators wait instead,
+        and parameters are watched meanwhile.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Updating:
         self.behind: Ticket[TailResult] = Done(TailResult())  # of the last step that had a tail
 
     def begin(self, tickets: Mapping[ChunkId, Ticket[None]], behind: Ticket[TailResult]) -> None:
-        """These chunks are updated when their tickets are done. behind: of the whole tail."""
+        """Note the tickets of updates, by chunk. behind: the ticket of the whole tail."""
         self.behind = behind
         for chunk_id, ticket in tickets.items():
             chunk = self.coming[chunk_id] = self._chunks[chunk_id]
@@ -44,7 +44,7 @@ class Updating:
                     watch(self._params[slot.param])
 
     def arrive(self, chunks: Iterable[ChunkId]) -> None:
-        """A call is about to read these."""
+        """Wait for the updates of these chunks, which a call is about to read."""
         if not self.coming:
             return
         for chunk_id in chunks:
@@ -58,5 +58,5 @@ class Updating:
                     unwatch(self._params[slot.param])
 
     def end(self) -> None:
-        """All of them are."""
+        """Wait for all updates."""
         self.arrive(list(self.coming))

@@ -1,4 +1,4 @@
-"""A step that all ranks agree on, carried out by all targets or by none."""
+"""Agreement of all ranks on a step, and its execution by all targets or by none."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .weights import after_step
 
 @dataclass(frozen=True, slots=True)
 class AgreedStep:
-    """A step of one target that all ranks have agreed on.
+    """Step of one target that all ranks have agreed on.
 
-    count: it was taken, and has updated these parameters.
+    count: called when the step is taken, with the parameters it has updated.
     gathered_since: bytes of parameters and gradients since the last step, of forward and backward.
     taken: the parameters it updates.
     """
@@ -41,7 +41,10 @@ class AgreedStep:
 
 
 def exchange(parts: Parts, ballot: Ballot, norm_type: float = 2.0) -> Agreement:
-    """Through the host where the group reaches it, else through its store: no device waits."""
+    """Exchange ballots: through the host where the group reaches it, else through its store.
+
+    No device is waited for. Collective.
+    """
     comm, scope = parts.comm, parts.scope
     if comm.reaches_host:
         vector = torch.tensor(ballot.encode(scope), dtype=torch.float64)
@@ -52,8 +55,11 @@ def exchange(parts: Parts, ballot: Ballot, norm_type: float = 2.0) -> Agreement:
 
 
 def heard(comm: Communicator, agreement: Agreement) -> None:
-    """All ranks have voted. Raises SequenceError where they did not do the same before, and
-    ReplicaError where replicas have other gradients."""
+    """Check the outcome of a vote, and begin a new log of collectives.
+
+    Raises SequenceError where ranks did not do the same before, and ReplicaError where replicas
+    have different gradients.
+    """
     if agreement.sequences_differ:
         comm.compare_logs()
     agreement.check_replicas()
@@ -63,9 +69,9 @@ def heard(comm: Communicator, agreement: Agreement) -> None:
 def raise_what_any_rank_raised(
     parts: Parts, error: BaseException | None, *, uses_disk: bool
 ) -> None:
-    """This rank's own error, or one that says what the failing ranks' errors were.
+    """Raise this rank's own error, or one with the texts of the failing ranks' errors.
 
-    uses_disk: on some rank; where none does, nothing can fail and nobody asks.
+    uses_disk: whether any rank does; else nothing can fail, and ranks exchange nothing.
     """
     comm = parts.comm
     if comm.world_size > 1 and uses_disk:
@@ -78,7 +84,7 @@ def raise_what_any_rank_raised(
 
 
 def raise_failures(said: Sequence[str | None], error: BaseException | None) -> None:
-    """This rank's own error, or one that says what the failing ranks' errors were."""
+    """Raise this rank's own error, or one with the texts of the failing ranks' errors."""
     failed = _told_by_others(said, error)
     if failed:
         raise RuntimeError(
@@ -88,7 +94,7 @@ def raise_failures(said: Sequence[str | None], error: BaseException | None) -> N
 
 
 def raise_what_tore(said: Sequence[str | None], error: BaseException | None) -> None:
-    """The same of updates in memory."""
+    """Raise as `raise_failures` does, for updates in memory that ended in their middle."""
     torn = _told_by_others(said, error)
     if torn:
         raise RuntimeError(
@@ -98,7 +104,7 @@ def raise_what_tore(said: Sequence[str | None], error: BaseException | None) -> 
 
 
 def _told_by_others(said: Sequence[str | None], error: BaseException | None) -> dict[int, str]:
-    """By rank, where this one has no error; else raises it."""
+    """Texts of errors by rank; raises this rank's own, if it has one."""
     if error is not None:
         raise error
     return {rank: f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None}
@@ -109,10 +115,11 @@ def carry_out(
     agree: Callable[[BaseException | None], None],
     in_memory: InMemory = at_once,
 ) -> StepReport:
-    """The steps of all these targets count, or none; see `optim.step.driver.take`."""
+    """Carry out the steps of all these targets, or none of them; see `optim.step.driver.take`."""
     for step in steps:
         step.parts.manager.release_for_step()
     try:
+        # Counts of steps and weights change together: a signal between them would tear the two.
         with DeferredSignals() as signals:
             for step in steps:
                 step.parts.ledger.note()

@@ -20,7 +20,7 @@ from gemini.runtime.step.views import KeptGradient, ShardViews
 
 
 class EarlyShardViews(ShardViews):
-    """The view of a step that is not agreed on yet; see `optim.step.speculation.EarlyViews`.
+    """View of a step that is not agreed on yet; see `optim.step.speculation.EarlyViews`.
 
     No payload and no shard changes before the step. New weights of a shard in a file are a new
     version in it. Those of a shard in memory go to the block's undo plane where its master is
@@ -40,7 +40,7 @@ class EarlyShardViews(ShardViews):
         *,
         merges: bool,
     ) -> None:
-        """As `ShardViews`."""
+        """Arguments are those of `ShardViews`."""
         files = UpdateFiles(storage)
         super().__init__(
             chunks, hyper, steps, storage, memory, staging=None, merges=merges, files=files
@@ -49,11 +49,11 @@ class EarlyShardViews(ShardViews):
         self._kept_grads = [KeptGradient(None, None) for _ in chunks]
 
     def lend(self, buffer: Buffer | None) -> None:
-        """Give the buffer for new weights of shards in memory; None takes it back."""
+        """Lend the buffer for new weights of shards in memory; None takes it back."""
         self._buffer = buffer
 
     def writes_parameters(self, block: Block) -> bool:
-        """Whether its update writes parameters to their file, as a step does."""
+        """Whether the block's update writes parameters to their file, as a step does."""
         return self._chunks[block.shard].files is not None
 
     def see(self, shard: int) -> bool:
@@ -64,14 +64,14 @@ class EarlyShardViews(ShardViews):
         return True
 
     def has_seen(self, shard: int) -> bool:
-        """Whether blocks may be updated with its gradient."""
+        """Whether blocks of this shard may be updated with its final gradient."""
         return (
             self._kept_grads[shard].grad is not None
             or self._kept_grads[shard].offloaded is not None
         )
 
     def read_ahead(self, block: Block) -> None:
-        """Begin to read its gradient, where that is not on the device: its update is near."""
+        """Begin to read the block's gradient, if not on the device: its update is near."""
         if self._offloaded(block.shard) is not None:
             self._ahead[block.id] = self._begin_grad(block)
 

@@ -1,4 +1,4 @@
-"""The executor of an engine's shards, and their gradients as runs that it measures."""
+"""Executor of an engine's shards, and their gradients as runs that it measures."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ from gemini.runtime.parts import Parts
 
 
 def updated_by_kernels(plan: Plan, backend: Backend) -> bool:
-    """Who carries a plan's updates out: kernels of the device `RESIDENT` and `STREAM`, the host
-    `CPU`; the host all of them where it is the device."""
+    """Whether kernels of the device carry out a plan's updates, and not the host.
+
+    Kernels carry out `RESIDENT` and `STREAM`, the host `CPU`, and all three where it is the device.
+    """
     return plan.off_device is UpdatePath.STREAM and backend.updates_by_triton
 
 
@@ -43,9 +45,10 @@ def make_executor(
     runs: Sequence[GradientRun],
     cpu_path: str,
 ) -> Executor:
-    """Of the plan in use. `state`: the planes of all shards. `runs`: of what is trained.
+    """Make the executor of the plan in use.
 
-    Collective where the update may be compiled: either all ranks do, or none.
+    state: the planes of all shards. runs: gradients of trained chunks. Collective where the update
+    may be compiled: either all ranks compile it, or none.
     """
     layout = parts.layout
     seed = (
@@ -72,7 +75,7 @@ def make_executor(
 
 
 def line_step(parts: Parts, rule: LineRule, runs: Sequence[GradientRun]) -> CpuStep | OperatorStep:
-    """The executor of a rule over lines, by operators, where the plan has it."""
+    """Make the executor of a rule over lines, by operators, where the plan updates."""
     settings, control = parts.precision_settings, parts.control_vector
     seed = None if settings.master_weights else settings.rounding_seed
     names = [spec.name for spec in parts.layout.params]
@@ -85,7 +88,7 @@ def line_step(parts: Parts, rule: LineRule, runs: Sequence[GradientRun]) -> CpuS
 
 
 def run_of(layout: ChunkLayout, chunk: Chunk) -> GradientRun:
-    """The gradient of this rank's shard."""
+    """Run of the gradient of this rank's shard."""
     return GradientRun(
         chunk.spec.id,
         chunk.spec.dtype,
@@ -100,7 +103,7 @@ def run_of(layout: ChunkLayout, chunk: Chunk) -> GradientRun:
 
 
 def planned_staging(plan: Plan) -> Reserved:
-    """As much memory of the device as the plan has for what passes through it."""
+    """Staging on the device, as large as the plan has it."""
     staging = plan.device_staging
     if not staging.count:
         return Reserved()
@@ -108,8 +111,11 @@ def planned_staging(plan: Plan) -> Reserved:
 
 
 def _mixes(dtypes: Sequence[str], state: StateLayout) -> list[Mix]:
-    """Gradients come in their parameter's dtype, and are fp32 where backwards accumulate. Masters
-    of bf16 that may be split are whole elsewhere."""
+    """List the mixes of dtypes that an update meets.
+
+    Gradients have their parameter's dtype, or fp32 where backwards accumulate. bf16 parameters
+    have split masters in some blocks and whole ones in others, where the layout splits.
+    """
     return [
         Mix(getattr(torch, dtype), grad, state.has_master, is_split)
         for dtype in dict.fromkeys(dtypes)
@@ -119,7 +125,7 @@ def _mixes(dtypes: Sequence[str], state: StateLayout) -> list[Mix]:
 
 
 def _any_failure(comm: Communicator, failure: str | None) -> str | None:
-    """That of the first rank that has one, on every rank. Collective."""
+    """Failure of the first rank that has one, on every rank. Collective."""
     said = comm.gather_objects(failure)
     found = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
     return failure if comm.world_size == 1 else next(iter(found), None)

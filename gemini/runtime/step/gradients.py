@@ -1,4 +1,4 @@
-"""The gradients of a step: reduced, measured, clipped, and what all ranks found of them."""
+"""Gradients of a step: reduced, measured, clipped and agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .state.shard_state import StepCalls
 
 
 class StepGradients:
-    """Of all trainable chunks of one engine; `chunks` may grow."""
+    """Gradients of all trainable chunks of one engine; `chunks` may grow."""
 
     def __init__(
         self, parts: Parts, calls: StepCalls, executor: Executor, chunks: Sequence[Chunk]
@@ -33,7 +33,7 @@ class StepGradients:
         self.measure_leaving()
 
     def measure_leaving(self) -> None:
-        """Gradients that leave the device are measured as they do."""
+        """Measure gradients that leave the device as they leave."""
         self._runs = {chunk.spec.id: run_of(self._parts.layout, chunk) for chunk in self._chunks}
         for chunk in self._chunks:
             run = self._runs[chunk.spec.id]
@@ -60,13 +60,16 @@ class StepGradients:
         return [chunk for chunk in self._chunks if chunk.gradient.exists]
 
     def used(self) -> None:
-        """A step has taken them."""
+        """Note that a step has used the gradients."""
         self._calls.gradients.after_step()
 
-    # -- what all ranks found --
+    # -- agreement of all ranks --
 
     def agree(self, chunks: Sequence[Chunk], norm_type: float | None) -> Agreement:
-        """norm_type: None where what was measured goes from device to device."""
+        """Agree with all ranks on norm, overflow and which parameters have a gradient.
+
+        norm_type: None where measures go from device to device. Collective.
+        """
         agreement = self._vote(chunks, norm_type)
         if agreement.deviated:  # a gradient came late on some rank: reduce once more, everywhere
             self._parts.reducer.reduce_leftovers()
@@ -80,7 +83,7 @@ class StepGradients:
         return agreement
 
     def ballot(self, chunks: Sequence[Chunk], norm_type: float | None) -> Ballot:
-        """What this rank has to say of these gradients."""
+        """Ballot of this rank on these gradients."""
         parts, log = self._parts, self._parts.comm.log
         found = Measured()
         if norm_type is not None:
@@ -100,7 +103,7 @@ class StepGradients:
     def submit_measure(
         self, executor: TritonStep, chunks: Sequence[Chunk], clip: Clip
     ) -> tuple[bool, ...]:
-        """What all ranks found is on the device; which parameters any rank has a gradient for."""
+        """Submit measures and vote to the device; returns which parameters have a gradient."""
         parts, present = self._parts, tuple(self._parts.present)
         if parts.comm.world_size > 1:
             present = self.agree(chunks, None).present
@@ -120,14 +123,14 @@ class StepGradients:
 
     @property
     def pending_clip(self) -> PendingClip:
-        """What the coming step clips to."""
+        """Clip of the coming step."""
         return self._parts.pending_clip or PendingClip(self._parts.precision_settings.clip)
 
     def clip(self, clip: Clip, device: TritonStep | None) -> Tensor | None:
-        """Remember what the coming step clips to; the norm before, fp64 0-d, where one is asked.
+        """Set the clip of the coming step; returns the norm before, fp64 0-d, where one is asked.
 
-        Of what gradients are clipped to already. device: what measures where the host need not
-        know. Raises RuntimeError where there are no gradients.
+        The norm is that of gradients after earlier clips. device: its executor, which measures
+        where the host need not know. Raises RuntimeError where there are no gradients.
         """
         parts = self._parts
         chunks = self.reduced()

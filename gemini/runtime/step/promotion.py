@@ -1,4 +1,4 @@
-"""Homes are promoted once, to what the first measured iteration leaves room for."""
+"""Promotion of homes, once, to what the first measured iteration leaves room for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gemini.runtime.parts import Parts
 
 
 class Promotion:
-    """When homes are promoted: once gradients were dropped, and no graph waits for its backward."""
+    """Promotion of one engine: once gradients were dropped and no graph waits for its backward."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = weakref.proxy(parts)
@@ -21,11 +21,11 @@ class Promotion:
         self.graph_is_open = False  # a forward was recorded, and no backward has ended since
 
     def propose(self) -> None:
-        """A measured iteration was planned: ask for higher homes, once. Collective."""
+        """Ask for higher homes, once, when a measured iteration was planned. Collective."""
         self._higher = self._higher or self._parts.planning.higher()
 
     def gradients_dropped(self) -> None:
-        """Raise homes, if some wait for it and nothing stands against it."""
+        """Raise homes, if some wait for it and no graph is open."""
         parts, planned = self._parts, self._higher
         if planned is None or self.graph_is_open or parts.target is None or _is_parked(parts):
             return
@@ -56,6 +56,7 @@ def promote_homes(parts: Parts, planned: PlanResult) -> None:
         target.promote_state(planned.plan)
         parts.planning.use_plan(planned)
         storage.place_gradients(planned.plan, parts.chunks)
+    # Also after an error of a disk: shards that have risen live in memory from now on.
     finally:
         storage.keep_shards(from_files)
         target.homes_changed()
@@ -64,7 +65,10 @@ def promote_homes(parts: Parts, planned: PlanResult) -> None:
 
 
 def _is_parked(parts: Parts) -> bool:
-    """Whether shards in memory have given it away for a while; see `optim.state.parking`."""
+    """Whether shards in memory are parked: their memory is given away for a while.
+
+    See `optim.state.parking`.
+    """
     shards = (chunk.shard_memory for chunk in parts.chunks if chunk.files is None)
     return any(shard.untyped_storage().nbytes() < shard.nbytes for shard in shards)
 

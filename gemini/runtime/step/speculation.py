@@ -35,7 +35,7 @@ from .early_views import EarlyShardViews
 
 @dataclass(frozen=True, slots=True)
 class _Stops:
-    """The ticket of a gradient that a speculation reads: `wait` stops the speculation."""
+    """Ticket of a gradient that a speculation reads: `wait` stops the speculation."""
 
     _run: Speculation
 
@@ -48,18 +48,17 @@ class _Stops:
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """The expected step: its updater and its view."""
+    """Expected step: its updater and its view."""
 
     updater: CpuUpdater
     views: EarlyShardViews
 
 
 class StepSpeculation:
-    """Speculations of one engine's steps, of which at most one is under way; in the thread that
-    trains.
+    """Speculations of one engine's steps, of which at most one is under way.
 
-    assume: what the coming step will agree on if it updates these parameters; None: unknown, or not
-    computed on the host.
+    All methods run in the thread that trains. assume: given the parameters of the coming step,
+    returns its predicted inputs; None: unknown, or not computed on the host.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class StepSpeculation:
     # -- in a backward --
 
     def begin(self) -> None:
-        """Begin, if this backward is expected to be the last one before the step."""
+        """Begin to speculate, if this backward is expected to be the last before the step."""
         # This backward adds to gradients that an earlier one of this step was thought to finish.
         self.drop()
         self._drop_what_is_left()
@@ -147,7 +146,7 @@ class StepSpeculation:
             params.rollback()
 
     def _blocks_by_chunk(self) -> Mapping[ChunkId, tuple[int, list[Block]]]:
-        """By chunk: its shard, and its blocks on disk."""
+        """(shard, blocks on disk) of every chunk."""
         nvme = self._tiered_state.nvme
         assert nvme is not None
         found: dict[ChunkId, tuple[int, list[Block]]] = {
@@ -158,7 +157,7 @@ class StepSpeculation:
         return found
 
     def is_final(self, chunk: Chunk) -> None:
-        """Update its blocks: its gradient, if reduced, is expected to stay until the step."""
+        """Update the chunk's blocks: its reduced gradient is expected to stay until the step."""
         run, gradient = self._under_way, chunk.gradient
         if run is None or not gradient.is_reduced or chunk.spec.id not in self._blocks:
             return
@@ -170,17 +169,17 @@ class StepSpeculation:
                 gradient.updating = _Stops(run)
             run.add(blocks, gradient.shard, mark)
 
-    # -- behind it --
+    # -- at the step --
 
     def judge(
         self, updater: Updater, views: ShardViews, taken: Sequence[ParamId]
     ) -> frozenset[BlockId]:
-        """The step has agreed on these inputs: the blocks that were updated with just those.
+        """Blocks that were updated early with the very inputs that the step has agreed on.
 
-        taken: the parameters that it updates.
+        taken: the parameters that the step updates.
         """
         early = self._views
-        # First stop: from here on only the step moves rows.
+        # Stop before rows are compared: the speculation's thread would move them meanwhile.
         run = self._stopped()
         self._num_held, self._taken = 0, taken
         if not isinstance(updater, CpuUpdater):
@@ -201,8 +200,7 @@ class StepSpeculation:
             for block in assumed
         }
         right = held(assumed, agreed)
-        # Parameters in files were written with their state; the step writes those of redone blocks
-        # again.
+        # New parameters of redone blocks come from other inputs: only held ones may be committed.
         early.files.drop(but=right)
         self._num_held = len(right)
         return right
@@ -238,7 +236,7 @@ class StepSpeculation:
         return run
 
     def learn(self, clip: Clip, *, was_skipped: bool) -> tuple[Speculated, Traffic]:
-        """After a step: counts of its early updates, and the bytes that they moved."""
+        """Learn from a step: returns counts of its early updates, and the bytes they moved."""
         self.drop()  # a skipped step has not judged them
         found = Speculated(
             self._num_speculated, self._num_held, self._num_speculated - self._num_held

@@ -1,4 +1,4 @@
-"""The tail of an engine's step: blocks are updated during the next forward (ADR 0002).
+"""Tail of an engine's step: blocks are updated during the next forward (ADR 0002).
 
     begin     step() has agreed; from now on whoever reads a chunk (a gather, a module, an operator)
               waits until it is updated (`gemini.runtime.schedule.updating`)
@@ -69,7 +69,7 @@ class _UnderWay:
 
 
 class StepTail:
-    """The tails of one engine's steps, of which at most one is under way."""
+    """Tails of one engine's steps, of which at most one is under way."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -98,8 +98,8 @@ class StepTail:
     ) -> Ticket[TailResult]:
         """Go on in a thread with a step that was submitted.
 
-        views: the step's, which keep the gradients that it reads. chunks: by shard of the state
-        space. taken: parameters that the step updates. forget: takes back what was counted.
+        views: of the step; they keep the gradients that it reads. chunks: by shard of the state
+        space. taken: parameters that the step updates. forget: takes counts of the step back.
         """
         parts = self._parts
         gates = _Gates(tiered_state, chunks, views)
@@ -131,7 +131,7 @@ class StepTail:
         chunks: Sequence[Chunk],
         updates: Iterator[Block],
     ) -> None:
-        """Queue these updates of blocks in memory on the side stream; arguments as of `begin`."""
+        """Queue the updates of blocks in memory on the side stream; arguments as of `begin`."""
         parts = self._parts
         # After `step()` the loop may drop gradients, whose memory the computing stream would reuse.
         views.hold()
@@ -220,14 +220,14 @@ class StepTail:
 
 
 def _failure_of(behind: Ended) -> str:
-    """The error of the last step, for the exit of a program. It keeps no engine alive."""
+    """Error of the last step, for the exit of a program. It keeps no engine alive."""
     behind.wait()
     failure = behind.failure
     return f"the last step failed, and does not count: {failure}" if failure else ""
 
 
 class _Gates:
-    """A gate for each chunk, which opens when the chunk's last block was updated."""
+    """Gates of a tail, one for each chunk; it opens when the chunk's last block was updated."""
 
     def __init__(
         self, tiered_state: TieredState, chunks: Sequence[Chunk], views: ShardViews
@@ -243,7 +243,7 @@ class _Gates:
 
     @property
     def gates(self) -> Sequence[Gate]:
-        """By shard."""
+        """Gates by shard."""
         return self._gates
 
     @property
@@ -269,7 +269,7 @@ class _Gates:
 
 
 class Vote:
-    """A vote of all ranks on whether each did its part. Raises on every rank where one did not."""
+    """Vote of all ranks on whether each did its part. Raises on every rank where one did not."""
 
     def __init__(
         self,

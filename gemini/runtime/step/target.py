@@ -1,13 +1,13 @@
-"""The optimizer step over an engine's shards.
+"""Optimizer step over an engine's shards.
 
     1. every gradient is reduced, and its squares are summed
     2. all ranks agree: norm, overflow, which parameters have a gradient (one all-reduce)
-    3. state on disk is updated beside its last version
+    3. state on disk is updated next to its last version
     4. all ranks agree that every disk did its part (only where state is on disk)
     5. the disk versions count; what is resident is updated
 
 Up to 5 nothing that counts has changed, so an error leaves weights and state at the last step.
-3 to 5 are done when `step()` returns, or go on behind it: `gemini.runtime.step.tail`.
+3 to 5 are done when `step()` returns, or go on after it: `gemini.runtime.step.tail`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from .weights import after_step, write_back_changes
 
 
 class ShardTarget(SavedShards):
-    """State of this rank's shards of all trainable chunks, and their update."""
+    """Target of one engine: state of this rank's shards of all trainable chunks, and its update."""
 
     def __init__(
         self,
@@ -86,25 +86,25 @@ class ShardTarget(SavedShards):
 
     @property
     def parts(self) -> Parts:
-        """Whose shards these are."""
+        """Parts of the engine whose shards these are."""
         return self._parts
 
     @property
     def executor(self) -> Executor:
-        """What measures and updates."""
+        """Executor that measures gradients and updates shards."""
         return self._executor
 
     @property
     def num_held(self) -> int | None:
-        """Blocks of the last step that were updated in backward; None: there was none."""
+        """Blocks of the last step that were updated in backward; None: no speculation or step."""
         return None if self.speculation is None else self.speculation.num_held
 
     def _staging_bytes(self) -> int:
-        """Of the device."""
+        """Bytes of staging on the device."""
         return 0 if self._executor.staging is None else self._executor.staging.nbytes
 
     def measure_leaving(self) -> None:
-        """Gradients that leave the device are measured as they do."""
+        """Measure gradients that leave the device as they leave."""
         self.gradients.measure_leaving()
 
     # -- the step --
@@ -125,7 +125,7 @@ class ShardTarget(SavedShards):
         return self.reported(report)
 
     def check_step(self, amp: AmpInputs | None) -> None:
-        """Raise RuntimeError for a step that cannot be."""
+        """Raise RuntimeError for a step that cannot be taken."""
         if amp is not None:
             raise RuntimeError(
                 'torch.amp.GradScaler is for plain modules; GeminiDDP(precision="fp16") has a '
@@ -143,11 +143,11 @@ class ShardTarget(SavedShards):
             ) from torn
 
     def hypers(self, groups: Sequence[Group]) -> list[Any]:
-        """Of each group, as the rule takes them."""
+        """Hyperparameters of each group, as the rule takes them."""
         return [self._rule.hyper(group) for group in groups]
 
     def reported(self, report: StepReport) -> StepReport:
-        """Log it. Raises NonFiniteGradientError where that was asked for."""
+        """Log a report. Raises NonFiniteGradientError for a skipped step where asked for."""
         if self._parts.comm.rank == 0:  # ranks skip together
             self._log.add(report)
         if self._parts.precision_settings.on_nonfinite == "raise" and report.skipped:
@@ -159,7 +159,7 @@ class ShardTarget(SavedShards):
         return report
 
     def _step_agreed(self, chunks: Sequence[Chunk], hypers: Sequence[Any]) -> StepReport:
-        """The host knows what all ranks found before anything is changed."""
+        """Take a step whose agreement the host reads before anything is changed."""
         pending = self.gradients.pending_clip
         agreement = pending.agreement or self.gradients.agree(chunks, pending.clip.norm_type)
         self.agree_on_trace()  # behind the vote: it ends where ranks ran other modules
@@ -174,7 +174,7 @@ class ShardTarget(SavedShards):
         return self._with_tail(carry_out([step], agree, self._in_memory(step.step, step.views)))
 
     def _in_memory(self, step: TargetStep, views: ShardViews) -> InMemory:
-        """Who updates what is there: this call, or the device on its side stream."""
+        """Choose what updates blocks in memory: this call, or the device on its side stream."""
         if not (self._tail.applies and isinstance(self._executor, TritonStep)):
             return at_once
         return partial(
@@ -182,7 +182,7 @@ class ShardTarget(SavedShards):
         )
 
     def _with_tail(self, report: StepReport) -> StepReport:
-        """With what the side stream still updates; its traffic is not that of the call."""
+        """Report with the work of the side stream, whose traffic is not counted to the call."""
         side_stream = self._tail.side_stream
         if side_stream is None:
             return report
@@ -190,14 +190,14 @@ class ShardTarget(SavedShards):
         return replace(report, traffic=report.traffic - behind.traffic, behind=behind)
 
     def _taught(self, speculation: StepSpeculation, report: StepReport) -> StepReport:
-        """Of what was done before this step."""
+        """Report with early updates; the speculation learns from this step."""
         found, moved = speculation.learn(
             self.gradients.pending_clip.clip, was_skipped=report.skipped
         )
         return replace(report, speculation=found, traffic=report.traffic + moved)
 
     def _assume(self, taken: Sequence[ParamId]) -> Assumed | None:
-        """What the coming step agrees on if it clips nothing and updates these parameters."""
+        """Predicted inputs of the next step (no clip; `taken` updated), or None if unknown."""
         executor, parts = self._executor, self._parts
         if not isinstance(executor, CpuStep):
             return None
@@ -218,14 +218,15 @@ class ShardTarget(SavedShards):
     def _begin_tail(
         self, agreed: AgreedStep, agree: Callable[[BaseException | None], None]
     ) -> StepReport:
-        """Carry a step out behind this call, which ends when no budget and no rank is against it.
+        """Carry a step out after this call, which returns when no budget and no rank is against it.
 
-        What the host counts is counted now, and taken back where the tail fails.
+        The host's counts are raised now, and taken back where the tail fails.
         """
         parts, step = self._parts, agreed.step
         parts.manager.release_for_step()
         parts.ledger.note()
         agreed.views.hold()
+        # Until the tail has ended a signal would leave the step half done, so it waits.
         signals = TailSignals()
         signals.hold()
         error: BaseException | None = None
@@ -257,7 +258,7 @@ class ShardTarget(SavedShards):
         )
 
     def _counted(self) -> Callable[[], None]:
-        """What puts the counts of steps and the loss scale back to what they are now."""
+        """Function that restores the counts of steps and the loss scale as they are now."""
         number = self._num_steps
         now = [*self._small_state, self._parts.control_vector.tensor]
         before = [tensor.clone() for tensor in now]
@@ -270,18 +271,18 @@ class ShardTarget(SavedShards):
         return put_back
 
     def agree_on_trace(self) -> None:
-        """Collective, behind the vote."""
+        """Plan with what all ranks measured. Collective, after the vote."""
         self._calls.agree_on_trace()
 
     def skipped(self, where: str) -> StepReport:
-        """A step that changes nothing: the gradient of `where` is not finite."""
+        """Report of a step that changes nothing: the gradient of `where` is not finite."""
         control_vector = self._parts.control_vector
         scale = control_vector.read().scale
         control_vector.stepped(overflow=True)
         return StepReport(Done(Outcome(True, math.nan, where, scale)))
 
     def agreed_step(self, hypers: Sequence[Any], clip: Clip, agreement: Agreement) -> AgreedStep:
-        """Begin what all ranks agreed on; nothing that counts has changed."""
+        """Begin the step that all ranks agreed on; nothing that counts has changed."""
         scale = self._parts.control_vector.read().scale
         if self.kept_steps is not None:
             self.kept_steps.begin_step(self._small_state)
@@ -309,7 +310,7 @@ class ShardTarget(SavedShards):
         )
 
     def _with_norms(self, by_param: Sequence[Any], clip: Clip, power_sum: float) -> Sequence[Any]:
-        """With what the norms of parameters say. Collective."""
+        """Hyperparameters with factors from the norms of parameters. Collective."""
         assert isinstance(self._rule, NormRule)
         steps = [count + 1 for count in self.step_counts]
         return with_norms(
@@ -318,7 +319,7 @@ class ShardTarget(SavedShards):
         )  # fmt: skip
 
     def _taken(self, present: Sequence[bool]) -> list[ParamId]:
-        """Parameters that this step updates. One in no group is left alone."""
+        """Parameters that this step updates: present and in a group."""
         return [
             ParamId(i)
             for i, (there, group) in enumerate(zip(present, self._group_of, strict=True))
@@ -327,7 +328,7 @@ class ShardTarget(SavedShards):
 
     @property
     def _deciding_device(self) -> TritonStep | None:
-        """What decides where no disk and no replica has a say in a step: the host need not know."""
+        """Executor of the device if it decides a step alone: no disk and no replica has a say."""
         has_files = self._parts.storage.gradient_files is not None
         asks_host = self._uses_disk or has_files or self._parts.scope.replicas
         decides = self.device_may_decide and not (asks_host or self.needs_wholes)
@@ -361,7 +362,7 @@ class ShardTarget(SavedShards):
         return self._with_tail(report)
 
     def _hyper_by_param(self, hypers: Sequence[Any], taken: Sequence[ParamId]) -> Sequence[Any]:
-        """None for those that are left alone."""
+        """Hyperparameters by parameter; None for one that the step leaves alone."""
         hyper: list[Any] = [None] * len(self._group_of)
         for param in taken:
             group = self._group_of[param]
@@ -369,9 +370,11 @@ class ShardTarget(SavedShards):
         return hyper
 
     def _views(self, by_param: Sequence[Any]) -> ShardViews:
-        """With files of their own where a thread carries the step out: that is chosen here, as what
-        the plan chooses may change, and a thread that asks for the files of who trains waits for
-        reads that wait for it."""
+        """Views of a step; they have files of their own where a thread carries the step out.
+
+        The choice is made once, here, as the plan's may change during the step. With the files of
+        the thread that trains, a tail would wait for reads that wait for the tail.
+        """
         has_thread = self._tail.applies and not isinstance(self._executor, TritonStep)
         return ShardViews(
             self._chunks,
@@ -385,11 +388,11 @@ class ShardTarget(SavedShards):
         )
 
     def clip(self, clip: Clip) -> Tensor | None:
-        """Clip the gradients of the coming step; the norm before, fp64 0-d, where one is asked."""
+        """Clip the coming step's gradients; returns the norm before, fp64 0-d, if one is asked."""
         return self.gradients.clip(clip, self._deciding_device)
 
     def gathered_since(self) -> Traffic:
-        """Bytes of parameters and gradients since the last step: in forward and backward too."""
+        """Bytes of parameters and gradients moved since the last step, also in its passes."""
         before, self._moved = self._moved, self._parts.storage.traffic()
         return self._moved - before
 
@@ -397,7 +400,7 @@ class ShardTarget(SavedShards):
         self, updater: AnyUpdater, views: ShardViews, held: frozenset[BlockId] = frozenset()
     ) -> TargetStep:
         files = self._parts.storage.params if views.files is None else views.files.params
-        # the first blocks of the order are read ahead, and their gradients the last to be final
+        # In order, the first blocks are read ahead; their gradients are the last to be final.
         in_order = self._tail.applies or (self.speculation is not None and self.speculation.applies)
         return TargetStep(
             self._tiered_state, updater, views, self._num_steps + 1, files,
@@ -405,7 +408,7 @@ class ShardTarget(SavedShards):
         )  # fmt: skip
 
     def count(self, taken: Sequence[ParamId]) -> None:
-        """The step was taken, and has updated these parameters."""
+        """Count a step that was taken and has updated these parameters."""
         self._num_steps += 1
         if self.kept_steps is not None:
             self.kept_steps.end_step()
@@ -416,7 +419,10 @@ class ShardTarget(SavedShards):
     # -- the rest of a target --
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Those of parameters in no group stay, as with torch's optimizers."""
+        """Drop gradients, or set them to zero.
+
+        Gradients of parameters in no group stay, as with torch's optimizers.
+        """
         parts = self._parts
         groups = zip(parts.params, self._group_of, strict=True)
         left_alone = [i for i, (p, group) in enumerate(groups) if p.requires_grad and group is None]
@@ -428,12 +434,12 @@ class ShardTarget(SavedShards):
             self._calls.gradients.zero_all()
 
     def set_groups(self, groups: Sequence[Group]) -> None:
-        """Groups were added: the parameters in them are updated from now on."""
+        """Take over groups after some were added: their parameters are updated from now on."""
         self._group_of = param_groups_of(self._parts, groups)
         self._executor.set_groups(self._executor_groups)
 
     def homes_changed(self) -> None:
-        """Files may be gone, and what was read from them with them; other blocks are staged."""
+        """Reserve staging for the plan's new homes, and count the traffic of files anew."""
         self._executor.reserve(planned_staging(self._parts.plan))
         self._moved = self._parts.storage.traffic()
 

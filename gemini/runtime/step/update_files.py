@@ -1,4 +1,4 @@
-"""Gradients and parameters in files, for updates in backward and in a tail."""
+"""Files of gradients and parameters, as updates in backward and in a tail use them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Place = tuple[ChunkId, int]  # a chunk, and which block of it
 class UpdateFiles:
     """Blocks of files, through staging buffers of its own: the thread that trains has others.
 
-    New parameters are a new version in their file, which the step commits or drops. So an early
-    update of such a block that the step holds leaves nothing to do.
+    New parameters are a new version in their file, which the step commits or drops. So where the
+    step holds an early update of such a block, nothing is left to do for it.
 
     written: blocks of state whose new parameters were written, or are on their way.
     params: None where no parameter lives in files; versions as of `optim.step.driver.Versions`.

@@ -1,4 +1,4 @@
-"""An optimizer step's view of an engine's shards: runs of a block that have a gradient."""
+"""View of an engine's shards for one optimizer step: runs of a block that have a gradient."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Loan:
 
 @dataclass(slots=True)
 class KeptGradient:
-    """What a step in the background still reads of one shard."""
+    """Shard and gradient that a step in the background still reads."""
 
     shard: Tensor | None  # [S] where it lives, if that is memory
     grad: Tensor | None  # [S] on the device
@@ -68,10 +68,10 @@ class KeptGradient:
 
 
 class ShardViews:
-    """One step's view of shards and gradients; see `optim.state.tiered_state.BlockViews`.
+    """View of shards and gradients for one step; see `optim.state.tiered_state.BlockViews`.
 
-    Gradients and parameters that live elsewhere are brought to where the update runs, a block at a
-    time; gradients are read ahead. Parameters that have a whole master are written, and not read.
+    Gradients and parameters in another tier are brought to the update, a block at a time; gradients
+    are read ahead. Parameters that have a whole master are written, and not read.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class ShardViews:
     ) -> None:
         """`hyper[param]` is None where the step leaves a parameter alone; `steps` count from 1.
 
-        staging: of the device whose kernels update, and reach no host memory; None: the host does.
-        files: where blocks are updated in another thread than the one that trains, its own.
+        staging: of the device whose kernels update, as they reach no host memory; None: the host
+        updates. files: of the thread that updates, if it is not the one that trains.
         """
         self._chunks = chunks
         self._hyper = hyper
@@ -115,8 +115,10 @@ class ShardViews:
         }
 
     def hold(self) -> None:
-        """Keep today's gradients, and ask no chunk any more: the step goes on after `step()` has
-        returned, when the loop may drop them."""
+        """Keep the present gradients, and ask no chunk any more.
+
+        The step goes on after `step()` has returned, when the loop may drop gradients.
+        """
         self.signature()
         self._kept_grads = [self._kept(chunk) for chunk in self._chunks]
 
@@ -126,7 +128,7 @@ class ShardViews:
         return KeptGradient(here, chunk.grad, chunk.gradient.offloaded_dtype)
 
     def let_go(self, shard: int) -> None:
-        """Drop the gradient that was kept of this shard: all of it is updated."""
+        """Drop the kept gradient of this shard: all of its blocks are updated."""
         self._kept_grads[shard].grad = self._kept_grads[shard].offloaded = None
 
     @property
@@ -202,14 +204,14 @@ class ShardViews:
         ]
 
     def follow(self, block: Block, values: Tensor) -> None:
-        """Make its parameters that this step updates [n] values, rounded."""
+        """Set the block's parameters that this step updates to `values` [n], rounded."""
         param = self._param_of(block, {MASTER: values})
         for run in self._runs(block):
             copy_alone(param[run.start : run.end], values[run.start : run.end])
         self.updated(block)
 
     def _runs(self, block: Block) -> list[_PieceRange]:
-        """Neighbours of one group and one step count as one run, the gaps between them included.
+        """Runs of a block: neighbours of one group and one step count are one, gaps included.
 
         Gaps hold zeros and stay zero. Runs end at multiples of 64, so an element is never in a
         vector's tail, whatever the world size and the block.
@@ -235,7 +237,7 @@ class ShardViews:
             loan.grad = None
 
     def updated(self, block: Block) -> None:
-        """Return the block's loans; its new parameters go where they live."""
+        """Return the block's loans; its new parameters go to their home."""
         if self._saving is not None:
             self._end_save(*self._saving)
         loan = self._loans.pop(block.id, None)
@@ -339,7 +341,7 @@ class ShardViews:
     # -- inside --
 
     def _param_of(self, block: Block, planes: Planes) -> Tensor:
-        """[n] where the update runs: the block's parameters, or what is to become them."""
+        """Parameters [n] of the block where the update runs, or memory for their new values."""
         chunk = self._chunks[block.shard]
         staging = self._staging
         if chunk.files is None and not (staging is not None and chunk.shard_on_host):
@@ -383,7 +385,7 @@ class ShardViews:
         return values
 
     def _bring(self, values: Tensor) -> tuple[Tensor, CopyTicket]:
-        """Copy to the device, before what is launched next."""
+        """Copy values to the device, ordered before what is launched next."""
         assert self._staging is not None
         there = self._staging.param(values.numel(), values.dtype)
         ticket = self._memory.copy(there, values)
@@ -428,7 +430,7 @@ class ShardViews:
         return self._loans.setdefault(block.id, _Loan())
 
     def _place(self, block: Block) -> tuple[ChunkId, int]:
-        """The chunk, and which block of it."""
+        """Chunk of a block, and the block's index in it."""
         index = block.shard_offset // self._storage.config.block_numel
         return self._chunks[block.shard].spec.id, index
 
@@ -439,13 +441,13 @@ class ShardViews:
         return self._chunks[block.shard].gradient.exists
 
     def _offloaded(self, shard: int) -> torch.dtype | None:
-        """The dtype of a gradient that is not on the device; None for others."""
+        """dtype of a gradient that is not on the device; None for others."""
         if self._kept_grads:
             return self._kept_grads[shard].offloaded
         return self._chunks[shard].gradient.offloaded_dtype
 
     def _memory_of(self, shard: int) -> Tensor:
-        """[S]: the shard, where it lives in memory."""
+        """Memory [S] of a shard that lives in memory."""
         if not self._kept_grads:
             return self._chunks[shard].shard_memory
         memory = self._kept_grads[shard].shard

@@ -1,4 +1,4 @@
-"""Weights between passes: what a user writes to them, and what a step has changed."""
+"""Weights between passes: changes by the user and by a step, and who follows them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gemini.runtime.parts import Parts, settle
 
 
 def take_replaced(parts: Parts) -> None:
-    """Opaque parameters that their library has made anew, the same on all ranks, are written."""
+    """Write opaque parameters that their library has made anew, the same on all ranks."""
     for param, one in parts.opaque.items():
         new = one.take_back()
         if new is None:
@@ -28,7 +28,7 @@ def take_replaced(parts: Parts) -> None:
 
 
 def write_back_changes(parts: Parts) -> None:
-    """Shards and masters follow what the user wrote to parameters."""
+    """Make shards and masters follow what the user wrote to parameters."""
     settle(parts)
     take_replaced(parts)
     user_writes = parts.user_writes
@@ -42,15 +42,14 @@ def write_back_changes(parts: Parts) -> None:
 
 
 def after_step(parts: Parts, *, trained: bool = True) -> None:
-    """Shards have changed, all or those that are `trained`: what stays gathered is gathered
-    again."""
+    """Gather chunks again that stay gathered: all shards have changed, or only `trained` ones."""
     parts.regather.begin(trained=trained)
     parts.viewed.clear()
 
 
 @contextmanager
 def summoned(parts: Parts, writeback: bool) -> Iterator[None]:
-    """All chunks are gathered and stay so; then shards follow what was written, or not."""
+    """Gather all chunks and keep them so in the body; then shards follow writes, or not."""
     if parts.is_summoned:
         raise RuntimeError("parameters are summoned already")
     write_back_changes(parts)

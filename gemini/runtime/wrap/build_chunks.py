@@ -1,4 +1,4 @@
-"""From parameters to chunks: filled from the parameters' values, rank 0's on every rank."""
+"""Chunks made from parameters, filled with the values of rank 0 on every rank."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def build_chunks(
     gradients_travel_as: str | None,
     in_float8: str | None,
 ) -> list[Chunk]:
-    """One chunk after the other; the parameters become views of the payloads.
+    """Build one chunk after the other; the parameters become views of the payloads.
 
-    A payload whose shard lives elsewhere is freed when it is full, but for those `never_released`.
-    Values that were made beside others, of the same module, go to their chunks at once.
-    with_originals: of these `storage` takes fp32 values, if the chunk is trained or rounds any.
-    in_float8: chunks of this dtype are gathered so.
+    A payload whose shard lives elsewhere is freed when it is full, except of chunks in
+    `never_released`. A module's values are made together and go to their chunks at once.
+    with_originals: chunks whose fp32 values `storage` takes, if they are trained or round any.
+    in_float8: the dtype whose chunks are gathered in fp8; None: no chunk is.
     """
     place_of = {
         id(params[slot.param]): (spec, i)
@@ -116,7 +116,7 @@ def _kind_of(spec: ChunkSpec, in_float8: str | None, links: Links) -> type[Chunk
 
 
 class _ChunkBuilder:
-    """A chunk on its way to its values."""
+    """Builder of a chunk: takes its values, then binds its parameters."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class _ChunkBuilder:
 
     @torch.no_grad()
     def put(self, slot: int, values: Tensor) -> bool:
-        """Take one parameter's values; whether the chunk is full."""
+        """Take one parameter's values; returns whether the chunk is full."""
         flat = local_of(values).reshape(-1)
         self.chunk.view(self._source, slot).copy_(flat)
         if self._blocks is not None:
@@ -155,7 +155,7 @@ class _ChunkBuilder:
     def finish(self, links: Links) -> Tensor | None:
         """Give rank 0's values to all and rebind the parameters.
 
-        Returns the fp32 original [S], if it is rounded; of frozen parameters, if that changed it.
+        Returns the original [S] fp32 of a chunk that rounds; of a frozen one if a value changed.
         """
         chunk, source = self.chunk, self._source
         links.broadcast(source)
@@ -172,7 +172,7 @@ class _ChunkBuilder:
             if is_dtensor(param):
                 rebind(param, view.data)
             elif param.is_meta:
-                # `.data` has a version of its own: to autograd a gather does not change it
+                # `.data` has a version of its own, so a gather is no change to autograd
                 made = nn.Parameter(view.data, requires_grad=param.requires_grad)
                 torch.utils.swap_tensors(param, made)
             else:
@@ -181,7 +181,7 @@ class _ChunkBuilder:
 
 
 class _OpaqueBuilder(_ChunkBuilder):
-    """One of opaque parameters, whose tensors are packed and bound one by one."""
+    """Builder of a chunk of opaque parameters, which are packed and bound one by one."""
 
     chunk: OpaqueChunk
 
@@ -198,6 +198,6 @@ class _OpaqueBuilder(_ChunkBuilder):
 
 
 def _has_same_values(narrow: Tensor, wide: Tensor) -> bool:
-    """Whether `wide` was rounded without a loss; in parts, for what is compared takes memory."""
+    """Whether `wide` was rounded without a loss; in parts, as a comparison takes memory."""
     parts = zip(narrow.split(BLOCK_NUMEL), wide.split(BLOCK_NUMEL), strict=True)
     return all(torch.equal(part.to(other.dtype), other) for part, other in parts)

@@ -20,9 +20,9 @@ KeepFp32 = Callable[[str, nn.Module], bool]  # of a module's qualified name and 
 def find_fp32_modules(
     root: nn.Module, keep_fp32: KeepFp32 | None, *, cast_buffers: bool
 ) -> dict[str, nn.Module]:
-    """The outermost modules that `keep_fp32` is true for, by name, and all batch norms.
+    """Find the outermost modules that `keep_fp32` is true for, by name, and all batch norms.
 
-    Those have fp32 statistics, beside which their operators take no weights of 16 bits; unless
+    Batch norms have fp32 statistics, with which their operators take no 16-bit weights, unless
     buffers are cast, too.
     Raises ValueError where `keep_fp32` is true for the root (ask for precision="fp32" then).
     """
@@ -42,7 +42,7 @@ def find_fp32_modules(
 
 
 def param_dtypes(root: nn.Module, fp32_modules: dict[str, nn.Module], dtype: str) -> dict[int, str]:
-    """The compute dtype of every parameter, by id.
+    """Compute dtype of every parameter, by id.
 
     Raises ValueError for a parameter that is tied across the boundary of a module in fp32.
     """
@@ -59,8 +59,10 @@ def param_dtypes(root: nn.Module, fp32_modules: dict[str, nn.Module], dtype: str
 
 
 def spectral_buffers(root: nn.Module) -> set[int]:
-    """ids of the vectors of torch's two spectral norms, which are multiplied with a weight and so
-    have its dtype."""
+    """Find the vectors of torch's two spectral norms, by id.
+
+    They are multiplied with a weight, and so have its dtype.
+    """
     found: set[int] = set()
     for module in root.modules():
         if isinstance(module, _SpectralNorm):
@@ -72,7 +74,7 @@ def spectral_buffers(root: nn.Module) -> set[int]:
 
 
 def cast_at_boundary(module: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:
-    """Hooks that cast the floating inputs of a module to fp32, and its outputs to `dtype`."""
+    """Hook a module, so that its floating inputs are cast to fp32 and its outputs to `dtype`."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return map_tensors((args, kwargs), lambda tensor: _cast(tensor, torch.float32))

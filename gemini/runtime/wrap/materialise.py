@@ -21,7 +21,7 @@ InitFn = Callable[[nn.Module], Any]
 def init_empty() -> Iterator[None]:
     """Modules made inside have their parameters on the meta device, and their buffers as usual.
 
-    Until it ends, for the whole process: it stands in for `nn.Module.register_parameter`.
+    For the whole process until it ends: it replaces `nn.Module.register_parameter`.
     """
     register = nn.Module.register_parameter
 
@@ -38,7 +38,7 @@ def init_empty() -> Iterator[None]:
 
 
 class Materialiser:
-    """Makes the values of one root module's meta parameters.
+    """Maker of the values of one root module's meta parameters.
 
     A module is initialised by its `reset_parameters`, then by the `_init_weights` of the outermost
     model around it that has one (as those of Hugging Face have), as at construction; by `init_fn`
@@ -55,7 +55,7 @@ class Materialiser:
         self._root = root
         self._init_fn = init_fn
         self._state_dict = state_dict
-        # by id of a quantised parameter without memory: what makes one with values
+        # makers of values, by id of a quantised parameter without memory
         self._quantised: Mapping[int, Callable[[], Tensor]] = getattr(state_dict, "quantised", {})
         self._names: dict[int, list[str]] = {}
         self._owner: dict[int, str] = {}
@@ -98,7 +98,7 @@ class Materialiser:
                 )
 
     def take(self, param: nn.Parameter) -> Tensor:
-        """Values for a parameter, which is real or on the meta device."""
+        """Values of a parameter, which is real or on the meta device."""
         if id(param) in self._quantised:
             return self._quantised[id(param)]()
         if self._state_dict is not None:
@@ -112,7 +112,7 @@ class Materialiser:
         return self._ready.pop(id(param))[1]
 
     def waiting(self) -> list[nn.Parameter]:
-        """Whose values were made beside others, and take memory until they are taken."""
+        """Parameters whose values were made with their module's, and take memory until taken."""
         return [param for param, _ in self._ready.values()]
 
     def fill_buffers(self) -> None:
@@ -134,7 +134,7 @@ class Materialiser:
         return any(hasattr(outer, "_init_weights") for outer in self._around(name))
 
     def _around(self, name: str) -> list[Any]:
-        """The root, and so on to the module of this name."""
+        """Modules from the root down to the one of this name."""
         parts = name.split(".") if name else []
         return [self._root.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
 
@@ -167,7 +167,8 @@ class Materialiser:
         while around and not hasattr(around[0], "_init_weights"):
             del around[0]
         if around:
-            # a model may scale a child's weight from its parent; on meta tensors it does nothing
+            # A model may scale a child's weight when it initialises the parent, so all are run;
+            # what they do to meta tensors has no effect.
             for outer in reversed(around):
                 around[0]._init_weights(outer)
         elif reset is None and self._init_fn is not None:

@@ -1,4 +1,4 @@
-"""Whether a module still has the parameters that were wrapped."""
+"""Check that a module still has the parameters that were wrapped."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gemini.chunk.parameter import handle_of
 
 
 class ModuleChanged(RuntimeError):
-    """The module has other parameters than when it was wrapped."""
+    """Error: the module has other parameters than when it was wrapped."""
 
 
 class ModuleCheck:
-    """What every module below a root had when it was wrapped; compared before each forward.
+    """Parameters of every module below a root at wrapping, compared before each forward.
 
-    It keeps no module alive: a parameter that outlives its module holds on to its engine.
+    The check keeps no module alive: a parameter that outlives its module keeps its engine alive.
     ignored: ids of parameters that may be replaced, as merged adapters do with quantised weights.
     """
 
@@ -35,7 +35,7 @@ class ModuleCheck:
             self._modules.append((name, weakref.ref(module), params, _weakly(module._modules)))
 
     def persistent_buffers(self) -> Iterator[Tensor]:
-        """Of all modules that live."""
+        """Persistent buffers of all modules that are alive."""
         for _, reference, _, _ in self._modules:
             if (module := reference()) is not None:
                 for name, buffer in module._buffers.items():

@@ -14,7 +14,7 @@ from gemini.optim.target import owner_of
 
 @functools.cache
 def refuse_other_optimizers() -> None:
-    """From now on, in this process."""
+    """Refuse such optimizers from now on, in this process."""
     register_optimizer_step_pre_hook(_before_step)
 
 

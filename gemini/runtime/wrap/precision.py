@@ -1,4 +1,4 @@
-"""What a wrapped module computes and steps with, as one checked value. Pure."""
+"""Precision settings of a wrapped module, as one checked value. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_SEED = 2**53  # it travels in an fp64 table
 class PrecisionSettings:
     """Precision, clipping and loss scale of every step, as `GeminiDDP` takes them.
 
-    Raises ValueError for what does not go together.
+    Raises ValueError for settings that do not go together.
     """
 
     precision: str = "bf16"
@@ -65,23 +65,23 @@ class PrecisionSettings:
 
     @property
     def clip(self) -> Clip:
-        """What every step clips to."""
+        """Clip of every step."""
         return Clip(max_norm=self.max_norm, norm_type=self.norm_type)
 
     @property
     def travels_as(self) -> str | None:
-        """The dtype of gradients on their way between ranks; None: the one that they have."""
+        """dtype of gradients on their way between ranks; None: the one that they have."""
         given = self.communication_dtype
         return None if given is None else DTYPE_OF[given]
 
     @property
     def scale_options(self) -> LossScale | None:
-        """fp16 always has a loss scale, the others never."""
+        """Options of the loss scale, which fp16 always has; None for other precisions."""
         return (self.loss_scale or LossScale()) if self.precision == "fp16" else None
 
 
 def check_travelling(precision_settings: PrecisionSettings, budgets: Budgets) -> None:
-    """Raise ValueError where what is on its way would take more than `budgets` count."""
+    """Raise ValueError where data sent between ranks would take bytes that no budget counts."""
     if precision_settings.fp8_communication and budgets != Budgets():
         raise ValueError(
             "fp8_communication=True gathers float8 beside payloads, and no budget counts what "
@@ -99,7 +99,7 @@ def check_travelling(precision_settings: PrecisionSettings, budgets: Budgets) ->
 
 
 def as_loss_scale(given: LossScale | float | None) -> LossScale | None:
-    """Options, or those of a number: a scale that never changes. Raises ValueError."""
+    """Options of a loss scale; a number is a scale that never changes. Raises ValueError."""
     if given is None or isinstance(given, LossScale):
         return given
     if isinstance(given, bool) or not isinstance(given, (int, float)):

@@ -1,4 +1,4 @@
-"""From a module to parameter specs, and everything that is refused before anything is changed."""
+"""Parameter specs of a module, and all refusals before anything is changed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ IgnoredParams = Collection[nn.Parameter] | Callable[[str, nn.Parameter], bool]
 def find_ignored(
     module: nn.Module, ignored_params: IgnoredParams | None, *, scaled: bool
 ) -> dict[int, str]:
-    """Name by id of the parameters that are left as they are; a tied one is, under all names.
+    """Name by id of the parameters that are left as they are; a tied one under all its names.
 
-    scaled: losses are, and with them gradients. Raises ValueError for what is no parameter of the
-    module, is on the meta device, or is trained with a scaled loss.
+    scaled: whether losses are scaled, and with them gradients. Raises ValueError for what is no
+    parameter of the module, is on the meta device, or is trained with a scaled loss.
     """
     if ignored_params is None:
         return {}
@@ -83,9 +83,9 @@ def collect_params(
     meshed: bool = False,
     ignored: Mapping[int, str] = MappingProxyType({}),
 ) -> Collected:
-    """What is wrapped of a module.
+    """Collect the parameters of a module that are wrapped.
 
-    dtypes: what each computes in, by id. meshed: DTensors are taken, each rank's local part.
+    dtypes: compute dtypes by id. meshed: DTensors are taken, too, by each rank's local part.
     ignored: names by id of parameters that are left out.
     Raises ValueError for what is no module, is wrapped already or by others, has no parameter or
     one that cannot be a view of a chunk, or is compiled into CUDA graphs or by TorchScript.
@@ -115,8 +115,8 @@ def collect_params(
 
 
 def padded(specs: Sequence[ParamSpec], comm: Communicator) -> list[ParamSpec]:
-    """Specs that are the same on all ranks: of what torch has split unevenly, as large as the
-    largest part. Collective where a parameter is split."""
+    """Make specs the same on all ranks: parameters that torch has split unevenly are as large as
+    their largest part. Collective where a parameter is split."""
     if all(spec.group == WORLD for spec in specs):
         return list(specs)
     numels = comm.gather_objects([spec.numel for spec in specs])
@@ -175,8 +175,7 @@ def _check_split(name: str, param: Any, meshed: bool) -> None:
 def check_split(
     split: Collection[str], *, trace: object, init_state_dict: Mapping[str, Tensor] | None
 ) -> None:
-    """Raise ValueError for what does not go with parameters that torch has split over these
-    dimensions, if there are any."""
+    """Raise ValueError for settings that do not go with parameters split over these dimensions."""
     given = {
         "trace=": trace is not None,
         "init_state_dict=": init_state_dict is not None,

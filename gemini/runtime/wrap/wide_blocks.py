@@ -1,4 +1,4 @@
-"""fp32 values of a chunk on their way to a file, as they come: no rank ever has them whole."""
+"""fp32 values of a chunk written to a file block by block: no rank ever has them whole."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gemini.runtime.memory.originals import Originals
 
 
 class WideBlocks:
-    """Of a chunk that one rank has alone: a block is written when all of it has come.
+    """Blocks of a chunk that one rank has alone, each written when all of its values have come.
 
-    A block that no rounding changed is its part of the payload: of a frozen chunk it is written
-    only where another block was changed.
+    A block that rounding did not change equals its part of the payload: for a frozen chunk it is
+    written only if another block was changed.
     """
 
     def __init__(self, chunk: Chunk, originals: Originals) -> None:
@@ -30,7 +30,7 @@ class WideBlocks:
         self._written: set[int] = set()
 
     def put(self, offset: int, values: Tensor) -> None:
-        """Take one parameter's flat values, which the payload has already."""
+        """Take one parameter's flat values; the payload has them already."""
         for index, start, end in self._pieces(offset, values.numel()):
             part = values[start - offset : end - offset]
             self._missing[index] -= end - start
@@ -47,7 +47,7 @@ class WideBlocks:
                 self._begun[index] = block
 
     def finish(self) -> None:
-        """All have come."""
+        """Write the blocks that are left, where they are needed: all values have come."""
         spec = self._chunk.spec
         if self._written or spec.trainable:
             for index in range(-(-spec.payload_numel // self._numel)):
@@ -63,7 +63,7 @@ class WideBlocks:
         return self._chunk.payload[index * self._numel : (index + 1) * self._numel]
 
     def _pieces(self, offset: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """(block, start, end) of every part of a run that lies in one block."""
+        """Yield (block, start, end) of the parts of a run, each in one block."""
         start = offset
         while start < offset + numel:
             index = start // self._numel
