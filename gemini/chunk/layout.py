@@ -1,4 +1,4 @@
-"""From parameters to their specs, and from those to chunks, shards and segments. Pure.
+"""Specs of parameters, and the chunks, shards and segments that follow from them. Pure.
 
 W shards of a chunk (of its sharding group) · C capacity · S numel of a shard, all in elements
 

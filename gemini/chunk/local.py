@@ -59,7 +59,7 @@ def region_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[Segments, ...]]:
 
 
 def _split(segments: Segments, fused: int, ranks: int, rank: int) -> Segments:
-    """What one of `ranks` has of segments that are `fused` matrices, each cut as torch cuts."""
+    """Segments of one of `ranks`, of segments that are `fused` matrices, each cut as torch cuts."""
     total = sum(size for _, size in segments)
     each = -(-total // fused)
     ranges: list[tuple[int, int]] = []
@@ -106,7 +106,7 @@ def full_tensor_of(param: Tensor, local: Tensor) -> Tensor:
 
 
 def own_part(param: Tensor, whole: Tensor) -> Tensor:
-    """What this rank has of values of the whole parameter."""
+    """Part that this rank has of the values of a whole parameter."""
     return part_of(whole, region_of(param)[1])
 
 

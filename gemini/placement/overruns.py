@@ -24,7 +24,7 @@ class BudgetWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Overrun(Departure):
-    """What one tier held, of one rank, when that was most above its budget."""
+    """Bytes of one rank on one tier when they were most above its budget."""
 
     tier: Tier
     budget_bytes: int

@@ -1,4 +1,4 @@
-"""From a layout, a trace, budgets and bandwidths to a plan. Pure.
+"""Planner: a layout, a trace, budgets and bandwidths make a plan. Pure.
 
 1. sizes of every shard and block; what every moment needs of the device
 2. homes: the policy's, or by `auto` those with which an iteration is predicted to be shortest

@@ -59,7 +59,7 @@ class StaticPlacement:
 
 @dataclass(frozen=True, slots=True)
 class AutoPlacement:
-    """What saves most time stays on the device, the rest goes to the host, the rest of it to NVMe.
+    """Keep what saves most time on the device, the rest on the host, and the rest of it on NVMe.
 
     device_budget, host_budget, nvme_budget: bytes, or `"8GiB"`; None is nine tenths of what
         is left of the device and of RAM, and all of the disk. Host and NVMe are a node's, divided

@@ -1,4 +1,4 @@
-"""Which tier every shard and block lives on, and the buffers and files that this takes. Pure."""
+"""Tiers of every shard and block, and the buffers and files that they take. Pure."""
 
 from __future__ import annotations
 

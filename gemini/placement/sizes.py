@@ -294,7 +294,7 @@ class BudgetError(ValueError):
         self.budget_bytes = Bytes(budget_bytes)
 
     def also(self, text: str) -> BudgetError:
-        """The same error with more text."""
+        """Copy of the error with more text."""
         return BudgetError(
             f"{self}{text}", self.tier, self.missing_bytes, self.knob, self.what, self.budget_bytes
         )
@@ -318,7 +318,7 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Bandwidths:
-    """What one rank's links and memories do, in bytes a second; one is slower than `inf`."""
+    """Speeds of one rank's links and memories, in bytes a second; one is slower than `inf`."""
 
     host_to_device: float = inf
     device_to_host: float = inf  # at the same time as the other direction

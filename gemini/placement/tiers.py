@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Tier(Enum):
-    """Where bytes are."""
+    """Kind of memory that bytes are in."""
 
     DEVICE = "device"  # memory of the compute device
     HOST = "host"  # RAM, pinned where it pays; the same memory on a CPU compute device

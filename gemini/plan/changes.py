@@ -21,7 +21,7 @@ _MIB = 1 << 20
 
 
 def in_flags(error: BudgetError) -> BudgetError:
-    """The same remedy with flags of the command in place of arguments."""
+    """Error with flags of the command in place of arguments."""
     assert error.tier is not None
     flag = _FLAGS["nvme" if error.tier is Tier.NVME else f"{error.tier.value}_mem"]
     knob = error.knob.replace(f"{error.tier.value}_budget", flag)

@@ -140,7 +140,8 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
 
 
 def adapters_of(model: nn.Module, rank: int) -> Any:
-    """A `peft.LoraConfig`: on all linear layers but the head; none on experts, nor beside them."""
+    """Make a `peft.LoraConfig` for all linear layers but the head; for no layer whose name one of
+    the experts' has."""
     try:
         import peft
     except ImportError as error:
@@ -152,8 +153,8 @@ def adapters_of(model: nn.Module, rank: int) -> Any:
 
 
 def adapted(model: nn.Module, rank: int) -> Any:
-    """With adapters, see `adapters_of`. Of a model that is checkpointed the inputs ask for
-    gradients, as trainers have it."""
+    """Add adapters, see `adapters_of`. Inputs of a checkpointed model ask for gradients, as
+    trainers have it."""
     config = adapters_of(model, rank)
     import peft
 

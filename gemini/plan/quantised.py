@@ -1,5 +1,5 @@
-"""A base that `load_pretrained(quantize=)` quantises, as a plan has it: bytes of a weight, and the
-copies in 16 bits that its layers compute with."""
+"""Quantised base of `load_pretrained(quantize=)` in a plan: bytes of its weights, and the copies in
+16 bits that its layers compute with."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ _BLOCK, _OUTER_BLOCK, _CODES, _OUTER_CODES = 64, 256, 16, 256  # of NF4 with qua
 
 @dataclass(frozen=True, slots=True)
 class QuantisedBase:
-    """By id, the parameters of a model that are quantised: elements, and bytes of what they become.
+    """Parameters of a model that are quantised, by id.
 
-    nbytes: of all plain tensors that a chunk then holds, as bitsandbytes has them.
+    numel: elements. nbytes: of all plain tensors that a chunk then holds, as bitsandbytes makes
+    them.
     """
 
     numel: Mapping[int, int]
     nbytes: Mapping[int, int]
 
     def specs(self, model: nn.Module, dtype: str) -> tuple[ParamSpec, ...]:
-        """Of a model with its adapters, whose other parameters are kept in `dtype`."""
+        """Specs of a model with its adapters. `dtype`: of parameters that are not quantised."""
         found = []
         for param, names in distinct(model.named_parameters(remove_duplicate=False)):
             spec = spec_of(param, names, dtype)
@@ -39,7 +40,8 @@ class QuantisedBase:
         return tuple(found)
 
     def traced(self, trace: Trace, model: nn.Module, specs: Sequence[ParamSpec]) -> Trace:
-        """The trace of the same model in 16 bits, with the weight that each call then makes."""
+        """Trace of the quantised model, from that of the model in 16 bits: each call also makes a
+        weight."""
         params = [param for param, _ in distinct(model.named_parameters(remove_duplicate=False))]
         made = [2 * self.numel.get(id(param), 0) for param in params]
         moments = tuple(
@@ -55,8 +57,8 @@ class QuantisedBase:
 
 
 def quantised_base(model: nn.Module, kind: str) -> QuantisedBase:
-    """Of a model of transformers, before it has adapters: its linear layers but for those that
-    transformers leaves alone, and of "nf4" stacked experts too."""
+    """Weights that `load_pretrained` quantises in a model of transformers, before it has adapters:
+    linear layers but for those that transformers leaves alone, and under "nf4" stacked experts."""
     rows: dict[Tensor, int] = dict(_linear_weights(model))
     if kind == "nf4":
         rows |= {module.get_parameter(key): 0 for _, module, key in stacked_experts(model)}
@@ -84,7 +86,7 @@ def stacked_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _linear_weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
-    """(weight, outputs) as transformers' `replace_with_bnb_linear` finds them."""
+    """Weights and their outputs, as transformers' `replace_with_bnb_linear` finds them."""
     from transformers import PreTrainedModel
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.base import get_keys_to_not_convert

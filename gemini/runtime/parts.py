@@ -219,12 +219,12 @@ def in_pass(parts: Parts) -> bool:
 
 
 def asked_update(parts: Parts) -> str:
-    """When to update blocks, as the user asked or the plan chooses; the same on all ranks."""
+    """Value of `update=` that the user asked for or the plan chooses; the same on all ranks."""
     return parts.planning.result.best_update if parts.update == AUTO else parts.update
 
 
 def update_of(parts: Parts) -> str:
-    """When blocks are updated; the same on all ranks."""
+    """Value of `update=` that runs; the same on all ranks."""
     return allowed(asked_update(parts), _facts_of(parts))
 
 

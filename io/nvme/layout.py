@@ -1,4 +1,4 @@
-"""Where every block lies in the files of a store, and the bytes of header and index. Pure.
+"""Places of blocks in the files of a store, and the bytes of header and index. Pure.
 
 A file of format version 1, all offsets and lengths multiples of PAGE_BYTES:
 

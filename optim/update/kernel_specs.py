@@ -35,7 +35,7 @@ class UpdateSpec:
 
     @property
     def name(self) -> str:
-        """For people: part of a file's name."""
+        """Readable part of a file's name."""
         dtypes = f"{dtype_name(self.visible)}-{dtype_name(self.grad)}"
         master = "-split" if self.is_split else "-master" if self.has_master else ""
         return f"{self.rule.name}-{dtypes}{master}"
@@ -103,7 +103,7 @@ class SquaresSpec:
 
     @property
     def name(self) -> str:
-        """For people: part of a file's name."""
+        """Readable part of a file's name."""
         return f"squares-{dtype_name(self.grad)}"
 
     @cached_property

@@ -154,7 +154,7 @@ class ChunkConfiguration:
 
     @property
     def peak_gathered_bytes(self) -> int:
-        """At most: the sum over keys, whose peaks may come at different moments."""
+        """Upper bound of gathered bytes: the sum of the peaks of all keys, whenever they come."""
         return sum(group.chosen.peak_gathered_bytes for group in self.groups)
 
     def summary(self) -> str:

@@ -14,7 +14,7 @@ USABLE = 0.9  # of what the machine has left, where no budget is given
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What one rank shares with others of its node."""
+    """Memory of a node as one of its ranks sees it."""
 
     ranks_per_node: int = 1  # share host memory and disks
     ranks_per_device: int = 1  # share the compute device: its RAM, where that is a CPU

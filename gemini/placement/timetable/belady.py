@@ -1,4 +1,4 @@
-"""Which copies to keep between uses, so that the fewest bytes move. Pure.
+"""Choice of the copies to keep between uses, so that the fewest bytes move. Pure.
 
 An item has uses at moments of an iteration that repeats. Between two uses its copy is cached, or
 given up and fetched again. What is cached over a moment must fit, with what the moment needs, into
@@ -54,7 +54,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class CacheSchedule:
-    """Which intervals are cached, and what follows."""
+    """Intervals that are cached, and the moves that follow."""
 
     cached: tuple[Interval, ...]
     fetches: tuple[tuple[int, ...], ...]  # at every moment

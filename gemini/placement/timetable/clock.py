@@ -1,4 +1,4 @@
-"""What an iteration costs whose updates overlap a pass: the step machine on a clock. Pure.
+"""Cost of an iteration whose updates overlap a pass: the step machine on a clock. Pure.
 
     trainer   forward and backward, and what they move; waits for weights that come late
     worker    carries out what `optim.state.machine` chooses: reads, updates and writes

@@ -38,7 +38,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the blocks of tensors are in a store. A tensor that is forgotten is in neither."""
+    """Numbers of the blocks of tensors in a store. A forgotten tensor is in neither dict."""
 
     tensors: dict[ChunkId, Flat]
     first: dict[ChunkId, int]  # block of each
@@ -48,7 +48,7 @@ class Places:
         return BlockId(self.first[chunk] + index)
 
     def ids_of(self, chunk: ChunkId) -> list[BlockId]:
-        """Of all blocks of a tensor."""
+        """Numbers of all blocks of a tensor."""
         num_blocks = -(-self.tensors[chunk].numel // self.block_numel)
         return [self.id_of(chunk, index) for index in range(num_blocks)]
 
@@ -57,7 +57,7 @@ class Places:
 
     @staticmethod
     def of(tensors: Mapping[ChunkId, Flat], block_numel: int) -> tuple[Places, list[int]]:
-        """One tensor behind the other; and the bytes of every block."""
+        """Places of tensors, one after the other, and the bytes of every block."""
         places, nbytes = Places(dict(tensors), {}, block_numel), list[int]()
         for chunk, flat in tensors.items():
             places.first[chunk] = len(nbytes)
@@ -67,13 +67,13 @@ class Places:
 
 
 class FileBlocks:
-    """Some of the blocks of one store, in staging buffers; one thread at a time.
+    """Blocks of one store, all or some, in staging buffers; one thread at a time.
 
-    Two of them over one store may be in two threads, where neither writes what the other reads: a
+    Two objects over one store may be in two threads if neither writes what the other reads: a
     versioned block that is written is not read before it counts.
 
-    versioned: reads see what was committed; else what was written.
-    reads_latest: of what is versioned, what was written and is to count.
+    versioned: reads see the committed version; else what was written.
+    reads_latest: reads of a versioned block see what was written and is to count.
     """
 
     reads_latest = False
@@ -88,7 +88,7 @@ class FileBlocks:
         self._writes = WriteBehind(pool)
 
     def with_own_staging(self, count: int) -> FileBlocks:
-        """For another thread, with `count` buffers of its own."""
+        """Make the same for another thread, with `count` buffers of its own."""
         # not pinned: such a thread updates on the host, which reads and fills them
         pool = BufferPool(count, self._pool.buffer_nbytes)
         return FileBlocks(self._places, self.store, pool, versioned=self._versioned)
@@ -98,7 +98,7 @@ class FileBlocks:
         return self._pool.nbytes
 
     def block_to_fill(self, chunk: ChunkId, index: int) -> Staged:
-        """A staging buffer for one block, with anything in it."""
+        """Take a staging buffer for one block, with anything in it."""
         self._writes.reap()
         self._make_room()
         buffer, dtype = self._writes.take(), self._places.tensors[chunk].dtype
@@ -119,7 +119,7 @@ class FileBlocks:
         self._writes.add(self.store.write(block, view), staged.buffer)
 
     def give(self, staged: Staged) -> None:
-        """A staged block is not needed any more."""
+        """Return the buffer of a staged block that is not needed any more."""
         settle(staged.ticket)
         self._pool.give(staged.buffer)
 
@@ -131,12 +131,12 @@ class FileBlocks:
 
     @property
     def has_buffer(self) -> bool:
-        """Whether `read_block` would find one."""
+        """Whether `read_block` would find a buffer."""
         self._writes.reap()
         return self._pool.num_free > 0
 
     def end_writes(self) -> None:
-        """Wait for them, whatever becomes of them: who makes them count is told."""
+        """Wait for all writes. Their errors are raised by `flush`, which makes them count."""
         self._writes.abandon()
 
     def take_back(self, chunk: ChunkId, index: int) -> None:
@@ -147,7 +147,7 @@ class FileBlocks:
 
     @property
     def written_bytes_per_step(self) -> int:
-        """Where every tensor is written once."""
+        """Bytes of a step that writes every tensor once."""
         return sum(map(self._written_bytes, self._places.tensors))
 
     def check_step(self, also_bytes: int) -> None:
@@ -161,7 +161,7 @@ class FileBlocks:
         self.store.flush()
 
     def commit(self, step: int) -> None:
-        """What was written counts. Raises only what `flush` would have."""
+        """Make what was written count. Raises only what `flush` would have."""
         self.flush()
         self.store.commit(step)
 
@@ -176,7 +176,7 @@ class FileBlocks:
     # -- inside --
 
     def _make_room(self) -> None:
-        """End what has the buffers, but for writes."""
+        """End whatever else than writes has the buffers."""
 
     def _begin_read(self, block: BlockId, buffer: Buffer, *, latest: bool) -> Ticket[None]:
         view = buffer.view[: self.store.buffer_nbytes(block)]

@@ -104,7 +104,7 @@ class FrozenFiles:
 
     @property
     def file_bytes(self) -> int:
-        """Of files that other processes may have too."""
+        """Bytes of files, which other processes may have too."""
         return sum(blocks.file_bytes for blocks in self._files.values())
 
     @property
@@ -216,6 +216,7 @@ def _begin(blocks: SharedBlocks, block: BlockId, buffer: Buffer) -> Ticket[None]
 
 
 def _memory_of(part: Tensor) -> memoryview:
-    """Of the host, and as torch has it: an array of NumPy would keep its storage from changing."""
+    """Memory of a tensor on the host, without an array of NumPy, which would keep its storage from
+    changing."""
     assert part.device.type == "cpu" and part.is_contiguous()
     return memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())).cast("B")

@@ -39,7 +39,7 @@ from .blocks import FileBlocks, Flat, Places
 
 @dataclass(frozen=True, slots=True)
 class FileConfig:
-    """Where files of one rank go, and how."""
+    """Folder of the files of one rank, and how blocks move."""
 
     folder: str | None = None  # None: a temporary folder on a disk
     block_numel: int = BLOCK_NUMEL  # elements
@@ -51,11 +51,11 @@ class FileConfig:
 
     @property
     def pin(self) -> Pin | None:
-        """What registers staging with the device."""
+        """Function that registers staging with the device."""
         return self.memory.pin if self.pins else None
 
     def checked_folder(self) -> Path:
-        """Raises FolderError."""
+        """Folder of the files. Raises FolderError."""
         return check_folder(self.folder) if self.folder is not None else default_folder()
 
 
@@ -98,7 +98,8 @@ class TensorFill:
         return TensorFill(chunk, blocks, parts, behind, torch.is_inference_mode_enabled(), move)
 
     def run(self, pool: BufferPool, begin: Callable[[BlockId, Buffer], Ticket[None]]) -> None:
-        """As many reads are under way as there are buffers. Raises NvmeError; then none is."""
+        """Fill the tensor with as many reads under way as there are buffers. Raises NvmeError when
+        none is under way any more."""
         parts = iter(self.parts)
         if self.behind is not None:
             self.behind.wait()
@@ -137,7 +138,7 @@ class TensorFiles(FileBlocks):
         self._reads: list[Future[None]] = []
 
     def serve(self, depth: int, meter: WriteMeter | None) -> None:
-        """Blocks are read so far ahead from now on, and what is written, and was, counts there."""
+        """Read `depth` blocks ahead from now on, and count what is written, and was, in `meter`."""
         if meter is not None:
             meter.written_bytes += self.store.meter.written_bytes
             self.store.meter = meter
@@ -160,7 +161,7 @@ class TensorFiles(FileBlocks):
         return chunk in self._places.tensors
 
     def forget(self, chunks: Collection[ChunkId]) -> None:
-        """These tensors live elsewhere from now on: give their space on disk back."""
+        """Forget tensors that live elsewhere from now on: their space on disk is given back."""
         self._end_reads()
         for chunk in chunks:
             self.store.forget(self._places.ids_of(chunk))
@@ -233,6 +234,6 @@ class TensorFiles(FileBlocks):
         self._end_reads()
 
     def _end_reads(self) -> None:
-        """Wait for them, whatever becomes of them."""
+        """Wait for all reads; their tickets raise what went wrong."""
         wait(self._reads)
         self._reads.clear()

@@ -10,7 +10,7 @@ from gemini.runtime.comm.links import Links
 
 
 def given_part(links: Links, param: Tensor, whole: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What this rank has of rank 0's value of a parameter, or of a plane of its state.
+    """Part that this rank has of rank 0's value of a parameter, or of a plane of its state.
 
     whole: on rank 0. Collective over the first ranks of all places of what is split.
     """

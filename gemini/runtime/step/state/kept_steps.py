@@ -1,4 +1,4 @@
-"""Going back some steps: what the disk keeps of each, and what memory does (ADR 0020)."""
+"""Steps that training may go back to: commits on disk, and copies in memory (ADR 0020)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gemini.runtime.parts import Parts
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Copies of what a step begins from and no store has."""
+    """Copies of the tensors that a step begins from and no store has."""
 
     whole: tuple[Tensor, ...]  # counts of steps, and lines: counts key the noise of rounding, too
     control: Tensor  # loss scale and its counters
@@ -23,7 +23,7 @@ class StepMemory:
 
 
 class KeptSteps:
-    """Of every commit that the store keeps, what memory had then. One thread.
+    """Copies of memory for every commit that the store keeps. One thread at a time.
 
     A version is the state that the step after it began from: what a user wrote to weights between
     the two belongs to it, as skipped steps do.
@@ -39,18 +39,19 @@ class KeptSteps:
 
     @property
     def nvme(self) -> NvmeState:
-        """Which is another one when more parameters are trained: then its history begins anew."""
+        """State on disk. When more parameters are trained, it is another object without
+        history."""
         assert self._tiered_state.nvme is not None
         return self._tiered_state.nvme
 
     @property
     def versions(self) -> KeptVersions:
-        """Of the store."""
+        """Versions that the store keeps."""
         return self.nvme.store.versions
 
     @property
     def has_checksums(self) -> bool:
-        """So that what is read of a version is verified."""
+        """Whether what is read of a version is verified."""
         return self.nvme.store.checksums
 
     def _now(self) -> list[Tensor]:
@@ -58,12 +59,12 @@ class KeptSteps:
         return [] if check is None else list(check.persistent_buffers())
 
     def begin_forward(self) -> None:
-        """Of any pass; only the first behind a step finds buffers as the step left them."""
+        """Copy buffers before the first forward after a step: a later one has changed them."""
         if self._buffers is None:
             self._buffers = tuple(buffer.clone() for buffer in self._now())
 
     def begin_step(self, whole: Sequence[Tensor]) -> None:
-        """A step begins from what is there; it may be the same one again."""
+        """Copy what a step begins from; it may be the same step again."""
         self.begin_forward()
         assert self._buffers is not None
         numbers = {index.step for index in self.nvme.commits}
@@ -74,21 +75,21 @@ class KeptSteps:
         )
 
     def end_step(self) -> None:
-        """It counts."""
+        """Note that the step counts."""
         self._buffers = None
 
     def forget(self) -> None:
-        """Something was loaded: no step goes back behind that."""
+        """Forget all kept steps: something was loaded, and none of them leads to it."""
         self.nvme.forget_kept()
         self._by_step.clear()
         self._buffers = None
 
     def check(self, steps: int) -> tuple[list[Index], StepMemory]:
-        """Commits from the one of `steps` steps before to the last, and what memory had at the
-        first, when all that a rewind reads was read once.
+        """Read once what a rewind reads. Returns the commits from the one of `steps` steps before
+        to the last, and the memory of the first.
 
-        Raises ValueError where so many are not kept, `nvme.NvmeError` for what cannot be read, and
-        RuntimeError for an average of weights, of which there is one version.
+        Raises ValueError if so many are not kept, `nvme.NvmeError` for blocks that cannot be read,
+        and RuntimeError for an average of weights, which has one version.
         """
         if self._parts.storage.averages:
             raise RuntimeError(
@@ -107,7 +108,7 @@ class KeptSteps:
         return commits, self._by_step[commits[0].step]
 
     def put_back(self, memory: StepMemory, whole: Sequence[Tensor]) -> None:
-        """What memory had then is there again."""
+        """Copy back what memory had then."""
         for tensor, then in zip(whole, memory.whole, strict=True):
             tensor.copy_(then)
         self._control.tensor.copy_(memory.control)
@@ -117,5 +118,5 @@ class KeptSteps:
         self._buffers = None
 
     def close(self) -> None:
-        """Steps are not kept any more."""
+        """Stop keeping steps."""
         self._forward.leave(self.begin_forward)

@@ -1,4 +1,4 @@
-"""What a rule over whole matrices needs of an engine: who has which run of each, and where."""
+"""Matrices of an engine for a rule that updates them whole: which rank has which run, and where."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class MatrixBuckets:
     waiting: Waiting
 
     def largest(self) -> Whole | None:
-        """What staging is for."""
+        """Largest matrix, which staging must hold."""
         every = (whole for bucket in self.buckets for whole in bucket.wholes)
         return max(every, key=lambda whole: whole.numel, default=None)
 
 
 def matrices_of(parts: Parts, chunks: Sequence[Chunk], columns: Columns) -> MatrixBuckets:
-    """Of the parameters that keep a momentum, in these chunks.
+    """Buckets of the parameters in these chunks that keep a momentum.
 
-    Raises ValueError for one that torch has split: no rank has all of a matrix.
+    Raises ValueError for a parameter that torch has split: no rank has all of its matrix.
     """
     wholes = [whole for chunk in chunks for whole in _wholes(parts, chunk, columns)]
     buckets = tuple(buckets_of(wholes))
@@ -60,7 +60,7 @@ def matrices_of(parts: Parts, chunks: Sequence[Chunk], columns: Columns) -> Matr
 
 
 def _span(spec: ChunkSpec, params: Set[int]) -> list[int]:
-    """Of each rank's shard: elements from the first to the last that is of one of these."""
+    """Elements of each rank's shard from the first to the last of these parameters."""
     slots = [slot for slot in spec.slots if slot.param in params]
     if not slots:
         return []
@@ -91,7 +91,7 @@ def _wholes(parts: Parts, chunk: Chunk, columns: Columns) -> list[Whole]:
 
 
 def _has_whole_matrices(param: Any) -> bool:
-    """A stack of which torch has given other matrices to other ranks."""
+    """Whether it is a stack whose matrices torch has given to ranks whole."""
     return param.dim() > 2 and all(p.is_replicate() or p.is_shard(0) for p in param.placements)
 
 
@@ -103,7 +103,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def planned(parts: Parts, matrices: MatrixBuckets, plan: Plan, layout: ChunkLayout) -> MatrixPlan:
-    """With what is on disk: blocks of shards have the same homes on all ranks."""
+    """Plan of a step, with the buckets on disk: shards have the same homes on all ranks."""
     on_disk = {shard.chunk for shard in plan.shards if Tier.NVME in shard.state_homes}
     chunk_of = layout.chunk_of()
     return MatrixPlan(
@@ -125,7 +125,7 @@ def matrix_step(
     asked: Callable[[], MatrixPlan],
     runs: Sequence[GradientRun],
 ) -> MatrixStep | MatrixDeviceStep:
-    """The executor of shards: where the plan has it."""
+    """Executor of the shards, on the host or the device as the plan has it."""
     settings, control = parts.precision_settings, parts.control_vector
     seed = None if settings.master_weights else settings.rounding_seed
     updates = MatrixUpdates(rule, group_of, columns, asked)

@@ -1,4 +1,4 @@
-"""What an engine's parameters say before an update, of a rule that asks for norms or lines."""
+"""Norms and lines of an engine's parameters, for rules that ask for them before an update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .shard_blocks import Shards
 
 
 class _ShardCover(Cover):
-    """Shards and their gradients; of those that wait elsewhere one at a time is here."""
+    """Shards and their gradients. Of gradients in other memory one at a time is loaded."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._chunks = chunks

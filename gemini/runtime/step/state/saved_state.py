@@ -104,7 +104,7 @@ class SavedShards(ShardState):
 
     @property
     def _executor_groups(self) -> Sequence[int | None]:
-        """Of every parameter; of a rule whose hyperparameters are a parameter's own, itself."""
+        """Group of every parameter; its own number where it has hyperparameters of its own."""
         if isinstance(self._rule, NormRule):
             return range(len(self._group_of))
         return self._group_of
@@ -117,7 +117,7 @@ class SavedShards(ShardState):
 
     @property
     def needs_wholes(self) -> bool:
-        """Its updates need more than one rank's part of a parameter."""
+        """Whether updates need more than one rank's part of a parameter."""
         return self._rule.over_matrices or self._rule.over_norms
 
     @property
@@ -132,7 +132,7 @@ class SavedShards(ShardState):
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """Of the state of every parameter, its master first where there is one."""
+        """Planes of the state of a parameter, its master first where there is one."""
         return self._tiered_state.layout.planes
 
     @property
@@ -141,17 +141,17 @@ class SavedShards(ShardState):
 
     @property
     def untouched(self) -> bool:
-        """No step was taken and nothing loaded: moments and counts are zero."""
+        """Whether moments and counts are zero: no step was taken and nothing loaded."""
         return self._num_steps == 0 and not self._was_loaded
 
     @property
     def step_counts(self) -> Sequence[int]:
-        """How often each parameter was updated."""
+        """Number of updates of each parameter."""
         return step_counts(self._executor)
 
     @property
     def _small_state(self) -> list[Tensor]:
-        """What every rank has whole: counts of steps, and lines of matrices."""
+        """Tensors that every rank has whole: counts of steps, and lines of matrices."""
         return [self._executor.counts, *self._lines.tensors]
 
     # -- run by run --

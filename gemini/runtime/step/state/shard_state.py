@@ -36,7 +36,7 @@ from .shard_blocks import ShardMasters, Shards
 
 @dataclass(frozen=True, slots=True)
 class StepCalls:
-    """What a step asks of those who see more than it does."""
+    """Functions of the engine that a step calls."""
 
     begin: Callable[[], None]  # ends what is under way, and masters follow what the user wrote
     agree_on_trace: Callable[[], None]  # collective, behind the vote
@@ -115,11 +115,11 @@ class ShardState:
         parts.originals.keep([c.spec.id for c in parts.chunks if not c.spec.trainable])
 
     def _matrices(self) -> MatrixBuckets:
-        """Of what is trained now."""
+        """Buckets of the matrices that are trained now."""
         return matrices_of(self._parts, self._chunks, self._columns)
 
     def _naming_matrix(self, error: BudgetError) -> BudgetError:
-        """With what staging has to hold, where matrices are updated whole."""
+        """Add the matrix that staging has to hold to an error, where matrices are updated whole."""
         largest = self._matrices().largest() if self._columns.of_param else None
         if largest is None:
             return error
@@ -202,7 +202,7 @@ class ShardState:
         )
 
     def _space(self, block_numel: int) -> StateSpace:
-        """Of the chunks in the order in which they came to be trained."""
+        """Space of the chunks in the order in which they came to be trained."""
         parts, base = self._parts, 0
         segments: list[Segment] = []
         for chunk in self._chunks:
@@ -216,7 +216,7 @@ class ShardState:
         )
 
     def _planned_on(self, tier: Tier, plan: Plan, space: StateSpace) -> frozenset[BlockId]:
-        """Blocks of a space that a plan has there. The plan numbers them in layout order."""
+        """Blocks of a space that a plan has on a tier. The plan numbers them in layout order."""
         found, place = [], {chunk.spec.id: i for i, chunk in enumerate(self._chunks)}
         of_shard: dict[int, list[BlockId]] = {}
         for block in space.blocks:
@@ -230,12 +230,12 @@ class ShardState:
 
     @property
     def tiered_state(self) -> TieredState:
-        """Where the state lives, for who looks at it: it is that of the last step."""
+        """State of the last step in its tiers, for readers: what is under way ends first."""
         self._settle_state()
         return self._tiered_state
 
     def _settle_state(self) -> None:
-        """The last step counts, and nothing is done for the next one."""
+        """End the last step, and drop what was done for the next one."""
         self._tail.settle()
         if self.speculation is not None:
             self.speculation.drop()
@@ -251,7 +251,7 @@ class ShardState:
 
     @property
     def pinned_seconds(self) -> float:
-        """That steps waited for an asynchronous save to read what they overwrite."""
+        """Seconds for which steps waited for an asynchronous save to read what they overwrite."""
         nvme = self._tiered_state.nvme
         return 0.0 if nvme is None else nvme.pinned_seconds
 
@@ -363,7 +363,7 @@ class ShardState:
 
     @property
     def _uses_disk(self) -> bool:
-        """On some rank: shards are equal, blocks may not be."""
+        """Whether some rank has state or parameters on disk: shards are equal, blocks not."""
         return bool(self._parts.plan.blocks_on(Tier.NVME) or self._parts.storage.params)
 
     def _fill_master(self, shards: Shards, block: Block, planes: Planes) -> None:
@@ -390,11 +390,12 @@ def _state_bytes(
     num_versions: int,
     columns: Columns = ALL_COLUMNS,
 ) -> StateBytes:
-    """For the planner; with the chunks whose masters are what their parameters lack (ADR 0002).
+    """Bytes of state for the planner, with the chunks whose masters are split (ADR 0002).
 
-    On disk: where the shard is in memory, when its block is updated; files stay as they were made.
-    In memory: where what a user writes goes to another memory, the payload. To tell the elements
-    that were written takes the weights of before; on disk each version has its own.
+    Masters on disk are split if the shard is in memory when its block is updated; files stay as
+    they were made. Masters in memory are split if what a user writes goes to another memory, the
+    payload: finding the elements that were written takes the weights of before, and on disk each
+    version has its own.
     """
     on_disk = {c.spec.id for c in chunks if c.files is None and layout.splits(c.spec.dtype)}
     apart = {c.spec.id for c in chunks if not c.may_be_payload and layout.splits(c.spec.dtype)}
