@@ -279,8 +279,9 @@ def measure(layers: int, folder: Path) -> dict[str, Any]:
         pins.append(pinned_stall(kept))
         mixed.append(mixed_gb_per_s(folder))
         if not turn:  # does not count
-            for seconds in (*save.values(), *load.values(), stalls, pins, mixed, ram):
-                seconds.clear()
+            every: list[list[Any]] = [*save.values(), *load.values(), stalls, pins, mixed, ram]
+            for measured in every:
+                measured.clear()
     rows = [
         {
             "name": name,
