@@ -52,13 +52,13 @@ from bench.support.disk import mixed_gb_per_s
 from bench.support.machine import MALLOC_ENVIRONMENT, write_result
 from gemini.nvme import default_folder
 from gemini.nvme.files.file import free_bytes
+from gemini.optim.rules.state_layout import KINDS
 from gemini.placement.timetable.updates import AUTO, UPDATES
 from gemini.plan.models import build
 from gemini.units import format_bytes, parse_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 SLACK_BYTES = 3 << 29
-STATES = ("fp32", "bf16", "8bit")
 NEVER_CLIPS = 1000.0  # norms of a new model are below 100
 LEARNING_RATE = "1e-5"  # the first step of Adam is as long as the rate: more overshoots
 ENVIRONMENT = {
@@ -268,7 +268,7 @@ def main() -> int:
     parser.add_argument(
         "--max-norm", action="append", type=float, help="gradients are clipped to it; as above"
     )
-    parser.add_argument("--state", action="append", choices=STATES, help="of moments; as above")
+    parser.add_argument("--state", action="append", choices=KINDS, help="of moments; as above")
     parser.add_argument("--nvme-dir", type=Path, help="default: a temporary folder on a disk")
     parser.add_argument("--json", type=Path, help="write what was measured")
     args = parser.parse_args()
@@ -276,7 +276,7 @@ def main() -> int:
         parser.error(f"--steps {args.steps} with --qlora; expected 3: homes are final behind two")
     default_limits = [QLORA_LIMIT] if args.qlora else ["6GiB", "4GiB"]
     limits = [parse_bytes(limit) for limit in args.rss_limit or default_limits]
-    max_norms, states = args.max_norm or [1.0, NEVER_CLIPS], args.state or STATES[::2]
+    max_norms, states = args.max_norm or [1.0, NEVER_CLIPS], args.state or ["fp32", "8bit"]
     folder = args.nvme_dir or default_folder()
     if args.qlora:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:

@@ -59,8 +59,7 @@ def arguments() -> argparse.Namespace:
         "iteration is planned from a trace on fake tensors",
     )
     parser.add_argument("--nvme-fraction", type=float, default=0.0, help="of the optimizer state")
-    parser.add_argument("--state", choices=["fp32", "bf16", "8bit"], default="fp32",
-                        help="what moments are kept in")  # fmt: skip
+    parser.add_argument("--state", default="fp32", help="of moments: fp32, bf16 or 8bit")
     parser.add_argument(
         "--update", choices=["serial", "tail", "speculate", "both", "auto"], default="serial",
         help="tail: state on disk is updated behind the next forward; speculate: in backward",

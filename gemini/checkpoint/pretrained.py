@@ -109,8 +109,8 @@ def load_pretrained(
             values.quantise(config_of(quantize, dtype or values.dtype_of("", torch.bfloat16)))
         if lora is not None:
             module = values.adapt(lora)
-        if quantize == "nf4":  # peft would take the layers that make their weights for targets
-            values.quantise_experts(module)
+        # after adapters: peft would take the layers that make weights of experts for targets
+        values.quantise_experts(module, quantize)
         return GeminiDDP(module, init_state_dict=values, **options)
 
 
@@ -267,10 +267,11 @@ class _Values(Mapping[str, Tensor]):
             weight = without_memory(layer, self._files.spec_of(place).dtype, forms)
             self._make(weight, place, partial(quantised, layer))
 
-    def quantise_experts(self, module: nn.Module) -> None:
-        """Replace stacked experts by NF4 parameters, which are quantised one at a time."""
+    def quantise_experts(self, module: nn.Module, quantize: object) -> None:
+        """Replace stacked experts by NF4 parameters, which are quantised one at a time, where
+        `quantize` asks for that."""
         forms: dict[Any, nn.Parameter] = {}
-        for name, experts, key in [*stacked_experts(module)]:
+        for name, experts, key in [*stacked_experts(module, quantize)]:
             place = self._taken(name)
             weight = put_experts(experts, key, self._files.spec_of(place).dtype, forms)
             self._make(weight, place, quantised_experts)

@@ -111,8 +111,7 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
         model = models.checkpointed(model)
     if training.lora:
         model = models.add_lora(model, training.lora)
-    if training.quantize == "nf4":
-        name_experts(model)
+    name_experts(model, training.quantize)
     itemsizes = models.itemsizes(model)
     if training.by_trl or (isinstance(what, str) and what.lower() in models.MODELS):
         itemsizes = [2] * len(itemsizes)  # published weights are in 16 bits

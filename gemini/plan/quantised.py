@@ -59,26 +59,29 @@ class QuantisedBase:
 def quantised_base(model: nn.Module, kind: str) -> QuantisedBase:
     """Weights that `load_pretrained` quantises in a model of transformers, before it has adapters:
     linear layers but for those that transformers leaves alone, and under "nf4" stacked experts."""
-    rows: dict[Tensor, int] = dict(_linear_weights(model))
-    if kind == "nf4":
-        rows |= {module.get_parameter(key): 0 for _, module, key in stacked_experts(model)}
-    numel = {id(weight): weight.numel() for weight in rows}
-    if kind == "nf4":
-        return QuantisedBase(numel, {key: _nf4(count) for key, count in numel.items()})
-    return QuantisedBase(numel, {id(w): _int8(w.numel(), count) for w, count in rows.items()})
+    numel, nbytes = {}, {}
+    for weight, outputs in _linear_weights(model):
+        count = numel[id(weight)] = weight.numel()
+        nbytes[id(weight)] = _nf4(count) if kind == "nf4" else _int8(count, outputs)
+    for _, module, key in stacked_experts(model, kind):
+        weight = module.get_parameter(key)
+        count = numel[id(weight)] = weight.numel()
+        nbytes[id(weight)] = _nf4(count)
+    return QuantisedBase(numel, nbytes)
 
 
-def name_experts(model: nn.Module) -> None:
+def name_experts(model: nn.Module, kind: str | None) -> None:
     """Give stacked experts of a model with its adapters the names that they have when they are
     quantised: a layer makes them of what is stored."""
-    for _, module, key in [*stacked_experts(model)]:
+    for _, module, key in [*stacked_experts(model, kind)]:
         register_parametrization(module, key, nn.Identity())
 
 
-def stacked_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, module, key) of every parameter [experts, ...] of transformers' modules of experts,
-    which its quantiser leaves in 16 bits: most of such a model."""
-    for name, child in module.named_modules():
+def stacked_experts(module: nn.Module, quantize: object) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, module, key) of every parameter [experts, ...] of transformers' modules of experts
+    that `load_pretrained(quantize=)` quantises: all under "nf4", none else. transformers leaves
+    them in 16 bits, most of such a model."""
+    for name, child in module.named_modules() if quantize == "nf4" else ():
         if type(child).__name__.endswith("Experts"):
             for key, param in list(child.named_parameters(recurse=False)):
                 if param.ndim == 3:
