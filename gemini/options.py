@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from gemini.arguments import check_arguments
 from gemini.chunk.sizing.search import ChunkConfiguration
 from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.optim.rules.loss_scale import LossScale
@@ -179,11 +180,13 @@ def takes_fields(**groups: Any) -> Callable[[Callable[..., T]], Callable[..., T]
     def decorator(function: Callable[..., T]) -> Callable[..., T]:
         shown = _with_fields(inspect.signature(function), groups)
         places = [p.name for p in shown.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
         @wraps(function)
         def with_fields(*args: Any, **kwargs: Any) -> T:
+            check_arguments(called, shown, args, kwargs.keys() - groups.keys())
             given = dict(zip(places, args, strict=False))
-            if len(args) > len(places) or given.keys() & kwargs.keys():
+            if given.keys() & kwargs.keys():
                 shown.bind(*args, **kwargs)  # says what is wrong
             given |= kwargs
             for name, usual in groups.items():

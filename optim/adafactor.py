@@ -11,7 +11,7 @@ import torch
 from gemini.optim.rules import formulas
 from gemini.optim.rules.line_rule import LineRule
 from gemini.optim.rules.lines import Factors
-from gemini.optim.rules.rule import number
+from gemini.optim.rules.rule import flag, number, pair
 from gemini.optim.rules.state_layout import Plane, StateLayout
 
 from .elementwise import ElementwiseOptimizer
@@ -60,19 +60,17 @@ class AdafactorRule(LineRule):
     direction = staticmethod(formulas.adafactor_direction)
 
     def hyper(self, group: Mapping[str, Any]) -> Factored:
-        pair = group["eps"]
-        if len(pair) != 2:
-            raise ValueError(f"eps={pair!r}; expected a number or None, and a number")
-        eps = {f"eps[{i}]": value for i, value in enumerate(pair)}
+        given = pair(group, "eps", "a number or None, and a number")
+        eps = {f"eps[{i}]": value for i, value in enumerate(given)}
         return Factored(
             number(group, "lr", 0.0, open_high=True),
             number(group, "beta2_decay", -math.inf, 0.0, open_high=False),
-            -1.0 if pair[0] is None else number(eps, "eps[0]", 0.0, open_high=True),
+            -1.0 if given[0] is None else number(eps, "eps[0]", 0.0, open_high=True),
             number(group, "weight_decay", 0.0, open_high=True),
-            bool(group["maximize"]),
-            bool(group["relative_step"]),
+            flag(group, "maximize"),
+            flag(group, "relative_step"),
             Lengths(
-                bool(group["scale_parameter"]),
+                flag(group, "scale_parameter"),
                 number(eps, "eps[1]", 0.0, open_high=True),
                 number(group, "d", 1.0, open_high=True),
             ),
@@ -122,5 +120,4 @@ class HybridAdafactor(ElementwiseOptimizer):
     """
 
     rule = AdafactorRule
-    by_name = ("maximize", "scale_parameter", "relative_step")
     without: ClassVar = frozenset({"cpu_path"})

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gemini.arguments import by_name
 from gemini.optim.rules import formulas
 from gemini.optim.rules.config import NvmeConfig
 from gemini.optim.rules.rule import UpdateRule
@@ -91,10 +92,12 @@ class HybridAdam(TieredOptimizer):
     amsgrad Reddi et al. 2018).
     """
 
+    @by_name
     def __init__(
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
+        *,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -102,7 +105,6 @@ class HybridAdam(TieredOptimizer):
         adamw_mode: bool = True,
         nvme_offload_fraction: float = 0.0,
         nvme_offload_dir: Folders = None,
-        *,
         nvme_write_budget: int | str | None = None,
         nvme: NvmeConfig | None = None,
         cpu_path: str = "auto",
@@ -146,23 +148,25 @@ class CPUAdam(HybridAdam):
 class FusedAdam(HybridAdam):
     """HybridAdam for CUDA parameters, with state on the device. Raises ValueError for any other."""
 
+    @by_name
     def __init__(
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
+        *,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adamw_mode: bool = True,
-        *,
         amsgrad: bool = False,
         maximize: bool = False,
         state: str = "fp32",
     ) -> None:
         super().__init__(
-            params, lr, bias_correction, betas, eps, weight_decay, adamw_mode,
-            amsgrad=amsgrad, maximize=maximize, state=state,
+            params, lr, bias_correction=bias_correction, betas=betas, eps=eps,
+            weight_decay=weight_decay, adamw_mode=adamw_mode, amsgrad=amsgrad,
+            maximize=maximize, state=state,
         )  # fmt: skip
 
     def check_param(self, param: Tensor) -> None:

@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gemini.nvme import WriteMeter, check_folder
 from gemini.optim.plain.target import PlainTarget, alike
 from gemini.optim.plain.views import check_plain
 from gemini.optim.rules.config import NvmeConfig, StateConfig
 from gemini.optim.rules.report import StepReport
-from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.rule import UpdateRule, scalar
 from gemini.units import parse_bytes
 
 from .target import OWNER_ATTRIBUTE, ParameterOwner, Target, owner_of, speaker_of
@@ -34,7 +34,7 @@ class BoundOptimizer(torch.optim.Optimizer):
 
     Targets and their state are made by the first step or load for plain parameters, and at once for
     parameters of a wrapped module. Raises ValueError for options and parameters that it cannot
-    take, TypeError for a copy of an optimizer over a wrapped module.
+    take, TypeError for options of another type, and for a copy of one over a wrapped module.
     """
 
     in_place_of: ClassVar[str] = ""  # another's class: it goes on as this one
@@ -51,13 +51,19 @@ class BoundOptimizer(torch.optim.Optimizer):
         nvme: NvmeConfig | None = None,
         cpu_path: str = "auto",
     ) -> None:
+        if isinstance(params, nn.Module):
+            raise TypeError(
+                f"{self.own_name()} got a {type(params).__name__}; expected its parameters: "
+                f"{self.own_name()}(model.parameters())"
+            )
+        fraction = scalar("nvme_offload_fraction", nvme_offload_fraction)
         nvme = _with_folders(nvme or NvmeConfig(), nvme_offload_dir)
         if nvme_write_budget is not None:
             nvme = replace(nvme, write_budget=parse_bytes(nvme_write_budget))
         nvme = replace(nvme, meter=WriteMeter(nvme.write_budget))
         kind = f"(state={rule.layout.kind!r})" if rule.layout.is_quantised else ""
         name = " in place of ".join(filter(None, (self.own_name() + kind, self.in_place_of)))
-        self._config = StateConfig(float(nvme_offload_fraction), nvme, cpu_path, name)
+        self._config = StateConfig(fraction, nvme, cpu_path, name)
         if self._config.nvme_fraction > 0:
             for folder in nvme.folders:
                 check_folder(folder, allow_ram=nvme.allow_ram)
@@ -100,7 +106,7 @@ class BoundOptimizer(torch.optim.Optimizer):
             self._check_options(self.param_groups[-1], ())
             for param in self.param_groups[-1]["params"]:
                 self.check_param(param)
-        except ValueError:
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 

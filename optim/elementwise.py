@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+from gemini.arguments import check_arguments
 from gemini.optim.rules.rule import UpdateRule
 
 from .base import TieredOptimizer
@@ -16,22 +17,20 @@ _PLACES = {
     for name, parameter in inspect.signature(TieredOptimizer.__init__).parameters.items()
     if name not in ("self", "params", "defaults", "rule")
 }
-_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_BY_POSITION = ("nvme_offload_fraction", "nvme_offload_dir")
 
 
 class ElementwiseOptimizer(TieredOptimizer):
     """Optimizer of an elementwise rule: a subclass names its `rule` (docs/extending.md).
 
-    It is made with parameters or groups, the rule's options in their order, and the arguments of
-    `HybridAdam` that say where state lives and how it is updated; `inspect.signature` shows them.
+    It is made with parameters or groups and the rate, and by name with the rule's other options and
+    the arguments of `HybridAdam` that say where state lives and how it is updated;
+    `inspect.signature` shows them.
 
     Raises ValueError for an option out of range and names it, TypeError for an unknown argument,
     and as `HybridAdam`.
     """
 
     rule: ClassVar[type[UpdateRule]]
-    by_name: ClassVar[tuple[str, ...]] = ("maximize",)  # options that are no positional arguments
     extra: ClassVar[dict[str, Any]] = {}  # of every group, beside the rule's options
     without: ClassVar[frozenset[str]] = frozenset()  # places that it does not have
 
@@ -42,6 +41,7 @@ class ElementwiseOptimizer(TieredOptimizer):
 
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         signature: inspect.Signature = type(self).__signature__  # type: ignore[attr-defined]
+        check_arguments(type(self).__name__, signature, (params, *args), kwargs)
         given = signature.bind(params, *args, **kwargs)
         given.apply_defaults()
         options = {name: given.arguments[name] for name in self.rule.options}
@@ -50,12 +50,12 @@ class ElementwiseOptimizer(TieredOptimizer):
 
 
 def _signature(cls: type[ElementwiseOptimizer]) -> inspect.Signature:
-    """Signature: positional options, HybridAdam's two places, then arguments by name."""
-    shown = [inspect.Parameter("params", _POSITIONAL, annotation=Iterable[Any])]
+    """Signature: parameters and the rate by position, all else by name."""
+    by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    shown = [inspect.Parameter("params", by_position, annotation=Iterable[Any])]
     for name, default in cls.rule.options.items():
-        kind = inspect.Parameter.KEYWORD_ONLY if name in cls.by_name else _POSITIONAL
+        kind = by_position if name == "lr" else inspect.Parameter.KEYWORD_ONLY
         annotation = tuple[float, float] if name == "betas" else type(default)
         shown.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
-    for name, place in ((n, p) for n, p in _PLACES.items() if n not in cls.without):
-        shown.append(place.replace(kind=_POSITIONAL) if name in _BY_POSITION else place)
+    shown += (place for name, place in _PLACES.items() if name not in cls.without)
     return inspect.Signature(sorted(shown, key=lambda one: one.kind), return_annotation=None)

@@ -43,4 +43,3 @@ class HybridLamb(ElementwiseOptimizer):
     """
 
     rule = LambRule
-    by_name = ("bias_correction",)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gemini.arguments import by_name
 from gemini.optim.rules.config import NvmeConfig
 from gemini.optim.rules.matrix_rule import MatrixOptions, MatrixRule
 from gemini.optim.rules.orthogonal import COEFFICIENTS
@@ -47,10 +48,12 @@ class HybridMuon(TieredOptimizer):
     Formulas: `optim.rules.matrix_rule`, `optim.rules.orthogonal`.
     """
 
+    @by_name
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
         lr: float = 1e-3,
+        *,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -58,7 +61,6 @@ class HybridMuon(TieredOptimizer):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
-        *,
         adamw_lr: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,

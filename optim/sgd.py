@@ -67,7 +67,6 @@ class HybridSGD(ElementwiseOptimizer):
     """
 
     rule = SGDRule
-    by_name = ("dampening", "nesterov", "maximize")
 
     def state_dict(self) -> dict[str, Any]:
         """State dict; see `TieredOptimizer.state_dict`.

@@ -182,7 +182,7 @@ def _load_runs(
 def _as_mismatch(work: Callable[[], Any]) -> None:
     try:
         work()
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise MismatchError(str(error)) from error
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .orthogonal import DTYPES, FORMS, RATES, adjusted_rate, orthogonal
-from .rule import UpdateRule, number
+from .rule import UpdateRule, flag, number, scalar
 from .state_layout import Columns, Plane, StateLayout
 
 MOMENTUM = Plane("momentum_buffer", "float32")
@@ -115,7 +115,8 @@ class MatrixRule(UpdateRule):
         for name, known in (("adjust_lr_fn", RATES), ("ns_form", FORMS), ("ns_dtype", [*DTYPES])):
             if group[name] not in known:
                 raise ValueError(f"{name}={group[name]!r}; expected one of {list(known)}")
-        coefficients, steps = tuple(map(float, group["ns_coefficients"])), group["ns_steps"]
+        coefficients = tuple(scalar("ns_coefficients", one) for one in group["ns_coefficients"])
+        steps = group["ns_steps"]
         if len(coefficients) != 3:
             raise ValueError(f"ns_coefficients={coefficients}; expected three numbers")
         if steps not in range(_MOST_STEPS):
@@ -125,7 +126,7 @@ class MatrixRule(UpdateRule):
             number(group, "lr", 0.0, open_high=True),
             number(group, "weight_decay", 0.0, open_high=True),
             number(group, "momentum", 0.0, 1.0, open_high=False),
-            bool(group["nesterov"]),
+            flag(group, "nesterov"),
             coefficients,
             number(group, "eps", 0.0, open_high=True),
             int(steps),

@@ -78,14 +78,14 @@ class UpdateRule:
         """Options of a group as a frozen, hashable value of numbers.
 
         Raises ValueError naming the first one that is out of range, has no plane, or asks for
-        another kind of state.
+        another kind of state, and TypeError for a value of another type.
         """
         values: dict[str, float] = {}
         for name, default in self.options.items():
             if name == "betas":
                 values["beta1"], values["beta2"] = betas(group)
             elif isinstance(default, bool):
-                values[name] = bool(group[name])
+                values[name] = flag(group, name)
             else:
                 low, high = self.ranges.get(name, (0.0, math.inf))
                 values[name] = number(group, name, low, high, open_high=True)
@@ -187,8 +187,9 @@ def _hyper_type(names: tuple[str, ...]) -> Any:
 def number(
     group: Mapping[str, Any], name: str, low: float, high: float = math.inf, *, open_high: bool
 ) -> float:
-    """`group[name]` as a float in [low, high] or [low, high). Raises ValueError."""
-    value = _scalar(name, group[name])
+    """`group[name]` as a float in [low, high] or [low, high). Raises ValueError, and TypeError for
+    what is no number."""
+    value = scalar(name, group[name])
     inside = low <= value and (value < high if open_high else value <= high)
     if math.isnan(value) or math.isinf(value) or not inside:
         bracket = ")" if open_high else "]"
@@ -196,19 +197,45 @@ def number(
     return value
 
 
+def flag(group: Mapping[str, Any], name: str) -> bool:
+    """`group[name]` as a bool. Raises TypeError for a value whose truth is its length, and for a
+    fraction."""
+    value = group[name]
+    if isinstance(value, float) or not hasattr(value, "__bool__"):
+        is_pair = isinstance(value, (tuple, list)) and "betas" in group
+        also = f" (decay rates are betas={value!r})" if is_pair else ""
+        raise TypeError(f"{name}={value!r}; expected True or False{also}")
+    return bool(value)
+
+
+def pair(group: Mapping[str, Any], name: str, expected: str) -> Sequence[Any]:
+    """`group[name]` of two values. Raises ValueError, and TypeError for what is no sequence."""
+    value: Sequence[Any] = group[name]
+    if isinstance(value, str) or not hasattr(value, "__len__"):
+        raise TypeError(f"{name}={value!r}; expected {expected}")
+    if len(value) != 2:
+        raise ValueError(f"{name}={value!r}; expected {expected}")
+    return value
+
+
 def betas(group: Mapping[str, Any]) -> tuple[float, float]:
-    """Two decay rates in [0, 1), as in torch both numbers or both tensors. Raises ValueError."""
-    pair = group["betas"]
-    if len(pair) != 2 or len({isinstance(beta, Tensor) for beta in pair}) != 1:
-        raise ValueError(f"betas={pair!r}; expected two numbers in [0, 1), or two tensors")
-    first, second = (_scalar(f"betas[{i}]", beta) for i, beta in enumerate(pair))
+    """Two decay rates in [0, 1), as in torch both numbers or both tensors. Raises ValueError and
+    TypeError."""
+    expected = "two numbers in [0, 1), or two tensors"
+    given = pair(group, "betas", expected)
+    if len({isinstance(beta, Tensor) for beta in given}) != 1:
+        raise ValueError(f"betas={given!r}; expected {expected}")
+    first, second = (scalar(f"betas[{i}]", beta) for i, beta in enumerate(given))
     for i, beta in enumerate((first, second)):
         if not 0 <= beta < 1:
-            raise ValueError(f"betas[{i}]={pair[i]!r} is outside [0, 1)")
+            raise ValueError(f"betas[{i}]={given[i]!r} is outside [0, 1)")
     return first, second
 
 
-def _scalar(name: str, value: Any) -> float:
+def scalar(name: str, value: Any) -> float:
+    """Number as a float. Raises TypeError for what is none, ValueError for a larger tensor."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name} is a tensor of shape {tuple(value.shape)}; expected one element")
+    if not hasattr(value, "__float__"):  # a text has none, as in torch, whatever is written in it
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; expected a number")
     return float(value)

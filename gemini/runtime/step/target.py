@@ -203,7 +203,7 @@ class ShardTarget(SavedShards):
             return None
         try:
             hypers = self.hypers(self._groups)
-        except ValueError:  # the step says so
+        except (TypeError, ValueError):  # the step says so
             return None
         views = EarlyShardViews(
             self._chunks,

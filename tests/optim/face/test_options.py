@@ -1,9 +1,12 @@
 """torch's options of Adam and SGD on plain modules: amsgrad, maximize, nesterov, dampening."""
 
+import inspect
+
 import pytest
 import torch
 
-from optim import FusedAdam, HybridAdam, HybridLion, HybridSGD, NvmeConfig
+import optim
+from optim import FusedAdam, HybridAdam, HybridMuon, HybridSGD, NvmeConfig
 from tests.support.plain_training import give_gradients, make_params, train, update_error
 
 SMALL = NvmeConfig(block_numel=1024)
@@ -121,10 +124,79 @@ def test_bad_options_are_named():
         HybridSGD(params, momentum=0.9, dampening=float("nan"))
     with pytest.raises(ValueError, match=r"dampening=0\.5 without momentum"):
         HybridSGD(params, dampening=0.5)
-    with pytest.raises(TypeError):
-        HybridLion(params, maximize=True)
     with pytest.raises(ValueError, match="FusedAdam got a parameter on cpu"):
         FusedAdam(params, amsgrad=True, maximize=True)
+
+
+OPTIMIZERS = [name for name in optim.__all__ if name.startswith(("Hybrid", "CPU", "Fused"))]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_torch_gives_by_position_is_never_another_option(name):
+    """Behind the rate torch has betas, where Colossal-AI has bias_correction."""
+    cls = getattr(optim, name)
+    params = [torch.nn.Parameter(torch.zeros(4, 4))]
+    names = [n for n in inspect.signature(cls).parameters if n not in ("params", "lr")]
+    with pytest.raises(TypeError) as refused:
+        cls(params, 1e-3, (0.9, 0.95))
+    assert "got (0.9, 0.95) behind; expected it by name: " in str(refused.value)
+    assert ("betas=" in str(refused.value)) == ("betas" in names)
+    with pytest.raises(TypeError, match="weigth_decay'; did you mean weight_decay"):
+        cls(params, weigth_decay=0.1)
+    with pytest.raises(TypeError, match="lr='3e-4' is a str; expected a number"):
+        cls(params, "3e-4")
+    if not name.startswith("Fused"):
+        assert cls(params, 1e-2).param_groups[0]["lr"] == 1e-2
+
+
+WRONG_TYPES = {
+    "bias_correction": ((0.9, 0.95), r"expected True or False \(decay rates are betas=\(0.9, 0.95"),
+    "amsgrad": ("False", "expected True or False"),
+    "maximize": (0.1, "expected True or False"),
+    "betas": (0.9, "expected two numbers"),
+    "eps": ("1e-8", "is a str; expected a number"),
+    "lr": (None, "is a NoneType; expected a number"),
+    "weight_decay": ([0.1], "is a list; expected a number"),
+    "nvme_offload_fraction": ("0.5", "is a str; expected a number"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_an_option_of_another_type_is_a_type_error_wherever_it_is_given(name):
+    value, said = WRONG_TYPES[name]
+    params = small_params()
+    with pytest.raises(TypeError, match=f"{name}=.*{said}"):
+        HybridAdam(params, **{name: value})
+    optimizer = HybridAdam(params[:1])
+    if name not in optimizer.defaults:
+        return
+    with pytest.raises(TypeError, match=f"{name}=.*{said}"):
+        optimizer.add_param_group({"params": params[1:], name: value})
+    assert len(optimizer.param_groups) == 1
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][name] = value
+    with pytest.raises(TypeError, match=f"{name}=.*{said}"):
+        optimizer.load_state_dict(saved)
+    before = params[0].detach().clone()
+    optimizer.param_groups[0][name] = value
+    give_gradients(params, 0)
+    with pytest.raises(TypeError, match=f"{name}=.*{said}"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+
+
+def test_rates_and_flags_that_torch_takes_are_taken():
+    import numpy as np
+
+    for options in ({"lr": torch.tensor(1e-2)}, {"lr": np.float32(1e-2)}, {"amsgrad": np.True_}):
+        HybridAdam(small_params(), **options)
+    HybridAdam(small_params(), amsgrad=1, maximize=None)
+
+
+def test_a_module_is_no_parameters():
+    with pytest.raises(TypeError, match=r"a Linear; expected .*HybridAdam\(model.parameters\(\)\)"):
+        HybridAdam(torch.nn.Linear(2, 2))
+    assert HybridMuon(torch.nn.Linear(2, 2)).param_groups
 
 
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters.*:UserWarning")

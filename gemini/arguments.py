@@ -1,0 +1,72 @@
+"""Arguments that a function does not have: what a TypeError says of them. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+S = TypeVar("S")
+
+_SHOWN = 9  # names of arguments in a message
+
+
+def nearest(word: object, known: Iterable[str]) -> str | None:
+    """The name that was probably meant, whatever the case and the dashes; None if none is near."""
+    plain = {_plain(name): name for name in known}
+    near = difflib.get_close_matches(_plain(str(word)), plain, n=1)
+    return plain[near[0]] if near else None
+
+
+def did_you_mean(word: object, known: Sequence[str]) -> str:
+    """End of a message about an unknown name: the one that was probably meant, or all of them."""
+    near = nearest(word, known)
+    return f"expected one of {', '.join(known)}" if near is None else f"did you mean {near}?"
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[-_. ]", "", word.lower())
+
+
+def check_arguments(
+    name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Iterable[str]
+) -> None:
+    """Raise TypeError for an unknown argument, with the name that was probably meant, and for one
+    by position too many, with the names of those that follow.
+    """
+    parameters = signature.parameters.values()
+    open_ended = {one.kind for one in parameters}
+    placed = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    named = [*placed, *(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)]
+    if inspect.Parameter.VAR_KEYWORD not in open_ended:
+        for given in kwargs:
+            if given not in named:
+                near = nearest(given, named)
+                raise TypeError(
+                    f"{name}() got an unexpected keyword argument {given!r}"
+                    + (f"; did you mean {near}?" if near else "")
+                )
+    if len(args) > len(placed) and inspect.Parameter.VAR_POSITIONAL not in open_ended:
+        rest = [f"{one}=" for one in named if one not in placed]
+        names = ", ".join([*rest[:_SHOWN], *(["..."] if rest[_SHOWN:] else [])])
+        also = f"; expected it by name: {names}" if rest else ""
+        taken = ", ".join(one for one in placed if one != "self")
+        raise TypeError(
+            f"{name}() takes {taken} by position, and got {args[len(placed)]!r} behind{also}"
+        )
+
+
+def by_name(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+    """Decorator of a constructor: wrong arguments are a TypeError as `check_arguments` says it."""
+    signature = inspect.signature(init)
+
+    @wraps(init)
+    def checked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        check_arguments(type(self).__name__, signature, (self, *args), kwargs)
+        init(self, *args, **kwargs)
+
+    return checked
