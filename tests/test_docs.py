@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import nvme
+from gemini import HybridAdam
 from gemini.plan import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,6 +136,42 @@ def test_the_python_of_the_readme_runs(on_disk):
     assert not torch.equal(next(module.parameters()).detach().float(), before)
     assert (on_disk / "runs/1").is_dir()
     names["optimizer"].close()
+
+
+REPLACES = (
+    "README.md",
+    "docs/tutorial.md",
+    *(f"docs/{p.name}" for p in (ROOT / "docs").glob("from-*.md")),
+)
+
+
+@pytest.mark.parametrize("page", REPLACES)
+def test_a_line_in_place_of_torchs_adamw_states_its_decay(page):
+    """HybridAdam's is 0.0, as Colossal-AI's, and torch's 0.01."""
+    text = (ROOT / page).read_text()
+    blocks = "".join(re.findall(r"^```(?:python|diff).*?^```$", text, re.DOTALL | re.MULTILINE))
+    made = re.findall(r"HybridAdam\(.*?\)$", blocks, re.DOTALL | re.MULTILINE)
+    assert made or page in ("docs/from-accelerate.md", "docs/from-colossal.md")
+    assert [line for line in made if "weight_decay=" not in line] == []
+    if page.startswith("docs/from-"):
+        for subject in ("dtype|bf16", "decay", "keys"):
+            assert re.search(subject, text), subject
+
+
+def test_the_optimizer_that_fsdps_page_writes_updates_as_the_one_it_replaces():
+    block = re.search(r"```diff\n(.*?)```", (ROOT / "docs/from-fsdp2.md").read_text(), re.DOTALL)[1]
+    weights = []
+    for sign in "-+":
+        (line,) = re.findall(rf"^\{sign}(optimizer = .*)$", block, re.MULTILINE)
+        model = torch.nn.Linear(8, 8)
+        torch.nn.init.ones_(model.weight)
+        names = {"torch": torch, "model": model, "HybridAdam": HybridAdam}
+        exec(line, names)
+        for _ in range(3):
+            (model.weight * torch.arange(8.0)).sum().backward()
+            names["optimizer"].step()
+        weights.append(model.weight.detach() - 1)
+    assert torch.allclose(*weights, rtol=1e-4, atol=0.0)  # without decay 1 % off
 
 
 def test_what_the_readme_says_of_its_table_holds():
