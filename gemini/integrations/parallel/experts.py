@@ -25,7 +25,7 @@ from gemini.integrations.parts import put_in_place
 from .attention import exchanged
 from .styles import of_parts, replace
 
-STACKS = frozenset({"gate_up_proj", "down_proj"})
+STACKS = ("gate_up_proj", "down_proj")  # in the order in which ranks send them
 
 
 def share_experts(
@@ -65,11 +65,12 @@ def share_experts(
     put_in_place(optimizer, {key: getattr(*place) for key, place in before.items()})
 
 
-def _stacks_of(module: Any) -> frozenset[str]:
-    """Names of the stacked parameters [E, ...]: those of transformers, or `module.stacked`."""
+def _stacks_of(module: Any) -> tuple[str, ...]:
+    """Names of the stacked parameters [E, ...], in one order on all ranks: those of
+    transformers, or `module.stacked`."""
     shapes = {name: param.dim() for name, param in module.named_parameters()}
     is_known = shapes == dict.fromkeys(STACKS, 3) and hasattr(module, "num_experts")
-    found: frozenset[str] = STACKS if is_known else getattr(module, "stacked", frozenset())
+    found: tuple[str, ...] = STACKS if is_known else getattr(module, "stacked", ())
     return found
 
 
