@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.integrations.parts import put_in_place
+from gemini.integrations.parts import announce, put_in_place
 
 from .attention import exchanged
 from .styles import of_parts, replace
@@ -56,6 +56,11 @@ def share_experts(
             )
     here = {id(module) for stage in stages or [model] for module in stage.modules()}
     found = {name: experts for name, experts in found.items() if id(experts) in here}
+    sent = [
+        (f"{at}.{name}", getattr(experts, name))
+        for at, experts in found.items() for name in _stacks_of(experts)
+    ]  # fmt: skip
+    announce(mesh.get_group(), "share_experts()", sent)
     before = {id(param): (experts, name) for experts in found.values()
               for name, param in experts.named_parameters()}  # fmt: skip
     for experts in found.values():
