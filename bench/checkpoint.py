@@ -151,7 +151,7 @@ class Fsdp:
         from torch.distributed.checkpoint.state_dict import set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        for path in self.folder.iterdir():
+        for path in sorted(self.folder.iterdir()):
             drop_cache(path)
         state = self._state()
         load(state, checkpoint_id=self.folder)

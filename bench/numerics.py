@@ -218,7 +218,7 @@ def main() -> int:
     if args.json:
         tiers = [asdict(cell) for cell in cells]
         write_result(args.json, {"pairs": found, "digests": rows, "tiers": tiers})
-    found_of = {(row["precision"], row["sha256"]) for row in rows}
+    found_of = sorted({(row["precision"], row["sha256"]) for row in rows})
     wrong = [name for name, count in Counter(p for p, _ in found_of).items() if count > 1]
     wrong += every_tier.different(cells)
     print(f"\nDIFFERENT: {', '.join(wrong)}" if wrong else "\none digest a precision and schedule")

@@ -167,7 +167,11 @@ class GeminiDDP(ModuleFace):
         capacities = self.chunk_configuration.capacities
         layout = training_layout(specs, capacities, num_shards, order, num_replicas)
         max_prefetch = communication.max_prefetch
-        _check_same_set_up(comm, layout, (placement, precision_settings, max_prefetch, update))
+        same = (placement, precision_settings, max_prefetch, update)
+        _check_same_set_up(comm, layout, same)
+        if communication.broadcast_buffers:
+            sent = [f"{name} {[*x.shape]} {x.dtype}" for name, x in module.named_buffers()]
+            comm.announce("GeminiDDP(broadcast_buffers=True)", sent)
         backend = _backend(device)
         planning = begin_planning(
             layout, placement, backend, comm,

@@ -194,8 +194,7 @@ class TieredOptimizer(BoundOptimizer):
         flat, found = flat_optimizer_state(), state_dict["state"]
         if flat is not None:
             every = {plane.name for target in self._targets for plane in target.planes}
-            every |= {*LINES}
-            found = unflattened(flat, found, every)
+            found = unflattened(flat, found, sorted(every | {*LINES}))
         state = {by_id[i]: values for i, values in found.items()}
         if state:
             self._bind()
@@ -280,7 +279,7 @@ class TieredOptimizer(BoundOptimizer):
         """
         folders = dict.fromkeys(path.parent for store in self.stores for path in store.paths)
         left = remove_superseded(folders, {name: step - at for name, at in began.items()})
-        self._left_stores = {name: began[name] for name in left}
+        self._left_stores = {name: began[name] for name in sorted(left)}
         self._steps_before = step - max((s.committed_step for s in self.stores), default=0)
 
     def close(self, *, keep_masters: bool = True) -> None:

@@ -24,7 +24,7 @@ from gemini.units import parse_bytes
 from .target import OWNER_ATTRIBUTE, ParameterOwner, Target, owner_of, speaker_of
 
 # A module that is wrapped after its optimizer was made finds it here.
-_alive: weakref.WeakSet[BoundOptimizer] = weakref.WeakSet()
+_alive: weakref.WeakKeyDictionary[BoundOptimizer, None] = weakref.WeakKeyDictionary()
 
 Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
@@ -80,7 +80,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         self._bound: dict[int, UpdateRule] = {}  # by id: parameters that a target has
         self._closed = False
         self.last_report: StepReport | None = None
-        _alive.add(self)
+        _alive[self] = None
 
     @classmethod
     def own_name(cls) -> str:
@@ -112,10 +112,10 @@ class BoundOptimizer(torch.optim.Optimizer):
 
     def _check_options(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
         """Raise ValueError for unknown options, and for options that do not fit `params`' state."""
-        rules = {self._bound[id(param)] for param in params if id(param) in self._bound}
+        rules = [self._bound[id(param)] for param in params if id(param) in self._bound]
         if self._owner is not None:
-            rules = {self._rule}
-        for rule in rules or {self.rule_for([group])}:
+            rules = [self._rule]
+        for rule in dict.fromkeys(rules or [self.rule_for([group])]):
             rule.hyper(group)
 
     def check_param(self, param: Tensor) -> None:
@@ -160,7 +160,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         own = {name: value for name, value in vars(self).items() if not name.endswith("_hooks")}
         other.__class__ = type(self)
         other.__dict__ = {**theirs, **own, "param_groups": groups}
-        _alive.add(other)  # type: ignore[arg-type]
+        _alive[other] = None  # type: ignore[index]
         if followed:
             show_steps(other)
 
@@ -322,8 +322,8 @@ def _not_floating(param: Tensor) -> ValueError:
 def _ignored_among(params: Iterable[Tensor]) -> list[str]:
     """Names of parameters that the wrapped modules of the other parameters ignore."""
     params = list(params)
-    owners = {handle.owner for p in params if (handle := getattr(p, OWNER_ATTRIBUTE, None))}
-    names = {i: name for owner in owners for i, name in owner.ignored.items()}
+    owners = [handle.owner for p in params if (handle := getattr(p, OWNER_ATTRIBUTE, None))]
+    names = {i: name for owner in dict.fromkeys(owners) for i, name in owner.ignored.items()}
     return [names[id(param)] for param in params if id(param) in names]
 
 

@@ -2,10 +2,11 @@
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from bench.host import house
+from tests.support.unordered import walks_of_sets
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -270,3 +271,50 @@ def test_no_verdict_depends_on_how_busy_the_machine_is():
                 f"{file}:{number} {line.strip()}" for number, line in lines if CLOCKS.search(line)
             ]
     assert found == []
+
+
+SETS = """
+class A:
+    names: frozenset[str]
+    by_rank: dict[int, set[str]]
+    def __init__(self, some: Iterable[int], param: Tensor):
+        self.ids = {1}
+        first = [x for x in self.names], list(self.ids | {2}), *self.names, ", ".join({"a"}), some
+        for x in self.by_rank[0]: pass
+        for own in self.by_rank.values(): tuple(own)
+        max(self.ids, key=abs), self.ids.pop(), next(iter(self.names)), f"{self.ids}"
+        {k: 0 for k in a.keys() & b.keys()}
+        for path in folder.iterdir(): pass
+def given(some: Collection[int], all: Sequence[int]):
+    for x in some: pass
+given({1}, [2])
+"""
+SORTED = """
+class A:
+    names: frozenset[str]
+    def all(self):
+        for x in sorted(self.names): pass
+        {y for y in self.names}, {*self.names}, any(y for y in self.names)
+        sorted(map(f, self.names))
+        (one,) = self.names
+        max(self.names), 1 in self.names, [k for k in a.keys()], len(list(self.names))
+"""
+# In these, what is summed are sizes of files: whole numbers
+SUMS = {"gemini/checkpoint/format/manifest.py", "bench/capacity.py", "bench/train.py"}
+
+
+def test_walks_of_sets_are_found():
+    found = walks_of_sets({"a.py": ast.parse(SETS)})
+    lines = Counter(int(text.split(":")[1].split()[0]) for text in found)
+    assert lines == {7: 4, 8: 1, 9: 1, 10: 4, 11: 1, 12: 1, 14: 1}, found
+    assert walks_of_sets({"a.py": ast.parse(SORTED)}) == []
+
+
+def test_nothing_walks_a_set_where_order_can_matter():
+    """Each rank hashes names in its own way: what a set puts in order differs among them, and with
+    it collectives, files and plans. The same is true of folders, which disks list."""
+    trees = {source.path: source.tree for source in house.sources()}
+    for path in sorted((ROOT / "bench").rglob("*.py")):
+        trees[str(path.relative_to(ROOT))] = ast.parse(path.read_text())
+    found = walks_of_sets(trees)
+    assert {text.split(":")[0] for text in found} == SUMS and len(found) == len(SUMS), found

@@ -66,7 +66,7 @@ class Arguments(griffe.Extension):
 
 
 def _add_folders(package: griffe.Module, folder: Path) -> None:
-    for inside in folder.iterdir():
+    for inside in sorted(folder.iterdir()):
         init = inside / "__init__.py"
         if any(inside.glob("*.py")) and not init.exists():
             room = griffe.Module(inside.name, filepath=init, parent=package)

@@ -28,7 +28,7 @@ OPERATORS = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder", "ShareMemCo
 def load() -> None:
     """Import DeepSpeed. Raises RuntimeError where a killed build of its operators blocks them."""
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions"))
-    for lock in folder.glob("**/lock"):
+    for lock in sorted(folder.glob("**/lock")):
         raise RuntimeError(
             f"{lock} is left of a build of DeepSpeed's operators that was killed, or one is "
             "running: wait for it, or remove the file"

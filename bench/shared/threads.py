@@ -113,7 +113,7 @@ def collect() -> None:
 def _sockets() -> set[int]:
     """Descriptors of this process that are sockets."""
     found = set()
-    for path in Path("/proc/self/fd").iterdir():
+    for path in sorted(Path("/proc/self/fd").iterdir()):
         with suppress(FileNotFoundError):
             if str(path.readlink()).startswith("socket:"):
                 found.add(int(path.name))
@@ -122,7 +122,7 @@ def _sockets() -> set[int]:
 
 def _shut(descriptors: set[int]) -> None:
     """End the connections between ranks, as the end of a process does: nobody waits in them."""
-    for descriptor in descriptors:
+    for descriptor in sorted(descriptors):
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.getpeername()  # gloo aborts where what listens is shut
             connection.shutdown(socket.SHUT_RDWR)

@@ -168,7 +168,7 @@ class WeightsWriter:
             self._close()
             text = json.dumps(self._index, indent=2).encode()
             calls.write_whole(self.folder / self._index_name, text)
-            for path in self.folder.iterdir():
+            for path in sorted(self.folder.iterdir()):
                 calls.sync_file(path)
             calls.sync_folder(self.folder)
             calls.rename(self.folder, self._target)

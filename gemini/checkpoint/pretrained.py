@@ -101,7 +101,7 @@ def load_pretrained(
         for name, param in module.named_parameters():
             param.data = param.data.to(dtype or values.dtype_of(name, param.dtype))
         buffers = dict(module.named_buffers())
-        for name in buffers.keys() & files.keys():
+        for name in sorted(buffers.keys() & files.keys()):
             buffers[name].data = files[name].to(buffers[name].dtype)
         if quantize is None and lora is None:
             return GeminiDDP(module, init_state_dict=values, **options)
@@ -171,15 +171,15 @@ def write_weights(
 
     def move() -> None:
         # Old weights go only when the new ones are complete on disk, under `.weights`.
-        olds = (*target.glob("model*.safetensors"), *target.glob("pytorch_model*.bin"))
-        for old in (*olds, target / INDEX, target / TORCH_INDEX):
+        olds = {*target.glob("model*.safetensors"), *target.glob("pytorch_model*.bin")}
+        for old in sorted(olds | {target / INDEX, target / TORCH_INDEX}):
             old.unlink(missing_ok=True)
         written = sorted(fresh.iterdir())
         weights = [path for path in written if path.suffix == ".safetensors"]
         if len(weights) == 1:
             weights[0].rename(target / SINGLE)
             (fresh / INDEX).unlink()
-        for path in fresh.iterdir():
+        for path in sorted(fresh.iterdir()):
             path.rename(target / path.name)
         fresh.rmdir()
 

@@ -66,6 +66,6 @@ def set_state_dict(
             buffer.copy_(model_state_dict[name])
     if optimizer is not None and optim_state_dict:
         for name, whole in runs.small_state().items():
-            for plane in whole.keys() & planes.get(name, {}).keys():
+            for plane in sorted(whole.keys() & planes.get(name, {}).keys()):
                 whole[plane].copy_(planes[name][plane])
         optimizer.load_param_groups(optim_state_dict["param_groups"])

@@ -208,7 +208,7 @@ class ChunkLayout:
         sequence = layout_order(params, order)
         keys = sorted({spec.key for spec in params})
         capacities = {key: _capacity_of(key, capacity) for key in keys}
-        groups = {WORLD, *(group for group, _, _ in keys)}
+        groups = sorted({WORLD, *(group for group, _, _ in keys)})
         shards = {g: world_size if isinstance(world_size, int) else world_size[g] for g in groups}
         if min(capacities.values(), default=1) < 1 or min(shards.values()) < 1:
             raise ValueError(f"capacity={capacity} and world_size={world_size} must be positive")
@@ -247,7 +247,7 @@ class ChunkLayout:
         """Layout in which these chunks are trained too; ids and sizes stay."""
         params = {slot.param for chunk in chunks for slot in self.chunks[chunk].slots}
         capacities = dict(self.capacities)
-        for chunk in chunks:
+        for chunk in sorted(chunks):
             group, dtype, trainable = self.chunks[chunk].key
             capacities.setdefault((group, dtype, True), capacities[group, dtype, trainable])
         return replace(

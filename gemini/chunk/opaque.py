@@ -417,10 +417,10 @@ def _form_of(name: str, param: Any, places: Sequence[_LeafPlace]) -> Form:
             f"parameter {name} is a {kind} that is not quantised, or packed for evaluation on a "
             "CPU; expected the module as .to(device) quantises it, before its first evaluation"
         )
-    devices = {place.tensor.device for place in places} | {param.device}
+    devices = sorted({str(x.device) for x in (param, *(place.tensor for place in places))})
     if len(devices) > 1:
         raise ValueError(
-            f"parameter {name} is a {kind} with tensors on {' and '.join(map(str, devices))}; "
+            f"parameter {name} is a {kind} with tensors on {' and '.join(devices)}; "
             "expected all of them on one device"
         )
     leaves: dict[str, Leaf] = {}

@@ -147,7 +147,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         options["precision"] = self.mixed_precision
         options["force_outputs_fp32"] = self.mixed_precision != "no"  # as accelerate's autocast
         if self.mixed_precision == "no":
-            dtypes = {p.dtype for p in model.parameters() if p.dtype in PRECISIONS}
+            dtypes = [p.dtype for p in model.parameters() if p.dtype in PRECISIONS]
             widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
             options["precision"] = PRECISIONS[widest]
         if self.scaler_handler is not None and self.mixed_precision == "fp16":

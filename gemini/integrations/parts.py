@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from gemini.dtypes import DTYPES
 from gemini.optim.rules.state_layout import MASTER
+from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.wrap.precision import DTYPE_OF
 
 log = logging.getLogger("gemini")
@@ -45,6 +46,15 @@ def world_size() -> int:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def announce(
+    group: dist.ProcessGroup | None, call: str, tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Raise SequenceError on all ranks of a group unless each is about to send these tensors, in
+    this order, in `call`: torch's own collectives of unequal sizes abort the process."""
+    sent = [f"{name} {[*x.shape]} {x.dtype}" for name, x in tensors]
+    Communicator(group).announce(call, sent)
 
 
 def this_device(asked: torch.device | str | None = None) -> torch.device:

@@ -111,7 +111,7 @@ class Trace:
             if moment.phase != phase:  # calls that never ended do not reach into the next phase
                 users.clear()
                 phase = moment.phase
-            for chunk in {chunk_of[param] for param in moment.params}:
+            for chunk in sorted({chunk_of[param] for param in moment.params}):
                 users[chunk] = users.get(chunk, 0) + (1 if moment.edge == "enter" else -1)
                 if users[chunk] <= 0:
                     del users[chunk]

@@ -381,7 +381,7 @@ class Draft:
         if isinstance(self.policy, StaticPlacement):
             # Fractions promise the same memory whatever the machine has: the working set and the
             # prefetched payloads, and nothing that is kept between uses.
-            used_chunks = {chunk for chunks in self.needs for chunk in chunks}
+            used_chunks = sorted({chunk for chunks in self.needs for chunk in chunks})
             payloads = [problem.chunks[chunk].payload_bytes for chunk in used_chunks]
             largest_need = max(
                 (sum(problem.chunks[c].payload_bytes for c in chunks) for chunks in self.needs),

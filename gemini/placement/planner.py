@@ -114,7 +114,7 @@ def _draft_in(
 
 def _in_homes(draft: Draft, homes: Homes) -> PlanResult:
     """Finish a plan in its homes. Raises BudgetError where what a moment needs does not fit."""
-    for chunk in draft.never_released:
+    for chunk in sorted(draft.never_released):
         homes.never_released[chunk] = True
     if draft.lacks(homes) is not None:
         draft.give_up_cap()

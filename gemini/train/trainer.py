@@ -119,7 +119,7 @@ def last_checkpoint(out: Path) -> Path | None:
     """
     found = [
         (int(path.name.rpartition("-")[2]), path)
-        for path in (out / "checkpoints").glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        for path in sorted((out / "checkpoints").glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
         if path.name.rpartition("-")[2].isdigit() and _is_whole(path)
     ]
     return max(found)[1] if found else None

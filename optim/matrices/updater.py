@@ -140,7 +140,7 @@ class MatrixUpdater:
     ) -> None:
         """Begin with this rank's blocks, on disk and in memory."""
         for block in on_disk:
-            for i in self._waits_for(block, views):
+            for i in sorted(self._waits_for(block, views)):
                 self._to_come[i].add(block.id)
         for block, planes, on_host in in_memory:
             if self._waits_for(block, views) & self._to_come.keys():
@@ -158,7 +158,7 @@ class MatrixUpdater:
         if not waits_for:
             return update_apart(self._site, self._rule, block, planes, views, on_host=True)
         self._take_in(block, planes, views, on_host=True)
-        for i in waits_for:
+        for i in sorted(waits_for):
             self._to_come[i].discard(block.id)
         return True
 

@@ -143,7 +143,7 @@ class Tail:
 
     def start(self) -> None:
         # Registered before it runs: the interpreter may exit meanwhile.
-        _under_way.add(self)
+        _under_way[self] = None
         try:
             threading.Thread(target=self._run, name="optim-tail").start()
         except RuntimeError:  # the system has no room for a thread
@@ -171,7 +171,7 @@ class Tail:
         self._watcher.ended()
         self._signals.release()
         self.behind.gate.open()
-        _under_way.discard(self)
+        _under_way.pop(self, None)
 
     def _carry_out(self) -> None:
         started = clock()
@@ -202,7 +202,7 @@ def _end_all() -> None:
         tail.behind.wait()
 
 
-_under_way: set[Tail] = set()
+_under_way: dict[Tail, None] = {}
 os.register_at_fork(after_in_child=_under_way.clear)
 # Exit calls come in reverse order of registration: this one comes before the pools' own.
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]

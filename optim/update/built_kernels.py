@@ -164,7 +164,7 @@ def _build(missing: dict[Path, KernelSpec], folder: Path, cxx: str) -> None:
         ", ".join(spec.name for spec in missing.values()),
         folder,
     )
-    for left in folder.glob("build-*"):
+    for left in sorted(folder.glob("build-*")):
         shutil.rmtree(left, ignore_errors=True)
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as work:

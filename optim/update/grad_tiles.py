@@ -77,7 +77,7 @@ class GradTiles:
 
     def keep(self, runs: Collection[int]) -> None:
         """Keep the sums of these runs; all other runs count as zero."""
-        for run in self._filled.difference(runs):
+        for run in sorted(self._filled.difference(runs)):
             tiles = self._places[run].tiles
             self._sums[tiles].zero_()
             self._bad[tiles].zero_()

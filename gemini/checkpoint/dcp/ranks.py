@@ -147,9 +147,9 @@ def _failed(said: Sequence[_Said | None]) -> dict[int, _Said]:
 
 def _together(failed: dict[int, _Said]) -> CheckpointError:
     """One error from those of some ranks; its class is theirs if they share one."""
-    kinds = {kind for kind, _ in failed.values()}
+    kinds = list(dict.fromkeys(kind for kind, _ in failed.values()))
     texts = list(dict.fromkeys(text for _, text in failed.values()))
-    kind = kinds.pop() if len(kinds) == 1 else CheckpointError
+    kind = kinds[0] if len(kinds) == 1 else CheckpointError
     if len(texts) == 1 and (0 in failed or len(failed) == 1):
         ranks = ", ".join(str(rank) for rank in failed)
         return kind(texts[0] if 0 in failed else f"rank {ranks}: {texts[0]}")

@@ -205,10 +205,10 @@ def _names_in(index: Path) -> list[str]:
     """Sorted names of the files in an index. Raises FormatError for a damaged one, or for a name
     outside of its folder."""
     try:
-        names = set(json.loads(read_json(index))["weight_map"].values())
+        names = sorted({*json.loads(read_json(index))["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{index} is no index of weights: {error!r:.200}") from error
     for name in names:
         if not is_plain_name(name):
             raise FormatError(f"{index} names {name!r:.80}, expected files of its folder")
-    return sorted(names)
+    return names

@@ -228,13 +228,14 @@ def _index_of(found: Metadata, folder: Path, manifest: Manifest | None) -> dict[
     """Index of DCP's description, checked against the files of the folder."""
     try:
         index = index_of(found)
-        names = {place.relative_path for place in found.storage_data.values()}
+        names = sorted({place.relative_path for place in found.storage_data.values()})
         if manifest is None:
             nbytes = {name: _file_bytes(folder / name) for name in names}
         else:
             nbytes = manifest.sizes
-        for name in names - nbytes.keys():
-            raise CorruptError(f"the manifest does not know the file {name}")
+        missing = [name for name in names if name not in nbytes]
+        if missing:
+            raise CorruptError(f"the manifest does not know the file {missing[0]}")
         check(index, nbytes)
     except CorruptError as error:
         raise CorruptError(f"{folder / METADATA}: {error}") from error

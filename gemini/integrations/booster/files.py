@@ -113,7 +113,7 @@ def take_out(folder: Path, path: Path) -> None:
     with on_disk("save to", path):
         (file,) = folder.glob("*.safetensors")
         calls.rename(file, path)
-        for rest in list(folder.iterdir()):
+        for rest in sorted(folder.iterdir()):
             calls.unlink(rest)
         folder.rmdir()
         calls.sync_folder(path.parent)

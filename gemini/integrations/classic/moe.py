@@ -124,7 +124,7 @@ class Experts(nn.Module):
         self._names = {name: name.replace(".", "__") for name in params}
         for name, stacked in params.items():
             self.register_parameter(self._names[name], nn.Parameter(stacked.detach()))
-        self.stacked = frozenset(self._names.values())  # what `share_experts` splits
+        self.stacked = tuple(self._names.values())  # what `share_experts` splits
         self._template = (made[0].to("meta"),)  # a tuple: its parameters are none of this module
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:

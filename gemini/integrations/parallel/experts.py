@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.integrations.parts import put_in_place
+from gemini.integrations.parts import announce, put_in_place
 
 from .attention import exchanged
 from .styles import of_parts, replace
 
-STACKS = frozenset({"gate_up_proj", "down_proj"})
+STACKS = ("gate_up_proj", "down_proj")  # in the order in which ranks send them
 
 
 def share_experts(
@@ -56,6 +56,11 @@ def share_experts(
             )
     here = {id(module) for stage in stages or [model] for module in stage.modules()}
     found = {name: experts for name, experts in found.items() if id(experts) in here}
+    sent = [
+        (f"{at}.{name}", getattr(experts, name))
+        for at, experts in found.items() for name in _stacks_of(experts)
+    ]  # fmt: skip
+    announce(mesh.get_group(), "share_experts()", sent)
     before = {id(param): (experts, name) for experts in found.values()
               for name, param in experts.named_parameters()}  # fmt: skip
     for experts in found.values():
@@ -65,11 +70,12 @@ def share_experts(
     put_in_place(optimizer, {key: getattr(*place) for key, place in before.items()})
 
 
-def _stacks_of(module: Any) -> frozenset[str]:
-    """Names of the stacked parameters [E, ...]: those of transformers, or `module.stacked`."""
+def _stacks_of(module: Any) -> tuple[str, ...]:
+    """Names of the stacked parameters [E, ...], in one order on all ranks: those of
+    transformers, or `module.stacked`."""
     shapes = {name: param.dim() for name, param in module.named_parameters()}
     is_known = shapes == dict.fromkeys(STACKS, 3) and hasattr(module, "num_experts")
-    found: frozenset[str] = STACKS if is_known else getattr(module, "stacked", frozenset())
+    found: tuple[str, ...] = STACKS if is_known else getattr(module, "stacked", ())
     return found
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -21,13 +21,21 @@ from torch.distributed.tensor.parallel import (
 )
 
 from gemini.chunk.local import is_dtensor, local_of
-from gemini.integrations.parts import put_in_place
+from gemini.integrations.parts import announce, put_in_place
 
 from .head_loss import HeadLoss, has_causal_loss
 from .models import is_ours, plan_of
 from .probe import Probe
 from .sequence import in_sequence
-from .styles import Conv1DRowwise, Divided, FusedColwise, PaddedHead, SplitExperts, draw_alike
+from .styles import (
+    Conv1DRowwise,
+    Divided,
+    FusedColwise,
+    PaddedHead,
+    SplitExperts,
+    draw_alike,
+    has_dropout,
+)
 
 Styles = dict[str, ParallelStyle]  # by the full name of a module
 EXPERTS = "moe_tp_experts"
@@ -99,6 +107,7 @@ def split(
     before = dict(model.named_parameters(remove_duplicate=False))
     here = {id(module) for stage in stages or [model] for module in stage.modules()}
     is_empty = any(param.is_meta for param in before.values())  # refused where it is wrapped
+    announce(mesh.get_group(), f"split() of {type(model).__name__}", _sent(model, here, styles))
     # a probe runs the whole module, so it is made before the first layer is split
     probes = [] if is_empty or not styles or is_ours(model, asked.plan) else [
         Probe(stage, list(styles), mesh) for stage in stages or [model]
@@ -128,6 +137,21 @@ def split(
             HeadLoss(model, multiple=asked.words_multiple)
 
 
+def _sent(
+    model: nn.Module, here: Collection[int], styles: Mapping[str, ParallelStyle]
+) -> Iterator[tuple[str, Tensor]]:
+    """What a split sends, in order: layers as they are split, then all that a probe sends, and a
+    generator's state. `here`: this rank's modules."""
+    split = [(name, model.get_submodule(name)) for name in styles]
+    for i, (name, module) in enumerate([*split, *model.named_modules()]):
+        how = f", {type(styles[name]).__name__}," if i < len(split) else ""
+        if id(module) in here:
+            for own, x in (*module.named_parameters("", False), *module.named_buffers("", False)):
+                yield f"{name}.{own}{how}".removeprefix("."), x
+    if has_dropout(model):
+        yield "the state of a generator", torch.empty(0)
+
+
 def split_layer(layer: nn.Module, how: str, mesh: DeviceMesh) -> None:
     """Split one layer by a word of plans over a 1-D mesh, before it is in a model. Collective.
 
@@ -135,6 +159,7 @@ def split_layer(layer: nn.Module, how: str, mesh: DeviceMesh) -> None:
     """
     style = _style(type(layer).__name__, how, layer)
     _check_sizes(layer, {"": style}, mesh.size())
+    announce(mesh.get_group(), f"split() of {type(layer).__name__}", layer.named_parameters())
     _apply(layer, style, mesh)
 
 

@@ -204,15 +204,19 @@ def draw_alike(model: nn.Module, mesh: DeviceMesh) -> None:
     Ranks then drop the same elements of unsplit tensors, which stay equal on all of them.
     Collective.
     """
+    if has_dropout(model):
+        _draw_as_first(mesh, torch.get_rng_state, torch.set_rng_state)
+        if mesh.device_type == "cuda":
+            _draw_as_first(mesh, torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether the model's config or layers drop some elements."""
     config = getattr(model, "config", None)
     named = vars(config) if hasattr(config, "__dict__") else {}
     rates = [value for name, value in named.items() if "drop" in name]
     rates += [layer.p for layer in model.modules() if isinstance(layer, nn.Dropout)]
-    if not any(isinstance(rate, float) and rate > 0 for rate in rates):
-        return
-    _draw_as_first(mesh, torch.get_rng_state, torch.set_rng_state)
-    if mesh.device_type == "cuda":
-        _draw_as_first(mesh, torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _draw_as_first(

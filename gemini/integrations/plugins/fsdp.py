@@ -24,7 +24,7 @@ from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.distributed.fsdp.wrap import _Policy
 
 from gemini.integrations.options import option
-from gemini.integrations.parts import put_in_place
+from gemini.integrations.parts import announce, put_in_place
 from gemini.optim.base import TieredOptimizer
 
 from .optimizers import boost_plain
@@ -215,6 +215,7 @@ def _precision(mixed: MixedPrecision | None) -> MixedPrecisionPolicy:
 
 @torch.no_grad()
 def _take_first_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    for tensor in tensors:
+    tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    announce(group, "boost()", tensors)
+    for _, tensor in tensors:
         dist.broadcast(tensor.detach(), group=group, group_src=0)

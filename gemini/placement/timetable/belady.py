@@ -187,8 +187,8 @@ def by_rule(
     if not wrapping:
         return _sweep(problem, plain, (), free, key).cached
 
-    def repeat(fixed: frozenset[Interval]) -> tuple[int, list[Interval]] | None:
-        left = list(free)
+    def repeat(boundary: frozenset[Interval]) -> tuple[int, list[Interval]] | None:
+        left, fixed = list(free), sorted(boundary, key=_by_end)
         for interval in fixed:
             for moment in _covered(interval, total):
                 left[moment] -= problem.nbytes[interval.item]

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+SENDS = "sends"  # what a call of torch is about to send
 PROPOSAL = "asks to reduce"  # this wish yields if another rank wishes something else
 MAX_ENTRIES = 4096  # an evaluation may go on for long without an agreement
 
@@ -27,7 +28,8 @@ class Entry:
     """One collective in a log.
 
     number: counted since the engine was made.
-    kind: `"gathers"` or `"reduces"` for a chunk; `"calls"` for a method; else a wish of a meeting.
+    kind: `"gathers"` or `"reduces"` for a chunk; `"calls"` for a method; `"sends"` for a tensor
+        of torch's own collectives; else a wish of a meeting.
     subject: a chunk's id, or words.
     waits: this rank still waits in a meeting; its wish may differ from those of other ranks.
     met: all ranks have met, and know each other's wishes.
@@ -129,6 +131,11 @@ def _remedy(entry: Entry, other: Entry) -> str:
     alone = next((e for e in (entry, other) if e.kind == "calls"), None)
     if alone is not None:
         return f"All ranks must call {alone.subject}; take it out of what one rank runs alone"
+    if SENDS in (entry.kind, other.kind):
+        return (
+            "All ranks must be given the same model, with its layers in one order; sort names that "
+            "come from a set, which each process puts in its own order"
+        )
     return (
         "All ranks must call the same modules in the same order; put what differs by its input "
         "below a module that is gathered whole (gather_whole=)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -22,6 +23,7 @@ from gemini.tickets import Done, Ticket
 from . import leaving
 from .collective_log import (
     PROPOSAL,
+    SENDS,
     Entry,
     SequenceError,
     SequenceLog,
@@ -310,6 +312,23 @@ class Communicator:
         """
         self._check_process()
         self._meet(Wish("calls", {name: name}))
+
+    def announce(self, name: str, tensors: Sequence[str]) -> None:
+        """Meet all ranks before a method in which torch's own calls send tensors, in this order.
+
+        Raises SequenceError on every rank, before anything is sent, as `call`, and if two ranks
+        are about to send other tensors, or these in another order.
+        """
+        self.call(name)
+        if self.world_size == 1:
+            return
+        said = map(json.loads, self.tell(name, json.dumps([*tensors, "nothing more"])))
+        logs = [[Entry(i, SENDS, words) for i, words in enumerate(each)] for each in said]
+        difference = first_difference(logs)
+        if difference is not None:
+            raise explain_difference(difference, self.describe)
+        for words in tensors:
+            self.log.record(SENDS, words)
 
     def unite(self, subjects: Mapping[str, str]) -> list[str]:
         """Names that any rank reads now, in one order for all: so each may read in its own order.

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 _REST_SECONDS = 0.05  # until a thread that can run has run, on a busy machine
 
-_members: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_members: weakref.WeakKeyDictionary[Communicator, None] = weakref.WeakKeyDictionary()
 
 
 def watch(member: Communicator) -> None:
     """Register a communicator of several ranks over gloo, to drop its group at the end."""
     rest_at_exit()
-    _members.add(member)
+    _members[member] = None
 
 
 @cache

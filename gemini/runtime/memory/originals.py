@@ -116,7 +116,7 @@ class Originals:
 
     def keep(self, chunks: Collection[ChunkId]) -> None:
         """Drop the originals of all chunks but these."""
-        for chunk in self.chunks - frozenset(chunks):
+        for chunk in sorted(self.chunks - frozenset(chunks)):
             self.drop(chunk)
 
     def complete(self) -> None:

@@ -52,6 +52,7 @@ class Ties:
         for i, param in enumerate(copies):
             is_first = i == 0 and self._place == places[0]
             if across is not None and i == 0:
+                across.announce("the tie of stages", names)
                 across.broadcast(local_of(param.detach()))
             self._waiting[id(param)] = param, Tie(names, across, is_first)
 

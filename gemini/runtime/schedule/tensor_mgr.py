@@ -382,7 +382,7 @@ class StatefulTensorMgr:
         if self.ledger.storage is not None:
             self.ledger.storage.all_leave()
         # an evaluation before the step, whose weights stay the same, carries trained ones, too
-        self.release_all(keep=[c for c in self._carried if not self._chunks[c].spec.trainable])
+        self.release_all(keep={c for c in self._carried if not self._chunks[c].spec.trainable})
 
     # -- inside --
 
