@@ -79,10 +79,8 @@ class CpuWorkers:
         main_threads = torch.get_num_threads()
         ready = threading.Barrier(self.num_threads)
         with DeferredSignals():  # a handler that raised in `submit` would leave its locks taken
-            submitted = [
-                self._pool.submit(_single_threaded, ready) for _ in range(self.num_threads)
-            ]
-            wait_all(begun)
+            count = self.num_threads
+            wait_all([self._pool.submit(_single_threaded, ready) for _ in range(count)])
         torch.set_num_threads(main_threads)  # the workers' setting leaks into threads to come
 
     def map(self, work: Callable[[T], R], tasks: Sequence[T]) -> list[R]:
