@@ -1,9 +1,10 @@
 """Signals that wait until a step has ended: what is changed must end whole, or be undone.
 
-Python runs a signal's handler in the main thread between any two bytecodes. A step that was left
-there could have a buffer taken and not given back, or half of the weights written. So Ctrl-C and
-SIGTERM only set a flag during a step; the step looks at it between blocks, where it can stop and be
-undone, and the signal is delivered when weights and state are whole again.
+Python runs a signal's handler in the main thread between any two bytecodes, and a handler may
+raise: Ctrl-C, a time-out by SIGALRM, a DataLoader that has lost a worker. A step that was left
+there could have a buffer taken and not given back, or half of the weights written. So during a step
+signals are only noted, and each is delivered when weights and state are whole again. Ctrl-C and
+SIGTERM also end the step: it looks for them between blocks, where it can stop and be undone.
 """
 
 from __future__ import annotations
@@ -11,62 +12,32 @@ from __future__ import annotations
 import os
 import signal
 import threading
+
+# A deferral asks for 60 handlers: `signal` itself wraps these two, and looks for enums' members.
+from _signal import getsignal  # type: ignore[import-not-found]
+from _signal import signal as setsignal
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-DEFERRED = (signal.SIGINT, signal.SIGTERM)
+END_A_STEP = (signal.SIGINT, signal.SIGTERM)
+# Signals of a fault of the thread itself: it would come to the same fault again.
+FAULTS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS"}
+OTHERS = sorted(
+    int(number)
+    for number in signal.valid_signals()
+    if number not in END_A_STEP and getattr(number, "name", "") not in FAULTS
+)
 
 
-class DeferredSignals:
-    """`with DeferredSignals() as signals:` defers Ctrl-C and SIGTERM; `signals.pending`: one came.
+class Deferral:
+    """Signals that are noted, from `_hold` in the main thread until it is over.
 
-    Delivered on leaving: the handler that was there runs. Where SIGTERM has none, SystemExit(143)
-    is raised, so that files are removed on the way out. Does nothing outside the main thread,
-    which no handler interrupts.
-    """
-
-    def __init__(self) -> None:
-        self._handlers: dict[int, Any] = {}
-        self._came: list[int] = []
-
-    @property
-    def pending(self) -> bool:
-        return bool(self._came)
-
-    def __enter__(self) -> DeferredSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in DEFERRED:
-                handler = signal.getsignal(number)
-                if handler not in (None, signal.SIG_IGN):  # None: not Python's, cannot be put back
-                    self._handlers[number] = handler
-                    signal.signal(number, self._note)
-        return self
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if number not in self._came:
-            self._came.append(number)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        handlers = {number: _own(handler, number) for number, handler in self._handlers.items()}
-        for number, handler in reversed(handlers.items()):  # Ctrl-C last: it may come then
-            signal.signal(number, handler)
-        _deliver(self._came, handlers)
-
-
-class TailSignals:
-    """Deferral of Ctrl-C and SIGTERM from `hold`, in the main thread, to `release`, in any thread.
-
-    They are delivered to the main thread, whatever it does then, as `DeferredSignals` does.
-    `put_back`: the handlers are those of before, after `release`. Only the main thread may set
-    handlers; False in another, where the next signal still reaches its handler.
+    Held are all that have a handler in Python, and SIGTERM without one, of which SystemExit(143) is
+    made, so that files are removed on the way out. Outside the main thread, which no handler
+    interrupts, none is held.
     """
 
     def __init__(self) -> None:
@@ -75,26 +46,25 @@ class TailSignals:
         self._is_over = False
         self._pid = os.getpid()
 
-    def hold(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in DEFERRED:
-                handler = _own(signal.getsignal(number), number)
-                if handler not in (None, signal.SIG_IGN):
-                    self._handlers[number] = handler
-                    signal.signal(number, self._note)
-
-    def release(self) -> None:
-        self._is_over = True
-        for number in self._take():
-            os.kill(os.getpid(), number)
-
-    def put_back(self) -> bool:
+    def _hold(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return False
-        for number, handler in reversed(self._handlers.items()):
-            if signal.getsignal(number) == self._note:  # else the user has set another since
-                signal.signal(number, _own(handler, number))
-        return True
+            return
+        try:
+            for number in END_A_STEP:
+                handler = getsignal(number)
+                if handler not in (None, signal.SIG_IGN):  # None: not Python's, cannot be put back
+                    self._replace(number, handler)
+            for number in OTHERS:
+                handler = getsignal(number)
+                if callable(handler):
+                    self._replace(number, handler)
+        except BaseException:  # one that is not held yet came, and its handler has raised
+            self._is_over = True
+            raise
+
+    def _replace(self, number: int, handler: Any) -> None:
+        self._handlers[number] = _own(handler, number)
+        setsignal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number not in self._came:
@@ -103,7 +73,7 @@ class TailSignals:
         # note has not delivered it, and no other comes. None comes in a forked child.
         if self._is_over or os.getpid() != self._pid:
             came = self._take()
-            self.put_back()
+            self._put_back()
             _deliver(came, self._handlers)
 
     def _take(self) -> list[int]:
@@ -114,23 +84,87 @@ class TailSignals:
                 taken.append(self._came.pop())
             except IndexError:  # another thread was first
                 break
-        return taken
+        return taken[::-1]
+
+    def _put_back(self) -> None:
+        """Handlers as before. One that is not put back, as another has raised meanwhile, is called
+        by `_note` all the same."""
+        for number, handler in reversed(self._handlers.items()):  # Ctrl-C last: it may come then
+            if getsignal(number) == self._note:  # else the user has set another since
+                setsignal(number, _own(handler, number))
+
+
+class DeferredSignals(Deferral):
+    """`with DeferredSignals() as signals:` defers signals; `signals.pending`: one came that ends a
+    step.
+
+    Delivered on leaving: the handler that was there runs.
+    """
+
+    @property
+    def pending(self) -> bool:
+        return any(number in END_A_STEP for number in self._came)
+
+    def __enter__(self) -> DeferredSignals:
+        self._hold()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over = True
+        try:
+            self._put_back()
+        finally:
+            _deliver(self._take(), self._handlers)
+
+
+class TailSignals(Deferral):
+    """Deferral from `hold`, in the main thread, to `release`, in any thread.
+
+    Signals are delivered to the main thread, whatever it does then. `put_back`: the handlers are
+    those of before, after `release`. Only the main thread may set handlers; False in another, where
+    the next signal still reaches its handler.
+    """
+
+    def hold(self) -> None:
+        self._hold()
+
+    def release(self) -> None:
+        self._is_over = True
+        for number in self._take():
+            os.kill(os.getpid(), number)
+
+    def put_back(self) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        self._put_back()
+        return True
 
 
 def _own(handler: Any, number: int) -> Any:
-    """The user's handler, looked up through `TailSignals` that are over: two may overlap."""
+    """The user's handler, looked up through deferrals that are over: two may overlap."""
     holder = getattr(handler, "__self__", None)
-    while isinstance(holder, TailSignals) and holder._is_over:
+    while isinstance(holder, Deferral) and holder._is_over:
         handler = holder._handlers[number]
         holder = getattr(handler, "__self__", None)
     return handler
 
 
 def _deliver(came: Sequence[int], handlers: dict[int, Any]) -> None:
-    for number in came:
-        if handlers[number] is signal.SIG_DFL:
+    """Deliver each, also where the handler of another raises; those that end a program last."""
+    if not came:
+        return
+    number, *others = sorted(came, key=END_A_STEP.__contains__)
+    try:
+        if _own(handlers[number], number) == signal.SIG_DFL:
             raise SystemExit(128 + number)
         signal.raise_signal(number)
+    finally:
+        _deliver(others, handlers)
 
 
 def wait_all(futures: Sequence[Future[T]]) -> list[T]:

@@ -229,8 +229,9 @@ class NvmeState:
 
     def prefetch(self) -> None:
         """Begin to read the first blocks of the next step. Never waits."""
-        note(self.state, Event.AHEAD)
-        self._go_on()
+        with DeferredSignals():
+            note(self.state, Event.AHEAD)
+            self._go_on()
 
     def drop_early(self) -> None:
         """Drop what was done before the step. Waits for what is under way of it."""
@@ -246,11 +247,21 @@ class NvmeState:
         with DeferredSignals():
             note(self.state, Event.LOOK)
             self._go_on()
-            assert not self.num_in_use
+            self._check_at_rest(self.num_in_use)
+
+    def _check_at_rest(self, in_use: int = 0) -> None:
+        """Raise RuntimeError where something has cut a step or a read off in its middle."""
+        if in_use or self.state.phase is not Phase.PASS:
+            raise RuntimeError(
+                "a step or a read of state on disk was cut off in its middle "
+                f"({self.state.phase.name}, {in_use} buffers in use), by an exception that another "
+                "thread raised in this one, say; the disk has the last whole step: close the "
+                "optimizer with keep_masters=False, make another and load a checkpoint"
+            )
 
     def _go_on(self) -> None:
         """Carry out actions between steps: reads and drops, and the end of what does not count."""
-        assert self.state.phase is Phase.PASS
+        self._check_at_rest()
         while (action := next_action(self.state)) is not None:
             do, row, _ = action
             assert row is not None

@@ -27,7 +27,7 @@ from gemini.optim.rules.line_rule import LineRule
 from gemini.optim.rules.quantised import decoded, encode, state_noise
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.split_master import SIGN, TIE, TIE_MASK, join, remainder_of, untied
-from gemini.optim.state.deferred_signals import wait_all
+from gemini.optim.state.deferred_signals import DeferredSignals, wait_all
 from gemini.optim.state.pieces import Piece
 
 T = TypeVar("T")
@@ -78,13 +78,15 @@ class CpuWorkers:
         self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="optim")
         main_threads = torch.get_num_threads()
         ready = threading.Barrier(self.num_threads)
-        wait_all([self._pool.submit(_single_threaded, ready) for _ in range(self.num_threads)])
+        with DeferredSignals():  # a handler that raised in `submit` would leave its locks taken
+            count = self.num_threads
+            wait_all([self._pool.submit(_single_threaded, ready) for _ in range(count)])
         torch.set_num_threads(main_threads)  # the workers' setting leaks into threads to come
 
     def map(self, work: Callable[[T], R], tasks: Sequence[T]) -> list[R]:
         """Map `work` over all tasks, each taken by the next free worker; results in task order.
 
-        An interrupt in between is raised when all tasks are done: an update is whole or not begun.
+        A signal in between is delivered when all tasks are done: an update is whole or not begun.
         """
         if self._process != os.getpid():  # forked: threads stayed behind
             self._start()
@@ -97,7 +99,8 @@ class CpuWorkers:
                     results[i] = work(tasks[i])
 
         count = min(self.num_threads, len(tasks))
-        wait_all([self._pool.submit(take) for _ in range(count)])
+        with DeferredSignals():
+            wait_all([self._pool.submit(take) for _ in range(count)])
         return results  # type: ignore[return-value]
 
     def scratch(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:

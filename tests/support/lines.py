@@ -1,6 +1,6 @@
-"""Ctrl-C at every line of a training step, wherever Python may deliver it.
+"""Ctrl-C, or a time-out by SIGALRM, at every line of a step, wherever Python may deliver it.
 
-    python -m tests.support.lines PLACE [COUNT]
+    python -m tests.support.lines PLACE [COUNT] [--sent time-out]
 
 Python looks for signals where a function begins or a generator goes on, where a loop goes round,
 and behind every call. Between other instructions none is delivered, so none is tried there. Behind
@@ -84,6 +84,25 @@ LOOKS_FOR_OTHERS, PAUSE_SECONDS = 1000, 0.001  # before a rank that is alone at 
 NOBODY, EVERYBODY = "nobody", "everybody"
 _never = threading.Event()
 SECONDS = 300  # for one interruption and two steps: more is a hang
+
+
+def _time_is_up(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError("time is up")
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Signal that is sent, its handler, and what that raises."""
+
+    number: int
+    handler: Callable[..., Any]
+    error: type[BaseException]
+
+
+# TimeoutError is an OSError, as a disk's errors are, and Ctrl-C no Exception
+CTRL_C = Sent(signal.SIGINT, signal.default_int_handler, KeyboardInterrupt)
+TIME_OUT = Sent(signal.SIGALRM, _time_is_up, TimeoutError)
+SENT = {"ctrl-c": CTRL_C, "time-out": TIME_OUT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +194,17 @@ def collecting(points: list[Point]) -> Iterator[None]:
 
 
 @contextmanager
-def ctrl_c(point: Point, may_come: Callable[[], bool] = lambda: True) -> Iterator[list[Point]]:
-    """Deliver one there, if it may come. Yields where it was delivered."""
+def ctrl_c(
+    point: Point, may_come: Callable[[], bool] = lambda: True, number: int = signal.SIGINT
+) -> Iterator[list[Point]]:
+    """Deliver one there, or another signal, if it may come. Yields where it was delivered."""
     came: list[Point] = []
     times = itertools.count(1)
 
     def act(where: Any) -> None:
         if where == point.where and next(times) == point.time and may_come():
             came.append(point)
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     with _tracing(point.function, act):
         yield came
@@ -217,10 +238,11 @@ def step(model: Any, optimizer: Any, number: int) -> None:
 
 
 class Alone:
-    """Ctrl-C of one rank."""
+    """Ctrl-C of one rank, or what else is sent."""
 
-    def __init__(self) -> None:
-        self._handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    def __init__(self, sent: Sent = CTRL_C) -> None:
+        self.sent = sent
+        self._handler = signal.signal(sent.number, sent.handler)
 
     def next_one(self) -> None:
         """Another one is to come."""
@@ -233,7 +255,7 @@ class Alone:
         return list(points)
 
     def end(self) -> None:
-        signal.signal(signal.SIGINT, self._handler)
+        signal.signal(self.sent.number, self._handler)
 
 
 class Together(Alone):
@@ -303,9 +325,9 @@ class Together(Alone):
 class Life:
     """A model that is interrupted again and again, beside the states of one that is not."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, sent: str = "ctrl-c") -> None:
         self._name, self._place = place, PLACES[place]
-        self._signals = Together() if self._place.ranks > 1 else Alone()
+        self._signals = Together() if self._place.ranks > 1 else Alone(SENT[sent])
         depth = depth_at(HOMES[self._place.home])
         self._other = wrapped(lambda _: Net(depth), "nvme", precision=self._place.precision)
         self._want: list[dict[str, Any]] = []  # of the other, behind so many steps
@@ -349,7 +371,7 @@ class Life:
             self.optimizer.close()
             self.begin()
         came: list[Point] = []
-        caught, goal = 0, self._done + 2
+        caught, goal, sent = 0, self._done + 2, self._signals.sent
         self._signals.next_one()
         while True:
             try:
@@ -357,23 +379,28 @@ class Life:
                     if came:
                         self._step()
                     else:
-                        with ctrl_c(point, self._signals.may_come) as came:
+                        with ctrl_c(point, self._signals.may_come, sent.number) as came:
                             self._step()
                 wrong = differences(everything(self.model, self.optimizer), self._wanted(goal))
                 assert wrong == [], f"{point}: {wrong[0]} and {len(wrong) - 1} more differ"
                 return caught > 0
-            except KeyboardInterrupt:  # it may come later: a tail delivers it when it has ended
+            except sent.error:  # it may come later: a tail delivers it when it has ended
                 caught += 1
                 assert came and caught == 1
                 self.optimizer.zero_grad()
 
 
-def search(place: str, points: Sequence[Point] | None = None, repeats: int = 1) -> tuple[int, int]:
+def search(
+    place: str,
+    points: Sequence[Point] | None = None,
+    repeats: int = 1,
+    sent: str = "ctrl-c",
+) -> tuple[int, int]:
     """Interrupt a life at these points, or at all: how many there are, and how many stopped a step.
     Raises `Find`."""
     points, num_came = points_at(place) if points is None else points, 0
     for first in range(0, len(points), IN_A_LIFE):
-        told = _on_ranks(_interrupted, place, points[first : first + IN_A_LIFE], repeats)
+        told = _on_ranks(_interrupted, place, points[first : first + IN_A_LIFE], repeats, sent)
         finds = [find for _, find in told if find]
         if finds:
             raise Find(**finds[0] | {"said": " | ".join(find["said"] for find in finds)})
@@ -402,17 +429,17 @@ def _points(rank: int, place: str) -> list[Point]:
 
 
 def _interrupted(
-    rank: int, place: str, points: Sequence[Point], repeats: int
+    rank: int, place: str, points: Sequence[Point], repeats: int, sent: str
 ) -> tuple[int, dict[str, Any] | None]:
     """How many stopped a step; and what went wrong, where one has."""
-    life, num_came = Life(place), 0
+    life, num_came = Life(place, sent), 0
     for point in points:
         try:
             faulthandler.dump_traceback_later(SECONDS, exit=True)
             num_came += sum(life.interrupt(point) for _ in range(repeats)) == repeats
         except Exception as error:
             said = f"rank {rank}: {type(error).__name__}: {error}"
-            found = {"place": place, "point": asdict(point), "repeats": repeats}
+            found = {"place": place, "point": asdict(point), "repeats": repeats, "sent": sent}
             return num_came, found | {"said": said}
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -430,12 +457,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("place", choices=PLACES)
     parser.add_argument("count", nargs="?", type=int, help="so many points, spread over the lines")
+    parser.add_argument("--sent", choices=SENT, default="ctrl-c")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("gemini").setLevel(logging.ERROR)
     try:
         points = some(asked.place, asked.count) if asked.count else None
-        tried, came = search(asked.place, points)
+        tried, came = search(asked.place, points, sent=asked.sent)
     except Find as find:
         print(find, "is kept in", keep("lines", find.found))
         raise

@@ -48,6 +48,7 @@ from gemini.nvme import (
     transfer_error,
 )
 from gemini.nvme.files import calls
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.state.disk.state_version import StateVersion, VersionReader
 from gemini.optim.state.memory import copy_alone
 from gemini.tickets import Ticket
@@ -232,12 +233,13 @@ class UnitWriter:
         # Direct I/O writes whole pages; the tail of the last one must not be what a unit before
         # left in this buffer.
         self._put(bytes(nbytes - now.used))
-        ticket = self._engine.write(
-            Transfer(self._file, now.offset, now.buffer.view[:nbytes], True)
-        )
-        self._units.append((now.offset, nbytes, ticket))
-        self._writes.add(ticket, now.buffer)
-        self._now = _OpenUnit(self._writes.take(), now.offset + nbytes)
+        with DeferredSignals():  # a signal in between would leave the engine's locks taken
+            ticket = self._engine.write(
+                Transfer(self._file, now.offset, now.buffer.view[:nbytes], True)
+            )
+            self._units.append((now.offset, nbytes, ticket))
+            self._writes.add(ticket, now.buffer)
+            self._now = _OpenUnit(self._writes.take(), now.offset + nbytes)
 
 
 class UnitReader:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.state.memory import Memory
 from gemini.tickets import CopyTicket, Ticket
 from gemini.units import ChunkId
@@ -178,9 +179,10 @@ class HostGradients:
         # The memory is kept between steps: the last gradient may still be on its way into it.
         if chunk in self._arrivals:
             self._ordered(chunk)
-        self._arrivals[chunk] = self._backend.copy(memory, values)
-        self._leaving.append(_Leaving(chunk, self._arrivals[chunk], values))
-        self.leaving_nbytes += values.nbytes
+        with DeferredSignals():  # a copy that nobody knows of would read memory that is freed
+            self._arrivals[chunk] = self._backend.copy(memory, values)
+            self._leaving.append(_Leaving(chunk, self._arrivals[chunk], values))
+            self.leaving_nbytes += values.nbytes
         while self.leaving_nbytes > self.rooms.get(chunk, 0):
             self._let_go()
 

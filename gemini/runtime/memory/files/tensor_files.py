@@ -186,7 +186,8 @@ class TensorFiles(FileBlocks):
         self._reads = [read for read in self._reads if not read.done()]
         fill = TensorFill.of(chunk, self._places, into, behind, self._memory.mover())
         begin = partial(self._begin_read, latest=self.reads_latest)
-        self._reads.append(self._reader.submit(fill.run, self._pool, begin))
+        with DeferredSignals():  # a handler that raised in `submit` would leave its locks taken
+            self._reads.append(self._reader.submit(fill.run, self._pool, begin))
         return ReadTicket(self._reads[-1], behind)
 
     def write(self, chunk: ChunkId, values: Tensor) -> None:
