@@ -194,7 +194,7 @@ def test_muon_over_shards_steps_with_state_on_nvme():
 
 @pytest.mark.values
 @pytest.mark.parametrize("params", [0.0, 1.0])
-def test_on_a_gpu_memory_is_not_handed_on_before_updates_beside_have_read_it(params):
+def test_memory_is_not_handed_on_before_updates_beside_have_read_it(params):
     """Layers whose forward is over long before their state has come."""
     weights = []
     for update in ("serial", "tail"):
