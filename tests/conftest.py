@@ -17,7 +17,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel's module is imported
 
 import pytest
-from hypothesis import settings
 
 from bench.shared.workers import poison_memory
 from tests.support import work
@@ -30,10 +29,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
 poison_memory()
 work.install()
 own_folder.make()  # before anything asks for a temporary folder
-# A loaded machine is no failure; the same examples every time, so that a failure is the change's.
-settings.register_profile("same", deadline=None, derandomize=True)
-settings.register_profile("new", deadline=None)  # `make deep`
-settings.load_profile("same")
+try:
+    from hypothesis import settings
+except ImportError:  # a bare machine with a GPU
+    pass
+else:
+    # A loaded machine is no failure; examples are the same, so that a failure is the change's.
+    settings.register_profile("same", deadline=None, derandomize=True)
+    settings.register_profile("new", deadline=None)  # `make deep`
+    settings.load_profile("same")
 
 
 @pytest.fixture(autouse=True)

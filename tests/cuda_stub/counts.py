@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+Row = dict[str, Any]  # of a case in bench/results/cuda-stub.json
 ROOT = Path(__file__).resolve().parents[2]
 OURS = tuple(f"{ROOT / folder}{os.sep}" for folder in ("gemini", "optim", "kernels_triton", "io"))
 FRAMES = 3  # of ours, in the place of a wait
@@ -42,6 +44,13 @@ def asked() -> Iterator[Asked]:
         stub.stub_observe(None)
     lines = stub.stub_counts().decode().splitlines()
     found.counts = {what: int(times) for what, times in (line.split("\t") for line in lines)}
+
+
+def counted(row: Row) -> Row:
+    """Numbers of a row. Names of kernels, and of functions that wait, are notes on them: these
+    change with the code."""
+    launches = sorted(row.get("launches", {}).values())
+    return {**{what: n for what, n in row.items() if isinstance(n, int)}, "launches": launches}
 
 
 def _place() -> str:

@@ -1,6 +1,6 @@
 """What a steady iteration asks of CUDA: python -m tests.cuda_stub tests.cuda_stub.steps [--check]
 
-Writes `bench/results/cuda-stub.json`, or compares with it: by home of model data, the launches,
+Writes `bench/results/cuda-stub.json`, or compares its numbers: by home of model data, the launches,
 copies, events and waits of one forward, backward, step and zero_grad. Whoever asks whether a copy
 has ended hears that it has; who waits without asking is counted.
 """
@@ -29,13 +29,12 @@ from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
 from gemini.runtime.comm.communicator import Communicator
 from optim import HybridAdam, NvmeConfig
-from tests.cuda_stub.counts import asked
+from tests.cuda_stub.counts import Row, asked, counted
 from tests.support.alike import one_of_many
 
 GOLDEN = Path("bench/results/cuda-stub.json")
 WIDTH, DEPTH, WARM = 64, 8, 4
 GPU = torch.device("cuda", 0)
-Found = dict[str, Any]
 
 
 @contextmanager
@@ -72,7 +71,7 @@ CASES = {
 }
 
 
-def iteration_of(case: Case) -> Found:
+def iteration_of(case: Case) -> Row:
     with case.group():
         module, trace = Stack(WIDTH, DEPTH), None
         if isinstance(case.policy, AutoPlacement):  # what is sampled here is not what a GPU has
@@ -108,7 +107,7 @@ def iteration_of(case: Case) -> Found:
     return found.counts | {"launches": triton, "waits": dict(sorted(found.waits.items()))}
 
 
-def refused_of(case: Case, row: Found) -> Found:
+def refused_of(case: Case, row: Row) -> Row:
     """What no steady iteration may ask for, whatever was written down."""
     most = {"events made": 0, "copy D2H pageable": 0, "copy H2D pageable": 0}
     if case.group is nullcontext:
@@ -117,7 +116,7 @@ def refused_of(case: Case, row: Found) -> Found:
     return too_much if case.disk else too_much | row["waits"]
 
 
-def in_a_process(name: str) -> Found:
+def in_a_process(name: str) -> Row:
     """Of its own: what kernels should have written are zeros, where memory is fresh."""
     command = [
         sys.executable,
@@ -128,7 +127,7 @@ def in_a_process(name: str) -> Found:
         name,
     ]
     out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    found: Found = json.loads(out.splitlines()[-1])
+    found: Row = json.loads(out.splitlines()[-1])
     return found
 
 
@@ -150,10 +149,17 @@ def main() -> int:
         write_result(args.json, {"iterations": found})
         return 0
     golden = json.loads(args.json.read_text())["iterations"]
-    differ = [name for name, row in found.items() if row != golden.get(name)]
-    for name in differ:
-        print(f"{name}: {json.dumps(found[name], indent=1)}")
-    return int(bool(differ))
+    differ = False
+    for name in sorted(found | golden):
+        row, want = found.get(name, {}), golden.get(name, {})
+        got, expected = counted(row), counted(want)
+        for what in sorted(got | expected):
+            if got.get(what) != expected.get(what):
+                differ = True
+                print(f"{name}: {what}: {got.get(what)}, and {expected.get(what)} in {args.json}")
+        if got != expected:
+            print(json.dumps({note: row.get(note) for note in ("launches", "waits")}, indent=1))
+    return int(differ)
 
 
 if __name__ == "__main__":

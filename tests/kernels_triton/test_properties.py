@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kernels_triton import ops
 from kernels_triton.control_fields import LOSS_SCALE, NUM_CONTROL
@@ -24,6 +22,8 @@ from optim.update.built_kernels import compiler
 from optim.update.launch_tables import segments_of
 from optim.update.triton_update import TritonUpdater, kernel_of
 
+hypothesis = pytest.importorskip("hypothesis")  # a bare machine with a GPU may lack it
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RULE = AdamRule()
 ADAM = kernel_of(RULE)

@@ -1,9 +1,11 @@
+import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kernels_triton.launch import choose_launch
 from kernels_triton.tiles import tile_table
+
+hypothesis = pytest.importorskip("hypothesis")
+given, st = hypothesis.given, hypothesis.strategies
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=30), st.sampled_from([64, 1024]))

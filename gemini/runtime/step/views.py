@@ -238,8 +238,7 @@ class ShardViews:
 
     def updated(self, block: Block) -> None:
         """Return the block's loans; its new parameters go to their home."""
-        if self._saving is not None:
-            self._end_save(*self._saving)
+        self._end_save()
         loan = self._loans.pop(block.id, None)
         ahead = self._ahead.pop(block.id, None)
         if ahead is not None:  # no parameter of it was updated
@@ -306,16 +305,18 @@ class ShardViews:
         if self._staging is None or chunk.shard_on_host:
             copy_alone(into, self._shard_of(block))
             return True
-        assert self._saving is None
+        self._end_save()  # of a block that waits for others of its matrix
         through = into if into.is_pinned() else self._staging.host(block.numel, chunk.dtype)
         ticket = self._memory.copy(through, self._part_of(self._memory_of(block.shard), block))
         ticket.order()
         self._saving = ticket, into, through
         return True
 
-    def _end_save(self, ticket: CopyTicket, into: Tensor, through: Tensor) -> None:
+    def _end_save(self) -> None:
         """Wait for the copy of weights for the undo plane, before its block is updated."""
-        self._saving = None
+        if self._saving is None:
+            return
+        (ticket, into, through), self._saving = self._saving, None
         if not ticket.ready():
             ticket.settle()
         if through is not into:
@@ -332,8 +333,7 @@ class ShardViews:
         return [(weight, self._part_of(self._memory_of(block.shard), block))]
 
     def restore(self, block: Block, planes: Planes) -> None:
-        if self._saving is not None:
-            self._end_save(*self._saving)
+        self._end_save()
         if self._chunks[block.shard].files is None:
             before = planes["param_undo"] if MASTER not in planes else planes[MASTER]
             self._shard_of(block).copy_(before)

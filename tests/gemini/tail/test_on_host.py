@@ -19,8 +19,8 @@ from torch import nn
 
 import gemini
 from bench.shared.models import token_loss
-from gemini import GeminiDDP, StaticPlacement
-from optim import HybridAdam, NvmeConfig
+from gemini import StaticPlacement
+from optim import NvmeConfig
 from optim.rules.state_layout import KINDS
 from tests.support.apart import Apart
 from tests.support.disks.waiting import when_waited
@@ -343,33 +343,6 @@ def test_what_was_moved_behind_a_step_is_in_its_report():
     assert serial.traffic.host_to_device == behind.traffic.host_to_device > 0
     assert serial.traffic == tail.traffic + behind.traffic
     assert behind.committed and behind.seconds > 0 and behind.waited_seconds <= behind.seconds
-
-
-@pytest.mark.gpu
-@pytest.mark.values
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("params", [0.0, 1.0])
-def test_on_a_gpu_memory_is_not_handed_on_before_updates_beside_have_read_it(params):
-    """Layers whose forward is over long before their state has come."""
-    weights = []
-    for update in ("serial", "tail"):
-        torch.manual_seed(0)
-        module = torch.nn.Sequential(*(torch.nn.Linear(1537, 1537) for _ in range(12)))
-        model = GeminiDDP(
-            module, "cuda", StaticPlacement(1.0, 1.0, params), min_chunk_size_m=3, update=update,
-            max_norm=0.1,
-        )  # fmt: skip
-        optimizer = HybridAdam(model.parameters(), lr=1e-3, nvme=NvmeConfig(block_numel=1 << 18))
-        for step in range(6):
-            x = torch.full((64, 1537), 0.01 * (step + 1), device="cuda")
-            model(x).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        behind = optimizer.last_report.behind.wait()
-        assert (behind.seconds > 0) == (update == "tail")
-        weights.append([value.cpu() for value in model.state_dict().values()])
-        optimizer.close()
-    assert all(map(torch.equal, *weights))
 
 
 # -- what goes wrong in memory, where nothing can be undone --

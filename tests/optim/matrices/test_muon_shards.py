@@ -18,7 +18,7 @@ from optim.matrices.updater import MatrixUpdater
 from optim.rules import matrix_rule
 from optim.rules.orthogonal import orthogonal
 from tests.golden import bits as program
-from tests.support.loops.tails import on_host
+from tests.support.loops.tails import differences, everything, on_host
 from tests.support.plain_training import update_error
 
 KINDS = ("bf16", "fp32", "rounded", "fp16")
@@ -44,7 +44,10 @@ HOMES = {
     "muon": [ROOMY.get(home, home) for home in list(program.HOMES)[1:]],
     "lamb": list(program.HOMES)[1:],
 }
-DEVICES = {"muon": ("device", "device, host", "device, host, disk"), "lamb": ("device", "host")}
+DEVICES = {
+    "muon": ("device", "device, host", "device, host, disk", "disk"),
+    "lamb": ("device", "host"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +60,7 @@ def of_the_program(monkeypatch):
     for home, options in {
         "on device": {"state": 0.0},
         "on host": {},
+        "on disk": {"disk": 1.0},
         "on device, host": {"state": 0.6},
         "on device, host, disk": {"params": 0.5, "grads": True, "state": 0.8, "disk": 0.4},
     }.items():
@@ -94,9 +98,9 @@ def test_bits_do_not_depend_on_where_state_lives(rule, home, kind, tmp_path):
 
 @pytest.mark.parametrize(("rule", "home", "kind"), _cells(DEVICES))
 def test_a_device_has_the_bits_of_the_host(rule, home, kind, tmp_path, monkeypatch):
-    """Muon's without the step that clips: a norm of kernels is another's by its last bit."""
+    """A norm of kernels is another's by its last bit: where that shows, no step clips."""
     clips, steps = 2, list(program.STEPS)
-    if rule == "muon":
+    if rule == "muon" or kind == "rounded":
         steps[clips] = steps[1]
     monkeypatch.setattr(program, "STEPS", tuple(steps))
     want = _bits(rule, kind, "resident", tmp_path / "resident")
@@ -238,6 +242,27 @@ def _patched(make, staged):
         return updater
 
     return made
+
+
+def test_a_step_that_fails_on_a_device_while_blocks_wait_changes_nothing(monkeypatch):
+    """Each block that waits has weights of its own to go back to."""
+    model, optimizer = program.made("muon, fp32", "on disk", "serial")
+    program.backward(model, optimizer, 0.5)
+    before, taken_in, real = everything(model, optimizer), [], MatrixUpdater.update_staged
+
+    def breaks(self, block, planes, views):
+        if len(taken_in) == 3:
+            raise MemoryError("on purpose")
+        taken_in.append(block.id)
+        updates = real(self, block, planes, views)
+        assert self.is_waiting(block)
+        return updates
+
+    monkeypatch.setattr(MatrixUpdater, "update_staged", breaks)
+    with pytest.raises(MemoryError, match="on purpose"):
+        optimizer.step()
+    assert differences(everything(model, optimizer), before) == []
+    optimizer.close()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
