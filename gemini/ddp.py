@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from gemini.runtime.wrap.specs import (
     find_ignored,
     padded,
 )
+from gemini.saved_names import SavedNames
 
 from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of
@@ -354,8 +355,9 @@ class GeminiDDP(ModuleFace):
         step was asked to clip. full: in the parameter's shape; else this rank's part, flat.
         Collective, also without `full`: every rank must go through all of them.
         """
-        engine = self.engine
-        return named_gradients(engine, engine.meetings, engine.gradients, full=full)
+        engine, own = self.engine, self._own_names()
+        found = named_gradients(engine, engine.meetings, engine.gradients, full=full)
+        return ((own(name), gradient) for name, gradient in found)
 
     def map_gradients(self, change: ChangeGradient) -> None:
         """Call `change(name, part)` for every parameter with a gradient, between backward and step.
@@ -364,12 +366,24 @@ class GeminiDDP(ModuleFace):
             clipping. Change it in place, or return another one of its shape, equal on all replicas
             of a shard. A rank without elements of a parameter makes no call for it. Collective.
         """
-        map_gradients(self.engine, self.engine.meetings, self.engine.gradients, change)
+        engine, own = self.engine, self._own_names()
+
+        def change_own(name: str, part: Tensor) -> Tensor | None:
+            return change(own(name), part)
+
+        map_gradients(engine, engine.meetings, engine.gradients, change_own)
+
+    def _own_names(self) -> Callable[[str], str]:
+        """Function from a saved name to the one of `named_parameters`."""
+        names = (name for name, _ in self.named_parameters(remove_duplicate=False))
+        return SavedNames(self.module).found(names)
 
     def explain(self, name: str) -> str:
         """Home of a parameter, its reason and its cost, in words. Raises ValueError for an unknown
         name."""
-        return explain(self.engine, name, dict(self.ignored_parameters()))
+        saved = SavedNames(self.module).saved
+        ignored = {saved(left): param for left, param in self.ignored_parameters()}
+        return explain(self.engine, saved(name), ignored)
 
     def memory_report(self) -> MemoryReport:
         """Table of bytes by tier and kind, predicted and measured; made to be printed."""

@@ -23,6 +23,8 @@ from gemini.runtime.inspect.full_parameters import (
     load_full_parameters,
     salvageable,
 )
+from gemini.saved_config import lent_configs, written_dtype
+from gemini.saved_names import SavedNames, renamed, without_wrappers, wrapped_child
 
 
 class ModuleFace(nn.Module):
@@ -62,7 +64,7 @@ class ModuleFace(nn.Module):
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+        yield from self._root.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(  # type: ignore[override]
         self,
@@ -71,7 +73,8 @@ class ModuleFace(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """State dict of the inner module, with its names; full on rank 0, empty on the others.
+        """State dict of the inner module, with its names, those of torch's wrappers inside it too;
+        full on rank 0, empty on the others.
 
         All ranks call. Parameters come from the fp32 masters, in the dtype they had before
         wrapping, on the CPU; they are gathered a chunk at a time. Raises ValueError for
@@ -87,44 +90,66 @@ class ModuleFace(nn.Module):
             state._metadata = OrderedDict()  # type: ignore[attr-defined]
         cuts = wants_dtensors()
         values = dict((cut_parameters if cuts else full_parameters)(self.engine))
-        before = set(state)
+        before, saved = set(state), SavedNames(self.module).saved
         # torch's own walk, with extra state and hooks. It collects the parameters themselves, whose
         # memory may be released: values take their places below.
         with ExitStack() as stack:
             for one in self.engine.opaque.values():  # of which modules read some to save it
                 stack.enter_context(one.lent(torch.zeros(one.form.nbytes, dtype=torch.uint8)))
-            self.module.state_dict(destination=state, prefix=prefix, keep_vars=True)
+            self._root.state_dict(destination=state, prefix=prefix, keep_vars=True)
         for name in [name for name in state if name not in before]:
             value = state[name]
             handle = handle_of(value) if isinstance(value, Tensor) else None
             if self.engine.comm.rank != 0 and not cuts:
                 del state[name]
-            elif name[len(prefix) :] in values:
-                state[name] = values[name[len(prefix) :]]
+            elif saved(name[len(prefix) :]) in values:
+                state[name] = values[saved(name[len(prefix) :])]
             elif handle is not None:
                 state[name] = values[self.engine.layout.params[handle.param].name]
             elif isinstance(value, Tensor):
                 state[name] = value.detach()
         return state
 
+    @property
+    def _root(self) -> nn.Module:
+        """Inner module, whose names are the wrapper's. To torch.distributed.checkpoint it is the one
+        that torch's own wrappers are around: it knows them only below the root."""
+        root = self.module
+        if wrapped_child(root) is not None and wants_dtensors():
+            while (child := wrapped_child(root)) is not None:
+                root = root.get_submodule(child)
+        return root
+
     def _fqn_modifiers(self) -> dict[str, str]:
         """Answer to torch.distributed.checkpoint: the attribute `module` is in no name."""
         return {"": "module"}
 
-    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        state_dict: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         """Save by the inner module's `save_pretrained`, with the fp32 masters. All ranks call; rank
         0 writes.
 
+        Values have the dtype from before wrapping, which the saved config names. The module's own
+        config stays as it is. state_dict: whole values to write in their place, on rank 0.
         Rank 0 has all weights in memory meanwhile; `gemini.export_safetensors` writes them one by
         one. Raises AttributeError if the inner module has no such method. If it fails, rank 0
         raises its error and the others RuntimeError.
         """
         save: Callable[..., Any] = self.module.save_pretrained  # type: ignore[assignment]
-        state = self.state_dict()
+        state = self.state_dict() if state_dict is None else state_dict
         error: Exception | None = None
         if self.engine.comm.rank == 0:
             try:
-                save(save_directory, state_dict=state, **options)
+                state = dict(renamed(state, SavedNames(self.module).saved))
+                tensors = {n: v.dtype for n, v in state.items() if isinstance(v, Tensor)}
+                dtype = written_dtype(self.module, tensors)
+                with lent_configs(getattr(save, "__self__", self.module), dtype):
+                    save(save_directory, state_dict=state, **options)
             except Exception as raised:
                 error = raised
         said = self.engine.comm.gather_objects(None if error is None else str(error))[0]
@@ -143,7 +168,8 @@ class ModuleFace(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Load rank 0's state dict, with the inner module's names. All ranks call.
+        """Load rank 0's state dict, with the inner module's names, or with those of the same module
+        under other wrappers of torch. All ranks call.
 
         Shards and fp32 masters take the values, before and after an optimizer was made; its moments
         stay. Buffers, ignored parameters and extra state become rank 0's on every rank. Of a
@@ -153,7 +179,7 @@ class ModuleFace(nn.Module):
         """
         _refuse_assign(assign)
         self.engine.call("model.load_state_dict()")
-        given = _renamed(self.module, state_dict)
+        given = self._as_saved(state_dict)
         keys = self._compared(given)
         if strict and (keys.missing_keys or keys.unexpected_keys):
             raise RuntimeError(
@@ -178,7 +204,7 @@ class ModuleFace(nn.Module):
         self._inner_prefix = f"{prefix}module."
         self.engine.call("load_state_dict()")
         inner = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
-        given = _renamed(self.module, inner)
+        given = self._as_saved(inner)
         keys = self._compared(given)
         missing_keys += [prefix + name for name in keys.missing_keys]
         unexpected_keys += [prefix + name for name in keys.unexpected_keys]
@@ -187,6 +213,13 @@ class ModuleFace(nn.Module):
         except ValueError as error:
             error_msgs.append(str(error))
 
+    def _as_saved(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """State dict as modules load it, under the names that are saved."""
+        own = SavedNames(self.module).saved
+        known = [name for spec in self.engine.layout.params for name in spec.names]
+        plain = without_wrappers([*known, *(name for name, _ in self.saved_tensors())])
+        return renamed(_renamed(self.module, state_dict), lambda name: plain(own(name)))
+
     def _compared(self, state_dict: Mapping[str, Any]) -> _IncompatibleKeys:
         """Missing and unexpected names of rank 0's state dict, on every rank. Collective."""
         params = self.engine.layout.params
@@ -194,7 +227,7 @@ class ModuleFace(nn.Module):
         opaque: dict[str, Any] = {}
         for one in self.engine.opaque.values():
             opaque |= one.saved(torch.zeros(one.form.nbytes, dtype=torch.uint8))
-        expected |= _renamed(self.module, opaque).keys()  # what loading modules leave of it
+        expected |= self._as_saved(opaque).keys()  # what loading modules leave of it
         expected |= {name for name, _ in self.saved_tensors()}
         expected |= {name for name, _ in _with_extra_state(self.module)}
         mine = _IncompatibleKeys(
@@ -248,6 +281,7 @@ class ModuleFace(nn.Module):
         ignored parameters in the form in which their modules save them, maybe as several tensors.
         """
         yield from saved_buffers(self.module)
+        own = SavedNames(self.module).saved
         for prefix, child in self.module.named_modules():
             if all(handle_of(p) is not None for p in child.parameters(recurse=False)):
                 continue
@@ -257,7 +291,7 @@ class ModuleFace(nn.Module):
             for name, value in saved.items():
                 is_own = isinstance(value, Tensor) and handle_of(value) is None
                 if is_own and id(value) not in buffers:
-                    yield name, value.detach()
+                    yield own(name), value.detach()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise TypeError: the engine cannot be copied or pickled."""
@@ -322,18 +356,20 @@ def face_of(wrapper: type[nn.Module], inner: type[nn.Module]) -> type[nn.Module]
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, buffer) of every persistent buffer."""
+    """(saved name, buffer) of every persistent buffer."""
+    saved = SavedNames(module).saved
     for prefix, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
             if name not in child._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+                yield saved(f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name in a state dict, module) of every module with extra state."""
+    """(saved name, module) of every module with extra state."""
+    saved = SavedNames(module).saved
     for prefix, child in module.named_modules():
         if type(child).get_extra_state is not nn.Module.get_extra_state:
-            yield f"{prefix}." * bool(prefix) + _EXTRA_STATE_KEY_SUFFIX, child
+            yield saved(f"{prefix}." * bool(prefix) + _EXTRA_STATE_KEY_SUFFIX), child
 
 
 def _renamed(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
