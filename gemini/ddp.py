@@ -39,6 +39,7 @@ from gemini.runtime.wrap.keep_fp32 import (
 from gemini.runtime.wrap.materialise import Materialiser
 from gemini.runtime.wrap.module_check import ModuleCheck
 from gemini.runtime.wrap.precision import check_travelling
+from gemini.runtime.wrap.shared_memory import check_memory, leave_behind
 from gemini.runtime.wrap.specs import (
     check_module,
     check_split,
@@ -143,6 +144,7 @@ class GeminiDDP(ModuleFace):
         ignored = find_ignored(module, wrapping.ignored_params, scaled=scaled)
         found = collect_params(module, dtypes, meshed=mesh is not None, ignored=ignored)
         params, own_specs = found.params, found.specs
+        memory = check_memory(module, found.plain, given=wrapping.init_state_dict is not None)
         keep_theirs = {*ignored, *(id(one.param) for one in found.opaque.values())}
         values = Materialiser(module, wrapping.init_fn, wrapping.init_state_dict, keep_theirs)
         values.check()
@@ -164,9 +166,8 @@ class GeminiDDP(ModuleFace):
         self.chunk_configuration.check_specs(specs)
         _check_trace(trace, specs, ignored)
         order = None if trace is None else trace.param_order(specs)
-        num_shards, num_replicas = connections.num_shards, connections.num_replicas
-        capacities = self.chunk_configuration.capacities
-        layout = training_layout(specs, capacities, num_shards, order, num_replicas)
+        capacities, num_shards = self.chunk_configuration.capacities, connections.num_shards
+        layout = training_layout(specs, capacities, num_shards, order, connections.num_replicas)
         max_prefetch = communication.max_prefetch
         _check_same_set_up(comm, layout, (placement, precision_settings, max_prefetch, update))
         backend = _backend(device)
@@ -188,6 +189,7 @@ class GeminiDDP(ModuleFace):
             tail_communicator=comm.for_thread() if update in (*BEHIND, AUTO) else None,
             update=update, together=together,
         )  # fmt: skip
+        leave_behind(self.engine, memory)
         values.fill_buffers()
         self._cast_by(precision, list(fp32_modules.values()))
         self.broadcast_buffers = communication.broadcast_buffers
@@ -227,6 +229,7 @@ class GeminiDDP(ModuleFace):
         if self.broadcast_buffers:
             self.engine.meetings.come_together()
             self._broadcast_buffers()
+        self._boundary.look((args, kwargs))
         self.engine.calls.begin_iteration((args, kwargs))
         args, kwargs = self._boundary.enter((args, kwargs))
         depth = self.engine.forward_depth

@@ -16,15 +16,16 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from gemini.callers import torchs_wrapper, wants_dtensors
 from gemini.chunk.parameter import handle_of
-from gemini.runtime.engine import GeminiEngine
+from gemini.runtime.engine import GeminiEngine, check_stays
 from gemini.runtime.inspect.full_parameters import (
     cut_parameters,
     full_parameters,
     load_full_parameters,
     salvageable,
 )
+from gemini.runtime.wrap.module_check import changed
 from gemini.saved_config import lent_configs, written_dtype
-from gemini.saved_names import SavedNames, renamed, without_wrappers, wrapped_child
+from gemini.saved_names import SavedNames, peeled, renamed, without_wrappers
 
 
 class ModuleFace(nn.Module):
@@ -32,6 +33,7 @@ class ModuleFace(nn.Module):
 
     module: nn.Module
     engine: GeminiEngine
+    _is_wrapped = False  # the class of `face_of` is, whose writes reach the inner module
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,6 +48,62 @@ class ModuleFace(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute where reading finds it: on the inner module, but for the wrapper's own.
+
+        Raises ModuleChanged for a parameter, or a module with parameters, that was not wrapped.
+        """
+        if self._owns(name):
+            super().__setattr__(name, value)
+        else:
+            self._check_change(name, value)
+            setattr(peeled(self.module), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute where reading finds it. Raises ModuleChanged for a parameter."""
+        if self._owns(name):
+            super().__delattr__(name)
+        else:
+            self._check_change(name, None)
+            delattr(peeled(self.module), name)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Add a buffer to the inner module."""
+        peeled(self.module).register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a wrapped parameter to the inner module. Raises ModuleChanged for another."""
+        self._check_change(name, param)
+        peeled(self.module).register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a child to the inner module. Raises ModuleChanged for one with new parameters."""
+        self._check_change(name, module)
+        peeled(self.module).add_module(name, module)
+
+    def _owns(self, name: str) -> bool:
+        """Whether an attribute is the wrapper's own; so is a private one that nobody has yet."""
+        if not self._is_wrapped or name in vars(self) or hasattr(type(self), name):
+            return True
+        if name in self._modules:
+            return True
+        return name.startswith("_") and not hasattr(self.module, name)
+
+    def _check_change(self, name: str, value: Any) -> None:
+        """Raise ModuleChanged for a write that the next forward would refuse."""
+        inner = peeled(self.module)
+        before = inner._parameters.get(name)
+        if before is not None and before is not value and handle_of(before) is not None:
+            raise changed(name, "is gone" if value is None else "is another")
+        new: list[tuple[str, nn.Parameter]] = []
+        if isinstance(value, nn.Parameter) and before is None:
+            new = [(name, value)]
+        elif isinstance(value, nn.Module) and value is not inner._modules.get(name):
+            new = [(f"{name}.{below}", param) for below, param in value.named_parameters()]
+        for full, param in new:
+            if handle_of(param) is None:
+                raise changed(full, "is another" if name in inner._modules else "is new")
 
     def named_modules(
         self,
@@ -112,13 +170,10 @@ class ModuleFace(nn.Module):
 
     @property
     def _root(self) -> nn.Module:
-        """Inner module, whose names are the wrapper's. To torch.distributed.checkpoint it is the one
-        that torch's own wrappers are around: it knows them only below the root."""
-        root = self.module
-        if wrapped_child(root) is not None and wants_dtensors():
-            while (child := wrapped_child(root)) is not None:
-                root = root.get_submodule(child)
-        return root
+        """Inner module, whose names are the wrapper's. For torch.distributed.checkpoint it is the
+        one that torch's own wrappers are around: that knows them below the root alone."""
+        inner = peeled(self.module)
+        return inner if inner is not self.module and wants_dtensors() else self.module
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Answer to torch.distributed.checkpoint: the attribute `module` is in no name."""
@@ -303,18 +358,15 @@ class ModuleFace(nn.Module):
         raise AssertionError("a wrapped parameter was shared")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleFace:
-        """Apply `to`, `half`, `cuda` and the like to buffers. Raises ValueError for a change of
-        dtype or device."""
+        """Apply `to`, `cuda` and the like to buffers, which keep dtypes. Raises ValueError for a
+        change of dtype or device."""
         device, dtype = self.engine.backend.device, self.engine.dtype
         probe = torch.empty(0, dtype=dtype, device=device)
-        changed = fn(probe)
-        if (changed.dtype, changed.device) != (probe.dtype, probe.device):
-            raise ValueError(
-                f"a wrapped module stays in {probe.dtype} on {probe.device}; give precision= and "
-                "device= to GeminiDDP, or take the module out with model.unwrap()"
-            )
+        check_stays(probe, fn(probe))
         for buffer in self.module.buffers():
-            buffer.data = fn(buffer.data)
+            moved = fn(buffer.data)
+            if moved.dtype == buffer.dtype:  # that of statistics stays with that of their weights
+                buffer.data = moved
         return self
 
 
@@ -350,7 +402,8 @@ def face_of(wrapper: type[nn.Module], inner: type[nn.Module]) -> type[nn.Module]
         with suppress(ValueError, TypeError):  # one that is written in C has none
             forward.__signature__ = inspect.signature(inner.forward)  # type: ignore[attr-defined]
         name = f"{wrapper.__name__}[{inner.__name__}]"
-        members = {"forward": forward, "__doc__": wrapper.__doc__, "__module__": wrapper.__module__}
+        members = {"forward": forward, "__doc__": wrapper.__doc__,
+                   "__module__": wrapper.__module__, "_is_wrapped": True}  # fmt: skip
         faces[wrapper] = type(name, (wrapper,), members)
     return faces[wrapper]
 

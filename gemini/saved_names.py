@@ -9,7 +9,7 @@ with other wrappers. `state_dict()` and `named_parameters()` are torch's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,6 +31,13 @@ def wrapped_child(module: nn.Module) -> str | None:
         if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):
             return _WRAPPERS[base.__name__]
     return None
+
+
+def peeled(module: nn.Module) -> nn.Module:
+    """Module that torch's wrappers are around; a module without any is itself."""
+    while (child := wrapped_child(module)) is not None:
+        module = module.get_submodule(child)
+    return module
 
 
 class SavedNames:
@@ -59,16 +66,17 @@ class SavedNames:
         return lambda name: there.get(name, name)
 
 
-def without_wrappers(known: Iterable[str]) -> Callable[[str], str]:
-    """Function that takes the wrappers out of a name in a file, whose module nobody has.
+def without_wrappers(known: Iterable[str]) -> Callable[[Any], Any]:
+    """Function that takes the wrappers out of a name in a file, whose module nobody has; a position
+    in its place stays.
 
     known: saved names of the module that loads it; a part that these have is a child of its own.
     """
     own = {part for name in known for part in name.split(".")}
     parts = _PARTS - own
 
-    def saved(name: str) -> str:
-        if not any(part in name for part in parts):
+    def saved(name: Any) -> Any:
+        if not isinstance(name, str) or not any(part in name for part in parts):
             return name
         return ".".join(part for part in name.split(".") if part not in parts)
 

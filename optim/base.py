@@ -307,15 +307,10 @@ def _looking(
 def _without_wrappers(state_dict: Mapping[str, Any], known: Iterable[str]) -> Mapping[str, Any]:
     """State dict by names whose names have no wrapper of torch. known: names of this optimizer."""
     plain = without_wrappers(known)
-
-    def name_of(key: Any) -> Any:
-        return plain(key) if isinstance(key, str) else key
-
     groups = [
-        {**group, "params": [*map(name_of, group["params"])]}
-        for group in state_dict["param_groups"]
+        {**group, "params": [*map(plain, group["params"])]} for group in state_dict["param_groups"]
     ]
     found = {**state_dict, "param_groups": groups}
     if "state" in state_dict:
-        found["state"] = renamed(state_dict["state"], name_of)
+        found["state"] = renamed(state_dict["state"], plain)
     return found

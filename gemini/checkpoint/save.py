@@ -112,6 +112,8 @@ def save_checkpoint(
             "files": known_stores(optimizer, ranks) if weights else {},
             "base": base_of(model, ranks) if weights else {},
         }
+        if weights and any(part.engine.is_lent for part in parts_of(model)):
+            common["averaged"] = True  # by gemini.EMA, while the optimizer's state is of others
         save.state, runs = ranks.together(
             lambda: _content(model, optimizer, scheduler, extra, ranks, weights, common)
         )

@@ -29,7 +29,7 @@ from gemini.optim.target import Target
 from gemini.runtime.inspect.weights import set_without_master, weights_without_master
 from gemini.runtime.pipeline.joint_target import JointTarget
 from gemini.runtime.step.state.saved_state import PinnedRuns
-from gemini.saved_names import wrapped_child
+from gemini.saved_names import peeled
 from gemini.units import BLOCK_NUMEL
 
 from .keys import Keys
@@ -393,9 +393,7 @@ class ShardedState(RunState):
 
 def inside(model: nn.Module) -> nn.Module:
     """Wrapped module that torch.compile or the like is around; any other module as it is."""
-    inner = model
-    while (child := wrapped_child(inner)) is not None:
-        inner = inner.get_submodule(child)
+    inner = peeled(model)
     return inner if isinstance(inner, GeminiDDP) else model
 
 

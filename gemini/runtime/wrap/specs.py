@@ -75,6 +75,12 @@ class Collected:
     dtypes: list[torch.dtype]  # that they have
     ignored: Mapping[int, str]  # names by id of parameters that are the user's own
 
+    @property
+    def plain(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, parameter) of all that are not opaque."""
+        named = zip(self.specs, self.params, strict=True)
+        return [(spec.name, param) for spec, param in named if not is_opaque(param)]
+
 
 def collect_params(
     module: nn.Module,
