@@ -29,6 +29,11 @@ def torch_averages() -> bool:
     return any(frame.f_code.co_qualname == "AveragedModel.__init__" for frame in _callers())
 
 
+def converts_module() -> bool:
+    """Whether `half()`, `to()` or the like of a module is on the stack."""
+    return any(frame.f_code.co_qualname == "Module._apply" for frame in _callers())
+
+
 def wants_dtensors() -> bool:
     """Whether `get_state_dict` or the like of torch.distributed.checkpoint is on the stack: it
     takes DTensors, and makes full tensors of them itself if it was asked to."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from gemini.runtime.wrap.keep_fp32 import (
 from gemini.runtime.wrap.materialise import Materialiser
 from gemini.runtime.wrap.module_check import ModuleCheck
 from gemini.runtime.wrap.precision import check_travelling
+from gemini.runtime.wrap.shared_memory import check_memory, leave_behind
 from gemini.runtime.wrap.specs import (
     check_module,
     check_split,
@@ -46,6 +47,7 @@ from gemini.runtime.wrap.specs import (
     find_ignored,
     padded,
 )
+from gemini.saved_names import SavedNames
 
 from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of
@@ -142,6 +144,7 @@ class GeminiDDP(ModuleFace):
         ignored = find_ignored(module, wrapping.ignored_params, scaled=scaled)
         found = collect_params(module, dtypes, meshed=mesh is not None, ignored=ignored)
         params, own_specs = found.params, found.specs
+        memory = check_memory(module, found.plain, given=wrapping.init_state_dict is not None)
         keep_theirs = {*ignored, *(id(one.param) for one in found.opaque.values())}
         values = Materialiser(module, wrapping.init_fn, wrapping.init_state_dict, keep_theirs)
         values.check()
@@ -163,9 +166,8 @@ class GeminiDDP(ModuleFace):
         self.chunk_configuration.check_specs(specs)
         _check_trace(trace, specs, ignored)
         order = None if trace is None else trace.param_order(specs)
-        num_shards, num_replicas = connections.num_shards, connections.num_replicas
-        capacities = self.chunk_configuration.capacities
-        layout = training_layout(specs, capacities, num_shards, order, num_replicas)
+        capacities, num_shards = self.chunk_configuration.capacities, connections.num_shards
+        layout = training_layout(specs, capacities, num_shards, order, connections.num_replicas)
         max_prefetch = communication.max_prefetch
         same = (placement, precision_settings, max_prefetch, update)
         _check_same_set_up(comm, layout, same)
@@ -191,6 +193,7 @@ class GeminiDDP(ModuleFace):
             tail_communicator=comm.for_thread() if update in (*BEHIND, AUTO) else None,
             update=update, together=together,
         )  # fmt: skip
+        leave_behind(self.engine, memory)
         values.fill_buffers()
         self._cast_by(precision, list(fp32_modules.values()))
         self.broadcast_buffers = communication.broadcast_buffers
@@ -230,6 +233,7 @@ class GeminiDDP(ModuleFace):
         if self.broadcast_buffers:
             self.engine.meetings.come_together()
             self._broadcast_buffers()
+        self._boundary.look((args, kwargs))
         self.engine.calls.begin_iteration((args, kwargs))
         args, kwargs = self._boundary.enter((args, kwargs))
         depth = self.engine.forward_depth
@@ -358,8 +362,9 @@ class GeminiDDP(ModuleFace):
         step was asked to clip. full: in the parameter's shape; else this rank's part, flat.
         Collective, also without `full`: every rank must go through all of them.
         """
-        engine = self.engine
-        return named_gradients(engine, engine.meetings, engine.gradients, full=full)
+        engine, own = self.engine, self._own_names()
+        found = named_gradients(engine, engine.meetings, engine.gradients, full=full)
+        return ((own(name), gradient) for name, gradient in found)
 
     def map_gradients(self, change: ChangeGradient) -> None:
         """Call `change(name, part)` for every parameter with a gradient, between backward and step.
@@ -368,12 +373,24 @@ class GeminiDDP(ModuleFace):
             clipping. Change it in place, or return another one of its shape, equal on all replicas
             of a shard. A rank without elements of a parameter makes no call for it. Collective.
         """
-        map_gradients(self.engine, self.engine.meetings, self.engine.gradients, change)
+        engine, own = self.engine, self._own_names()
+
+        def change_own(name: str, part: Tensor) -> Tensor | None:
+            return change(own(name), part)
+
+        map_gradients(engine, engine.meetings, engine.gradients, change_own)
+
+    def _own_names(self) -> Callable[[str], str]:
+        """Function from a saved name to the one of `named_parameters`."""
+        names = (name for name, _ in self.named_parameters(remove_duplicate=False))
+        return SavedNames(self.module).found(names)
 
     def explain(self, name: str) -> str:
         """Home of a parameter, its reason and its cost, in words. Raises ValueError for an unknown
         name."""
-        return explain(self.engine, name, dict(self.ignored_parameters()))
+        saved = SavedNames(self.module).saved
+        ignored = {saved(left): param for left, param in self.ignored_parameters()}
+        return explain(self.engine, saved(name), ignored)
 
     def memory_report(self) -> MemoryReport:
         """Table of bytes by tier and kind, predicted and measured; made to be printed."""

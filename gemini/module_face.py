@@ -16,13 +16,16 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from gemini.callers import torchs_wrapper, wants_dtensors
 from gemini.chunk.parameter import handle_of
-from gemini.runtime.engine import GeminiEngine
+from gemini.runtime.engine import GeminiEngine, check_stays
 from gemini.runtime.inspect.full_parameters import (
     cut_parameters,
     full_parameters,
     load_full_parameters,
     salvageable,
 )
+from gemini.runtime.wrap.module_check import changed
+from gemini.saved_config import lent_configs, written_dtype
+from gemini.saved_names import SavedNames, peeled, renamed, without_wrappers
 
 
 class ModuleFace(nn.Module):
@@ -30,6 +33,7 @@ class ModuleFace(nn.Module):
 
     module: nn.Module
     engine: GeminiEngine
+    _is_wrapped = False  # the class of `face_of` is, whose writes reach the inner module
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,6 +48,62 @@ class ModuleFace(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute where reading finds it: on the inner module, but for the wrapper's own.
+
+        Raises ModuleChanged for a parameter, or a module with parameters, that was not wrapped.
+        """
+        if self._owns(name):
+            super().__setattr__(name, value)
+        else:
+            self._check_change(name, value)
+            setattr(peeled(self.module), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute where reading finds it. Raises ModuleChanged for a parameter."""
+        if self._owns(name):
+            super().__delattr__(name)
+        else:
+            self._check_change(name, None)
+            delattr(peeled(self.module), name)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Add a buffer to the inner module."""
+        peeled(self.module).register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a wrapped parameter to the inner module. Raises ModuleChanged for another."""
+        self._check_change(name, param)
+        peeled(self.module).register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a child to the inner module. Raises ModuleChanged for one with new parameters."""
+        self._check_change(name, module)
+        peeled(self.module).add_module(name, module)
+
+    def _owns(self, name: str) -> bool:
+        """Whether an attribute is the wrapper's own; so is a private one that nobody has yet."""
+        if not self._is_wrapped or name in vars(self) or hasattr(type(self), name):
+            return True
+        if name in self._modules:
+            return True
+        return name.startswith("_") and not hasattr(self.module, name)
+
+    def _check_change(self, name: str, value: Any) -> None:
+        """Raise ModuleChanged for a write that the next forward would refuse."""
+        inner = peeled(self.module)
+        before = inner._parameters.get(name)
+        if before is not None and before is not value and handle_of(before) is not None:
+            raise changed(name, "is gone" if value is None else "is another")
+        new: list[tuple[str, nn.Parameter]] = []
+        if isinstance(value, nn.Parameter) and before is None:
+            new = [(name, value)]
+        elif isinstance(value, nn.Module) and value is not inner._modules.get(name):
+            new = [(f"{name}.{below}", param) for below, param in value.named_parameters()]
+        for full, param in new:
+            if handle_of(param) is None:
+                raise changed(full, "is another" if name in inner._modules else "is new")
 
     def named_modules(
         self,
@@ -62,7 +122,7 @@ class ModuleFace(nn.Module):
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+        yield from self._root.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(  # type: ignore[override]
         self,
@@ -71,7 +131,8 @@ class ModuleFace(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """State dict of the inner module, with its names; full on rank 0, empty on the others.
+        """State dict of the inner module, with its names, those of torch's wrappers inside it too;
+        full on rank 0, empty on the others.
 
         All ranks call. Parameters come from the fp32 masters, in the dtype they had before
         wrapping, on the CPU; they are gathered a chunk at a time. Raises ValueError for
@@ -87,44 +148,63 @@ class ModuleFace(nn.Module):
             state._metadata = OrderedDict()  # type: ignore[attr-defined]
         cuts = wants_dtensors()
         values = dict((cut_parameters if cuts else full_parameters)(self.engine))
-        before = set(state)
+        before, saved = set(state), SavedNames(self.module).saved
         # torch's own walk, with extra state and hooks. It collects the parameters themselves, whose
         # memory may be released: values take their places below.
         with ExitStack() as stack:
             for one in self.engine.opaque.values():  # of which modules read some to save it
                 stack.enter_context(one.lent(torch.zeros(one.form.nbytes, dtype=torch.uint8)))
-            self.module.state_dict(destination=state, prefix=prefix, keep_vars=True)
+            self._root.state_dict(destination=state, prefix=prefix, keep_vars=True)
         for name in [name for name in state if name not in before]:
             value = state[name]
             handle = handle_of(value) if isinstance(value, Tensor) else None
             if self.engine.comm.rank != 0 and not cuts:
                 del state[name]
-            elif name[len(prefix) :] in values:
-                state[name] = values[name[len(prefix) :]]
+            elif saved(name[len(prefix) :]) in values:
+                state[name] = values[saved(name[len(prefix) :])]
             elif handle is not None:
                 state[name] = values[self.engine.layout.params[handle.param].name]
             elif isinstance(value, Tensor):
                 state[name] = value.detach()
         return state
 
+    @property
+    def _root(self) -> nn.Module:
+        """Inner module, whose names are the wrapper's. For torch.distributed.checkpoint it is the
+        one that torch's own wrappers are around: that knows them below the root alone."""
+        inner = peeled(self.module)
+        return inner if inner is not self.module and wants_dtensors() else self.module
+
     def _fqn_modifiers(self) -> dict[str, str]:
         """Answer to torch.distributed.checkpoint: the attribute `module` is in no name."""
         return {"": "module"}
 
-    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        state_dict: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         """Save by the inner module's `save_pretrained`, with the fp32 masters. All ranks call; rank
         0 writes.
 
+        Values have the dtype from before wrapping, which the saved config names. The module's own
+        config stays as it is. state_dict: whole values to write in their place, on rank 0.
         Rank 0 has all weights in memory meanwhile; `gemini.export_safetensors` writes them one by
         one. Raises AttributeError if the inner module has no such method. If it fails, rank 0
         raises its error and the others RuntimeError.
         """
         save: Callable[..., Any] = self.module.save_pretrained  # type: ignore[assignment]
-        state = self.state_dict()
+        state = self.state_dict() if state_dict is None else state_dict
         error: Exception | None = None
         if self.engine.comm.rank == 0:
             try:
-                save(save_directory, state_dict=state, **options)
+                state = dict(renamed(state, SavedNames(self.module).saved))
+                tensors = {n: v.dtype for n, v in state.items() if isinstance(v, Tensor)}
+                dtype = written_dtype(self.module, tensors)
+                with lent_configs(getattr(save, "__self__", self.module), dtype):
+                    save(save_directory, state_dict=state, **options)
             except Exception as raised:
                 error = raised
         said = self.engine.comm.gather_objects(None if error is None else str(error))[0]
@@ -143,7 +223,8 @@ class ModuleFace(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Load rank 0's state dict, with the inner module's names. All ranks call.
+        """Load rank 0's state dict, with the inner module's names, or with those of the same module
+        under other wrappers of torch. All ranks call.
 
         Shards and fp32 masters take the values, before and after an optimizer was made; its moments
         stay. Buffers, ignored parameters and extra state become rank 0's on every rank. Of a
@@ -153,7 +234,7 @@ class ModuleFace(nn.Module):
         """
         _refuse_assign(assign)
         self.engine.call("model.load_state_dict()")
-        given = _renamed(self.module, state_dict)
+        given = self._as_saved(state_dict)
         keys = self._compared(given)
         if strict and (keys.missing_keys or keys.unexpected_keys):
             raise RuntimeError(
@@ -178,7 +259,7 @@ class ModuleFace(nn.Module):
         self._inner_prefix = f"{prefix}module."
         self.engine.call("load_state_dict()")
         inner = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
-        given = _renamed(self.module, inner)
+        given = self._as_saved(inner)
         keys = self._compared(given)
         missing_keys += [prefix + name for name in keys.missing_keys]
         unexpected_keys += [prefix + name for name in keys.unexpected_keys]
@@ -187,6 +268,13 @@ class ModuleFace(nn.Module):
         except ValueError as error:
             error_msgs.append(str(error))
 
+    def _as_saved(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """State dict as modules load it, under the names that are saved."""
+        own = SavedNames(self.module).saved
+        known = [name for spec in self.engine.layout.params for name in spec.names]
+        plain = without_wrappers([*known, *(name for name, _ in self.saved_tensors())])
+        return renamed(_renamed(self.module, state_dict), lambda name: plain(own(name)))
+
     def _compared(self, state_dict: Mapping[str, Any]) -> _IncompatibleKeys:
         """Missing and unexpected names of rank 0's state dict, on every rank. Collective."""
         params = self.engine.layout.params
@@ -194,7 +282,7 @@ class ModuleFace(nn.Module):
         opaque: dict[str, Any] = {}
         for one in self.engine.opaque.values():
             opaque |= one.saved(torch.zeros(one.form.nbytes, dtype=torch.uint8))
-        expected |= _renamed(self.module, opaque).keys()  # what loading modules leave of it
+        expected |= self._as_saved(opaque).keys()  # what loading modules leave of it
         expected |= {name for name, _ in self.saved_tensors()}
         expected |= {name for name, _ in _with_extra_state(self.module)}
         mine = _IncompatibleKeys(
@@ -248,6 +336,7 @@ class ModuleFace(nn.Module):
         ignored parameters in the form in which their modules save them, maybe as several tensors.
         """
         yield from saved_buffers(self.module)
+        own = SavedNames(self.module).saved
         for prefix, child in self.module.named_modules():
             if all(handle_of(p) is not None for p in child.parameters(recurse=False)):
                 continue
@@ -257,7 +346,7 @@ class ModuleFace(nn.Module):
             for name, value in saved.items():
                 is_own = isinstance(value, Tensor) and handle_of(value) is None
                 if is_own and id(value) not in buffers:
-                    yield name, value.detach()
+                    yield own(name), value.detach()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise TypeError: the engine cannot be copied or pickled."""
@@ -269,18 +358,15 @@ class ModuleFace(nn.Module):
         raise AssertionError("a wrapped parameter was shared")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleFace:
-        """Apply `to`, `half`, `cuda` and the like to buffers. Raises ValueError for a change of
-        dtype or device."""
+        """Apply `to`, `cuda` and the like to buffers, which keep dtypes. Raises ValueError for a
+        change of dtype or device."""
         device, dtype = self.engine.backend.device, self.engine.dtype
         probe = torch.empty(0, dtype=dtype, device=device)
-        changed = fn(probe)
-        if (changed.dtype, changed.device) != (probe.dtype, probe.device):
-            raise ValueError(
-                f"a wrapped module stays in {probe.dtype} on {probe.device}; give precision= and "
-                "device= to GeminiDDP, or take the module out with model.unwrap()"
-            )
+        check_stays(probe, fn(probe))
         for buffer in self.module.buffers():
-            buffer.data = fn(buffer.data)
+            moved = fn(buffer.data)
+            if moved.dtype == buffer.dtype:  # that of statistics stays with that of their weights
+                buffer.data = moved
         return self
 
 
@@ -316,24 +402,27 @@ def face_of(wrapper: type[nn.Module], inner: type[nn.Module]) -> type[nn.Module]
         with suppress(ValueError, TypeError):  # one that is written in C has none
             forward.__signature__ = inspect.signature(inner.forward)  # type: ignore[attr-defined]
         name = f"{wrapper.__name__}[{inner.__name__}]"
-        members = {"forward": forward, "__doc__": wrapper.__doc__, "__module__": wrapper.__module__}
+        members = {"forward": forward, "__doc__": wrapper.__doc__,
+                   "__module__": wrapper.__module__, "_is_wrapped": True}  # fmt: skip
         faces[wrapper] = type(name, (wrapper,), members)
     return faces[wrapper]
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, buffer) of every persistent buffer."""
+    """(saved name, buffer) of every persistent buffer."""
+    saved = SavedNames(module).saved
     for prefix, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
             if name not in child._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+                yield saved(f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name in a state dict, module) of every module with extra state."""
+    """(saved name, module) of every module with extra state."""
+    saved = SavedNames(module).saved
     for prefix, child in module.named_modules():
         if type(child).get_extra_state is not nn.Module.get_extra_state:
-            yield f"{prefix}." * bool(prefix) + _EXTRA_STATE_KEY_SUFFIX, child
+            yield saved(f"{prefix}." * bool(prefix) + _EXTRA_STATE_KEY_SUFFIX), child
 
 
 def _renamed(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:

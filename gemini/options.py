@@ -43,8 +43,9 @@ class PrecisionPolicy:
         modules below them; their inputs and outputs are cast. Batch norms always stay in fp32,
         except with `cast_buffers`.
     cast_buffers: floating buffers are cast to the precision too.
-    cast_inputs: False leaves floating tensors in the arguments as they are, such as targets of a
-        loss; modules then cast for themselves.
+    cast_inputs: False leaves floating tensors in the arguments as they are, such as timesteps and
+        targets of a loss; modules then cast for themselves. True warns, once, if the cast changes a
+        number in them: an integer, or one for each sample.
     force_outputs_fp32: floating outputs are cast to fp32.
     master_weights: fp32 masters for 16-bit weights, made from the original weights. Without them
         (bf16 only) an update is rounded at random, up or down, by `rounding_seed`, the step and the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,7 @@ from gemini.optim.state.lines import LINES
 from gemini.optim.state.parking import Where, park
 from gemini.optim.state.saved_state import filled_up, unflattened, with_steps
 from gemini.optim.state.state_stream import StateRun, StateSource, StateVisitor
+from gemini.saved_names import renamed, without_wrappers
 
 from .binding import BoundOptimizer
 from .binding import Folders as Folders
@@ -186,6 +187,8 @@ class TieredOptimizer(BoundOptimizer):
         """
         self._refuse_unusable()
         names = self._names()
+        if names is not None:
+            state_dict = _without_wrappers(state_dict, names.values())
         self.load_param_groups(state_dict["param_groups"])
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         by_id = dict(zip(saved, self._flat_params(), strict=True))
@@ -298,3 +301,15 @@ def _looking(
     look: Callable[[StateRun], T], named: Callable[[StateRun], StateRun], run: StateRun
 ) -> T:
     return look(named(run))
+
+
+def _without_wrappers(state_dict: Mapping[str, Any], known: Iterable[str]) -> Mapping[str, Any]:
+    """State dict by names whose names have no wrapper of torch. known: names of this optimizer."""
+    plain = without_wrappers(known)
+    groups = [
+        {**group, "params": [*map(plain, group["params"])]} for group in state_dict["param_groups"]
+    ]
+    found = {**state_dict, "param_groups": groups}
+    if "state" in state_dict:
+        found["state"] = renamed(state_dict["state"], plain)
+    return found

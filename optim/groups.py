@@ -14,6 +14,11 @@ _ABSENT = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 
 # options of how torch computes an update, which have no meaning here: they are dropped
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
+_STAGED = (
+    "make it with the groups that were saved, load, and then unfreeze what is trained from now on "
+    "and add it by add_param_group()"
+)
+
 # options of torch.optim's optimizers that have one value here; torch asks for them by name
 _TORCH_OPTIONS = {
     "amsgrad": False,
@@ -48,7 +53,7 @@ def merged_groups(
     if len(mine) != len(saved):
         raise ValueError(
             f"the state dict has {len(saved)} param groups and this optimizer has {len(mine)}; "
-            "make it with the same groups"
+            f"{_STAGED}"
         )
     merged = []
     for index, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
@@ -71,16 +76,26 @@ def merged_groups(
     return merged
 
 
+def _differing(here: Sequence[str], there: Sequence[Any]) -> str:
+    """Names that only one of two groups has, in words; empty where there are only positions."""
+    said = []
+    for names, others, whose in ((here, there, "this optimizer's"), (there, here, "the saved one")):
+        own = [name for name in names if name not in set(others)]
+        if here and own and all(isinstance(name, str) for name in there):
+            more = f" and {len(own) - 2} more" if len(own) > 2 else ""
+            said.append(f"{', '.join(own[:2])}{more} only in {whose}")
+    return f" ({'; '.join(said)})" if said else ""
+
+
 def _check_params(index: int, ours: Group, theirs: Group, names: Mapping[int, str] | None) -> None:
+    here = [] if names is None else [names[id(param)] for param in ours["params"]]
     if len(ours["params"]) != len(theirs["params"]):
         raise ValueError(
             f"param group {index} of the state dict has {len(theirs['params'])} parameters and "
-            f"this optimizer's has {len(ours['params'])}"
+            f"this optimizer's has {len(ours['params'])}{_differing(here, theirs['params'])}; "
+            f"{_STAGED}"
         )
-    if names is None:
-        return
-    here = {names[id(param)] for param in ours["params"]}
-    for name in theirs["params"]:
+    for name in theirs["params"] if names is not None else ():
         if isinstance(name, str) and name not in here:
             raise ValueError(
                 f"param group {index} of the state dict has parameter {name}, which is not in "

@@ -28,7 +28,7 @@ from gemini.checkpoint.format.folder import (
     remove_folder,
 )
 from gemini.checkpoint.format.manifest import CheckpointError, is_plain_name, on_disk
-from gemini.checkpoint.model.state import names_of
+from gemini.checkpoint.model.state import inside, names_of
 from gemini.checkpoint.untrusted.lazy_tensors import (
     DTYPE_NAMES,
     INDEX,
@@ -41,6 +41,8 @@ from gemini.ddp import GeminiDDP
 from gemini.nvme.files import calls
 from gemini.runtime.engine import GeminiEngine
 from gemini.runtime.inspect.full_parameters import full_parameters, opaque_as_saved
+from gemini.saved_config import save_config, written_dtype
+from gemini.saved_names import SavedNames, without_wrappers
 from gemini.units import ParamId, parse_bytes
 
 
@@ -283,6 +285,7 @@ def export_weights(
     prefix: str = "",
 ) -> None:
     """Write weights in files of `kind`; see `export_safetensors`. Collective."""
+    model = inside(model)
     ranks = Ranks(model, "export_safetensors()" if kind is SAFETENSORS else "save_model()")
     target = Path(path).expanduser().absolute()
     limit = parse_bytes(max_shard_size)
@@ -306,7 +309,8 @@ def export_weights(
         try:
             if failure is not None:
                 raise failure
-            save_config(model, writer.folder)
+            dtypes = {spec.name: spec.dtype for spec in specs}
+            save_config(model, written_dtype(model, dtypes), writer.folder)
             writer.commit()
         except BaseException:
             writer.abandon()
@@ -324,11 +328,16 @@ def import_safetensors(
     take them; moments stay.
     Raises FormatError for a folder without weights, and the errors of `load_state_dict`.
     """
+    model = inside(model)
     ranks = Ranks(model, "import_safetensors()")
     folder = Path(path).expanduser().absolute()
     with ExitStack() as stack:
         lazy = ranks.together(lambda: LazyTensors(folder, stack))
-        lazy.tie(names_of(model))
+        names = names_of(model)
+        lazy.rename(without_wrappers(name for alike in names for name in alike))
+        lazy.tie(names)
+        if not isinstance(model, GeminiDDP):  # which takes the names that are saved
+            lazy.rename(SavedNames(model).found(model.state_dict()))
         model.load_state_dict(lazy, strict=strict)
 
 
@@ -339,8 +348,9 @@ def _content(
     parameters."""
     if not isinstance(model, GeminiDDP):
         first: dict[int, tuple[str, Tensor]] = {}  # a tied tensor under its first name
+        saved = SavedNames(model).saved
         for name, value in model.state_dict(keep_vars=True).items():
-            first.setdefault(id(value), (name, value))
+            first.setdefault(id(value), (saved(name), value))
         plain = first.values()
         specs = [spec_of(name, value.dtype, value.shape, dtype) for name, value in plain]
         return specs, ((name, _whole(value)) for name, value in plain)
@@ -386,11 +396,3 @@ def _specs_of(
 def _whole(value: Tensor) -> Tensor:
     """Full tensor; for a DTensor, as of FSDP2, this is a collective."""
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def save_config(model: nn.Module, folder: Path) -> None:
-    """Save the configs that Hugging Face's models save with their weights."""
-    for attribute in ("config", "generation_config"):
-        config: Any = getattr(model, attribute, None)
-        if hasattr(config, "save_pretrained"):
-            config.save_pretrained(folder)

@@ -29,9 +29,10 @@ from gemini.checkpoint.model.keys import (
     take_over_stores,
 )
 from gemini.checkpoint.model.plain import load_plain
-from gemini.checkpoint.model.state import RunState, first_names, names_of, parts_of
+from gemini.checkpoint.model.state import RunState, first_names, inside, names_of, parts_of
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
+from gemini.saved_names import renamed, without_wrappers
 
 from .save import base_of, runs_of, settle
 
@@ -68,6 +69,7 @@ def load_checkpoint(
     is changed, with one exception: damage in the middle of a file is found while the file is read.
     Load another checkpoint then, before you train.
     """
+    model = inside(model)
     ranks = Ranks(model, "load_checkpoint()", parts_of(model))
     settle(ranks)
     where = Path(path).expanduser().absolute()
@@ -76,25 +78,30 @@ def load_checkpoint(
         source = ranks.together(
             lambda: open_source(where, _names_by_position(model, optimizer), stack)
         )
-        keys = Keys.find(source.sizes.keys(), names_of(model))
+        names = names_of(model)
+        plain = without_wrappers(name for alike in names for name in alike)
+        source.rename(plain)
+        keys = Keys.find(source.sizes.keys(), names)
         runs = ranks.together(lambda: runs_of(model, optimizer, ranks.world_size, keys, weights))
         if runs is not None and ranks.is_pipeline:
             mine = {name for names in runs.names for name in names} | runs.buffers.keys()
             runs.on_other_ranks = frozenset().union(*ranks.gather(mine)) - mine
         if strict and weights:
-            _check_base(source, base_of(model, ranks), ranks)
+            _check_base(source, base_of(model, ranks), ranks, plain)
         if runs is None:
             load_plain(source, model, optimizer, strict, ranks, weights=weights)
         else:
-            _load_runs(source, runs, optimizer, strict, ranks, keys, weights=weights)
-        return _load_extras(source, model, optimizer, scheduler, ranks, weights=weights)
+            _load_runs(source, runs, optimizer, strict, ranks, keys, plain, weights=weights)
+        return _load_extras(source, model, optimizer, scheduler, ranks, plain, weights=weights)
 
 
-def _check_base(source: CheckpointSource, mine: Mapping[str, str], ranks: Ranks) -> None:
+def _check_base(
+    source: CheckpointSource, mine: Mapping[str, str], ranks: Ranks, plain: Callable[[str], str]
+) -> None:
     """Raise MismatchError for a checkpoint that was trained on another base than this model's."""
     found = _decoded(source, [COMMON], ranks) if mine else None
     saved = found[0].get("base", {}) if found else {}
-    other = [name for name, digest in saved.items() if mine.get(name, digest) != digest]
+    other = [n for n, digest in saved.items() if mine.get(plain(n), digest) != digest]
     if other:
         raise MismatchError(
             f"{source.path} was trained on another base: {other[0]} and {len(other) - 1} more have "
@@ -109,6 +116,7 @@ def _load_runs(
     strict: bool,
     ranks: Ranks,
     keys: Keys,
+    plain: Callable[[str], str],
     *,
     weights: bool,
 ) -> None:
@@ -139,6 +147,8 @@ def _load_runs(
         {option: small[key] for option, key in options.items()}
         for _, options in sorted(saved_groups.items())
     ]
+    for group in groups:
+        group["params"] = [*map(plain, group["params"])]
     copies = Counter(first for first, *_ in runs.names)  # of a weight that stages tie
     for group in groups if ranks.is_pipeline else ():
         group["params"] = [
@@ -236,6 +246,7 @@ def _load_extras(
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
     ranks: Ranks,
+    plain: Callable[[str], str],
     *,
     weights: bool,
 ) -> Any:
@@ -261,10 +272,11 @@ def _load_extras(
             engine.sampler.load_state_dict(
                 common["memory"], told_apart=engine.calls.tells_inputs_apart
             )
-        for part in parts_of(model) if same_world else ():
+        buffers_of_rank = renamed(own["buffers"], plain) if same_world else {}
+        for part in parts_of(model):
             for name, buffer in part.saved_tensors():
-                if name in own["buffers"]:
-                    buffer.copy_(own["buffers"][name])
+                if name in buffers_of_rank:
+                    buffer.copy_(buffers_of_rank[name])
         if wanted[1] == mine:
             set_random_state(own["random"])
 
@@ -272,6 +284,13 @@ def _load_extras(
     if isinstance(optimizer, TieredOptimizer):
         take_over = partial(take_over_stores, common.get("files", {}), optimizer)
         ranks.together(lambda: _as_corrupt(take_over, source))
+    if optimizer is not None and weights and common.get("averaged") and ranks.rank == 0:
+        log.warning(
+            "%s was saved inside ema.swapped(): its weights are the average, and its optimizer's "
+            "state is of the weights that were trained; to go on with training, load a checkpoint "
+            "that was saved outside",
+            source.path,
+        )
     if scheduler is not None and common["scheduler"] is not None:
         scheduler.load_state_dict(common["scheduler"])
     if same_world:

@@ -33,7 +33,14 @@ from gemini.checkpoint.dcp.writer import RankFile, Save
 from gemini.checkpoint.format.manifest import CheckpointError
 from gemini.checkpoint.model.keys import Keys, encode, known_stores, random_state
 from gemini.checkpoint.model.plain import PlainRuns, can_be_runs, plain_state
-from gemini.checkpoint.model.state import RunState, ShardedState, StagesState, first_names, parts_of
+from gemini.checkpoint.model.state import (
+    RunState,
+    ShardedState,
+    StagesState,
+    first_names,
+    inside,
+    parts_of,
+)
 from gemini.ddp import GeminiDDP
 from gemini.nvme import is_gone
 from gemini.optim.base import TieredOptimizer
@@ -89,6 +96,7 @@ def save_checkpoint(
     Returns a ticket, which is done already unless `async_save`.
     Raises CheckpointError on every rank if any rank fails; earlier checkpoints stay.
     """
+    model = inside(model)
     ranks = Ranks(model, "save_checkpoint()", parts_of(model))
     target = Path(path).expanduser().absolute()
     _check_call(ranks, target, keep_last, pinned)
@@ -104,6 +112,8 @@ def save_checkpoint(
             "files": known_stores(optimizer, ranks) if weights else {},
             "base": base_of(model, ranks) if weights else {},
         }
+        if weights and any(part.engine.is_lent for part in parts_of(model)):
+            common["averaged"] = True  # by gemini.EMA, while the optimizer's state is of others
         save.state, runs = ranks.together(
             lambda: _content(model, optimizer, scheduler, extra, ranks, weights, common)
         )

@@ -16,6 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
 from gemini.mesh.roles import WORLD
+from gemini.saved_names import SavedNames
 from gemini.units import (
     PARAM_ALIGN_NUMEL,
     SHARD_ALIGN_NUMEL,
@@ -100,6 +101,14 @@ def distinct(named: Iterable[tuple[str, T]]) -> list[tuple[T, tuple[str, ...]]]:
     return [(param, tuple(names[key])) for key, param in params.items()]
 
 
+def saved_params(module: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
+    """Each parameter of a module once, in registration order, with all names that it is saved
+    under."""
+    saved = SavedNames(module).saved
+    named = module.named_parameters(remove_duplicate=False)
+    return distinct((saved(name), param) for name, param in named)
+
+
 def spec_of(param: Tensor, names: tuple[str, ...], dtype: str) -> ParamSpec:
     """Spec of one parameter that is kept in `dtype`."""
     return ParamSpec(names[0], tuple(param.shape), dtype, param.requires_grad, names[1:])
@@ -109,8 +118,7 @@ def specs_of(model_or_specs: nn.Module | Sequence[ParamSpec], dtype: str) -> tup
     """Specs of a model whose parameters are all kept in `dtype`, or the specs given."""
     if isinstance(model_or_specs, Sequence):
         return tuple(model_or_specs)
-    named = distinct(model_or_specs.named_parameters(remove_duplicate=False))
-    return tuple(spec_of(param, names, dtype) for param, names in named)
+    return tuple(spec_of(param, names, dtype) for param, names in saved_params(model_or_specs))
 
 
 @dataclass(frozen=True, slots=True)

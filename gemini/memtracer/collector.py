@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
 from gemini.chunk.layout import ParamSpec, specs_of
+from gemini.saved_names import SavedNames
 from gemini.trees import map_tensors, tensors_in
 from gemini.units import Bytes, ParamId
 
@@ -192,7 +193,9 @@ def listening(
 ) -> Iterator[None]:
     """Context in which a module's calls are told. params: by id. ids: of the module's parameters,
     by name."""
-    by_param = {id(p): ids[name] for name, p in module.named_parameters(remove_duplicate=False)}
+    saved = SavedNames(module).saved
+    named = module.named_parameters(remove_duplicate=False)
+    by_param = {id(param): ids[saved(name)] for name, param in named}
 
     def params_of(inner: nn.Module, whole: bool) -> list[ParamId]:
         return [by_param[id(param)] for param in inner.parameters(recurse=whole)]
@@ -253,7 +256,9 @@ def trace(
         made = [
             torch.empty(spec.shape, dtype=dtype, requires_grad=spec.trainable) for spec in specs
         ]
-        actual = {name: made[param] for name, param in ids.items()}
+        saved = SavedNames(module).saved
+        actual = {name: made[ids[saved(name)]]
+                  for name, _ in module.named_parameters(remove_duplicate=False)}  # fmt: skip
         buffers = {
             name: torch.empty(buffer.shape, dtype=buffer.dtype)
             for name, buffer in module.named_buffers()

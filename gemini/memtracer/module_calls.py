@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 from torch.autograd.graph import get_gradient_edge
 
+from gemini.saved_names import wrapped_child
 from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
 
@@ -117,7 +118,8 @@ def callers_of(
     for name, module, whole in _using(root, "", gather_whole):
         params = tuple(dict.fromkeys(params_of(module, whole)))
         # a compiler around the whole module goes through another's wrapper without its hooks
-        inner = getattr(module, "_orig_mod", module)
+        child = wrapped_child(module) if is_compiled(module) else None
+        inner = module if child is None else module.get_submodule(child)
         if params and inner not in callers:
             callers[inner] = Caller(name, params, whole=whole)
     uses = Counter(param for caller in callers.values() for param in caller.params)

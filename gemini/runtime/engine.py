@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gemini.callers import torch_averages
+from gemini.callers import converts_module, torch_averages
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.local import is_dtensor
 from gemini.chunk.parameter import (
@@ -311,6 +311,8 @@ class GeminiEngine(Parts):
                 f"{self.layout.params[param].name} of shape {tuple(mine.shape)} cannot be given "
                 f"data of shape {tuple(value.shape)}: a wrapped parameter keeps its size"
             )
+        if (value.dtype, value.device) != (mine.dtype, mine.device) and converts_module():
+            check_stays(mine, value)
         self.calls.fetch([param])
         with torch.no_grad():
             mine.copy_(value)
@@ -403,3 +405,13 @@ def _files_of(name: str, rank: int, planning: Planning, backend: Backend) -> Fil
     label = f"{of_model}-rank{rank}-"
     numel = planning.inputs.block_numel
     return FileConfig(planning.nvme_folder, numel, label=label, memory=backend)
+
+
+def check_stays(tensor: Tensor, moved: Tensor) -> None:
+    """Raise ValueError if `moved`, what a conversion of a module makes of `tensor`, has another
+    dtype or device."""
+    if (moved.dtype, moved.device) != (tensor.dtype, tensor.device):
+        raise ValueError(
+            f"a wrapped module stays in {tensor.dtype} on {tensor.device}; give precision= and "
+            "device= to GeminiDDP, or take the module out with model.unwrap()"
+        )

@@ -46,6 +46,7 @@ from gemini.checkpoint.untrusted.torch_files import (
     safe_load,
 )
 from gemini.nvme import cause_of
+from gemini.saved_names import renamed
 
 from .boxes import Box, FlatRuns, Overlap, PartsOf, in_run
 
@@ -79,6 +80,11 @@ class Reader:
         self._items: _OurItems | _DcpItems = (
             _DcpItems(folder) if self.manifest is None else _OurItems(folder, self.manifest)
         )
+
+    def rename(self, name_of: Callable[[str], str]) -> None:
+        """Show every value under the key that `name_of` makes of its own."""
+        self.index = renamed(self.index, name_of)
+        self.sizes = renamed(self.sizes, name_of)
 
     def close(self) -> None:
         self._items.close()
@@ -245,11 +251,17 @@ class WholeSource:
         self, path: Path, values: Mapping[str, Any], sizes: Mapping[str, torch.Size | None]
     ) -> None:
         self.path, self.sizes, self._values = path, sizes, values
+        self._key_of: Mapping[str, str] = {key: key for key in sizes}
+
+    def rename(self, name_of: Callable[[str], str]) -> None:
+        """Show every value under the key that `name_of` makes of its own."""
+        self.sizes = renamed(self.sizes, name_of)
+        self._key_of = renamed(self._key_of, name_of)
 
     def load_into(self, state: dict[str, Any]) -> None:
         """Fill tensors in place and replace other values; see `Reader.load_into`."""
         for key, there in state.items():
-            value = self._values[key]
+            value = self._values[self._key_of[key]]
             if not isinstance(there, Tensor):
                 state[key] = value
                 continue
@@ -268,7 +280,7 @@ class WholeSource:
                 return False
             if key not in read:
                 read.clear()
-                read[key] = tensors[key].flat_part(self._values[key])
+                read[key] = tensors[key].flat_part(self._values[self._key_of[key]])
             values.copy_(read[key][start : start + values.numel()])
             return True
 

@@ -22,10 +22,12 @@ from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.dcp.reader import CheckpointSource
 from gemini.checkpoint.format.data_file import can_be_raw
 from gemini.checkpoint.format.manifest import CheckpointError
+from gemini.chunk.layout import saved_params
 from gemini.module_face import saved_buffers
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.plain.target import PlainTarget
 from gemini.optim.state.lines import LINES
+from gemini.saved_names import SavedNames
 
 from .keys import Keys, check_fits, differences
 from .state import RunState, StatePart, cut, names_of
@@ -93,11 +95,11 @@ def load_plain(
 
 def can_be_runs(module: nn.Module) -> bool:
     """Whether a module's state dict has only parameters and buffers, in memory as in a file."""
-    params = dict(module.named_parameters(remove_duplicate=False))
-    known = params.keys() | dict(saved_buffers(module)).keys()
-    return known == module.state_dict().keys() and all(
+    params = saved_params(module)
+    known = {name for _, names in params for name in names} | dict(saved_buffers(module)).keys()
+    return known == {*map(SavedNames(module).saved, module.state_dict())} and all(
         param.is_contiguous() and can_be_raw(param.dtype) and not isinstance(param, DTensor)
-        for param in params.values()
+        for param, _ in params
     )
 
 
@@ -108,12 +110,13 @@ class PlainRuns(RunState):
         self, module: nn.Module, optimizer: TieredOptimizer, keys: Keys, *, weights: bool = True
     ) -> None:
         """Raise CheckpointError for an optimizer over other parameters."""
-        self.names = names_of(module)
-        params = {names[0]: module.get_parameter(names[0]).detach() for names in self.names}
+        named = saved_params(module)
+        self.names = [names for _, names in named]
+        params = {names[0]: param.detach() for param, names in named}
         self.shapes = {name: param.size() for name, param in params.items()}
         self._flat = {n: param.view(-1) for n, param in params.items()} if weights else {}
         self.buffers = dict(saved_buffers(module)) if weights else {}
-        by_id = {id(module.get_parameter(names[0])): names[0] for names in self.names}
+        by_id = {id(param): names[0] for param, names in named}
         targets = [target for target in optimizer.targets if isinstance(target, PlainTarget)]
         self._whole: dict[str, dict[str, Tensor]] = {}
         parts = []

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gemini.checkpoint.dcp.boxes import FlatRuns, Region
 from gemini.checkpoint.dcp.reader import RunFiller
 from gemini.checkpoint.format.manifest import CheckpointError
+from gemini.chunk.layout import saved_params
 from gemini.chunk.local import region_of
 from gemini.ddp import GeminiDDP
 from gemini.dtypes import BYTES, DTYPES
@@ -28,6 +29,7 @@ from gemini.optim.target import Target
 from gemini.runtime.inspect.weights import set_without_master, weights_without_master
 from gemini.runtime.pipeline.joint_target import JointTarget
 from gemini.runtime.step.state.saved_state import PinnedRuns
+from gemini.saved_names import peeled
 from gemini.units import BLOCK_NUMEL
 
 from .keys import Keys
@@ -389,6 +391,12 @@ class ShardedState(RunState):
         set_without_master(self._engine, home, values)
 
 
+def inside(model: nn.Module) -> nn.Module:
+    """Wrapped module that torch.compile or the like is around; any other module as it is."""
+    inner = peeled(model)
+    return inner if isinstance(inner, GeminiDDP) else model
+
+
 def parts_of(model: nn.Module) -> list[GeminiDDP]:
     """Wrapped modules of this process: `model` itself, or the parts in an `nn.ModuleList`."""
     if isinstance(model, GeminiDDP):
@@ -489,10 +497,7 @@ def _named(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
         return [(p, spec.names) for p, spec in zip(engine.params, specs, strict=True)]
     if isinstance(model, nn.ModuleList) and all(isinstance(part, GeminiDDP) for part in model):
         return [named for part in model for named in _named(part)]
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
-    return [(param, tuple(alike)) for param, alike in names.items()]
+    return saved_params(model)
 
 
 def names_of(model: nn.Module) -> list[tuple[str, ...]]:

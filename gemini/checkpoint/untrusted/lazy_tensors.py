@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gemini.checkpoint.format.manifest import CorruptError, FormatError, is_plain_name, read_json
+from gemini.saved_names import renamed
 
 from .torch_files import first_line, has_own_bytes, load_mapped
 
@@ -76,6 +77,10 @@ class LazyTensors(Mapping[str, Tensor]):
             there = [name for name in names if name in self._file_of]
             for name in names if there else ():
                 self._file_of.setdefault(name, self._file_of[there[0]])
+
+    def rename(self, name_of: Callable[[str], str]) -> None:
+        """Let each tensor be found under the name that `name_of` makes of the one it has."""
+        self._file_of = dict(renamed(self._file_of, name_of))
 
     def with_others(self, others: Mapping[str, Any]) -> LazyTensors:
         """Copy of this mapping with further names. others: an object with a file's methods each."""

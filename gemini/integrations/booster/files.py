@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.export import Format, WeightsWriter, save_config, spec_of
+from gemini.checkpoint.export import Format, WeightsWriter, spec_of
 from gemini.checkpoint.format.manifest import CheckpointError, FormatError, MismatchError, on_disk
 from gemini.checkpoint.model.state import first_names, parts_of
 from gemini.checkpoint.save import in_background, settle
@@ -30,6 +30,8 @@ from gemini.integrations.plugins.optimizers import Boosted
 from gemini.nvme.files import calls
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import ScaleState
+from gemini.saved_config import save_config, written_dtype
+from gemini.saved_names import SavedNames
 from gemini.tickets import Done, Ticket
 
 State = dict[str, Any]
@@ -97,13 +99,15 @@ def write_folder(
     """Write a state dict as a folder of weights at `path`, or (`one`) as one file."""
     folder = beside(path) if one else path
     first: dict[int, tuple[str, Tensor]] = {}  # a tied tensor under its first name
+    saved = SavedNames(model).saved
     for name, value in state.items():
-        first.setdefault(value.data_ptr() or id(value), (name, value))
+        first.setdefault(value.data_ptr() or id(value), (saved(name), value))
     specs: list[TensorSpec] = [
         spec_of(name, value.dtype, value.shape, None) for name, value in first.values()
     ]
     writer = WeightsWriter(folder, specs, limit, prefix or "", kind)
-    writer.write(first.values(), partial(save_config, model))
+    dtype = written_dtype(model, {spec.name: spec.dtype for spec in specs})
+    writer.write(first.values(), partial(save_config, model, dtype))
     if one:
         take_out(folder, path)
 

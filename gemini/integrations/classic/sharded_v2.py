@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gemini.chunk.layout import saved_params
 from gemini.chunk.storage import params_in
 from gemini.ddp import GeminiDDP
 from gemini.integrations.options import ZERO_SCALE, check_options, documented, option
@@ -114,7 +115,7 @@ def col_model_deepcopy(sharded_model: GeminiDDP, other_model: nn.Module) -> None
     Raises ValueError, before anything is changed, for a module with other names or shapes.
     """
     engine = sharded_model.engine
-    there = dict(other_model.named_parameters(remove_duplicate=False))
+    there = {name: param for param, names in saved_params(other_model) for name in names}
     for spec in engine.layout.params:
         for name in spec.names:
             if name not in there or tuple(there[name].shape) != spec.shape:

@@ -13,6 +13,7 @@ from gemini.checkpoint.quantise import config_of, quantise
 from gemini.ddp import GeminiDDP
 from gemini.integrations.parts import inner_of, rank
 from gemini.runtime.inspect.full_parameters import full_parameters
+from gemini.saved_names import SavedNames
 
 _MARK = ".lora_"  # in the name of every parameter that peft adds
 
@@ -92,7 +93,8 @@ def _adapters(model: nn.Module) -> Mapping[str, Tensor]:
     if not isinstance(model, GeminiDDP):
         return {n: p.detach().cpu() for n, p in inner_of(model).named_parameters() if _is_own(n, p)}
     model.engine.call("save_lora_as_pretrained()")
-    own = {name for name, param in model.named_parameters() if _is_own(name, param)}
+    saved = SavedNames(model.module).saved
+    own = {saved(name) for name, param in model.named_parameters() if _is_own(name, param)}
     return {name: value for name, value in full_parameters(model.engine) if name in own}
 
 

@@ -11,6 +11,7 @@ The hooks sit on the tensors themselves, and not on views of them: an operator i
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,9 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from gemini.optim.rules.control_vector import ControlVector
+from gemini.placement.overruns import user_stacklevel
 from gemini.trees import map_tensors, tensors_in
 
 DEPTH = 4  # of objects inside objects that are opened
+LOOKS = 16  # first calls in which arguments are looked at
+LOOK_NUMEL = 1 << 16  # elements of an argument that are looked at
 
 
 class Boundary:
@@ -46,6 +50,27 @@ class Boundary:
         self._begins = begins
         self._casts_inputs = cast_inputs
         self._raises_outputs = force_outputs_fp32 or dtype == torch.float16
+        self._looks_left = LOOKS if cast_inputs else 0
+
+    def look(self, inputs: Any) -> None:
+        """Warn, once, if a number in the arguments of one of the first calls is changed by the
+        cast; see `lost_number`. This waits for the device that they are on."""
+        if not self._looks_left:
+            return
+        self._looks_left -= 1
+        for tensor in tensors_in(inputs):
+            lost = lost_number(tensor, self._dtype)
+            if lost is None:
+                continue
+            self._looks_left = 0
+            warnings.warn(
+                f"the cast of floating arguments to {self._dtype} changes numbers: {lost[0]!r}, in "
+                f"a {tensor.dtype} of shape {tuple(tensor.shape)}, becomes {lost[1]!r}; if they "
+                "must stay (timesteps, positions, targets), give GeminiDDP cast_inputs=False and "
+                "let the module cast what it multiplies with weights",
+                stacklevel=user_stacklevel(),
+            )
+            return
 
     def enter(self, inputs: Any) -> Any:
         """Arguments as the module gets them: on its device, floating ones in its dtype."""
@@ -100,6 +125,24 @@ class Boundary:
 
     def _unscale(self, grad: Tensor) -> Tensor:
         return (grad / self._control_vector.scale).to(grad.dtype)
+
+
+def lost_number(tensor: Tensor, dtype: torch.dtype) -> tuple[float, float] | None:
+    """First number of an argument that a cast to `dtype` changes, and what becomes of it.
+
+    Features lose bits in every cast, and are meant to. A number is an integer, what would overflow,
+    or any element of an argument that has one for each sample, such as a time or a target.
+    """
+    is_plain = type(tensor) is Tensor and not tensor.is_meta and tensor.numel()
+    if not is_plain or not tensor.is_floating_point() or tensor.dtype == dtype:
+        return None
+    values = tensor.detach().reshape(-1)[:LOOK_NUMEL]
+    became = values.to(dtype).to(values.dtype)
+    changed = (became != values) & values.isfinite()
+    if tensor.dim() and tensor.numel() > len(tensor):
+        changed &= (values == values.round()) | became.isinf()
+    first = int(changed.to(torch.uint8).argmax())
+    return (float(values[first]), float(became[first])) if changed[first] else None
 
 
 def _change_inside(value: Any, change: Callable[[Tensor], Tensor], depth: int = DEPTH) -> None:

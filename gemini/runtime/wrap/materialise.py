@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemini.saved_names import SavedNames
+
 InitFn = Callable[[nn.Module], Any]
 
 
@@ -60,11 +62,15 @@ class Materialiser:
         self._names: dict[int, list[str]] = {}
         self._owner: dict[int, str] = {}
         self._kept: list[str] = []
+        self._saved = SavedNames(root).saved
         for name, param in root.named_parameters(remove_duplicate=False):
+            alike = dict.fromkeys(
+                (name, self._saved(name))
+            )  # a state dict has the one or the other
             if id(param) in keep_theirs:
-                self._kept.append(name)
+                self._kept += alike
                 continue
-            self._names.setdefault(id(param), []).append(name)
+            self._names.setdefault(id(param), []).extend(alike)
             self._owner.setdefault(id(param), name.rpartition(".")[0])
         self._ready: dict[int, tuple[nn.Parameter, Tensor]] = {}  # made, and not yet taken
 
@@ -121,7 +127,9 @@ class Materialiser:
             for key, buffer in module.named_buffers(recurse=False):
                 if not buffer.is_meta:
                     continue
-                saved = (self._state_dict or {}).get(f"{name}.{key}" if name else key)
+                full = f"{name}.{key}" if name else key
+                given = self._state_dict or {}
+                saved = given.get(full, given.get(self._saved(full)))
                 if saved is not None:
                     module._buffers[key] = saved.detach().clone()
                 else:

@@ -70,7 +70,7 @@ class ModuleCheck:
                     continue
                 for param_name, param in child.named_parameters():
                     if handle_of(param) is None:
-                        raise _changed(_join(name, key, param_name), "is new")
+                        raise changed(_join(name, key, param_name), "is new")
 
     @staticmethod
     def _refuse(name: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ class ModuleCheck:
             if now.get(key) is before.get(key) and key in now and key in before:
                 continue
             what = "is new" if key not in before else "is gone" if key not in now else "is another"
-            raise _changed(_join(name, key), what)
+            raise changed(_join(name, key), what)
 
 
 def _without(left: Collection[str], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _join(*names: str) -> str:
     return ".".join(name for name in names if name)
 
 
-def _changed(name: str, what: str) -> ModuleChanged:
+def changed(name: str, what: str) -> ModuleChanged:
     return ModuleChanged(
         f"the module changed after wrapping: parameter {name} {what}; "
         "make all changes before GeminiDDP, or copy new values into the parameter in place; "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemini.chunk.layout import ParamSpec, distinct, spec_of
+from gemini.chunk.layout import ParamSpec, distinct, saved_params, spec_of
 from gemini.chunk.local import group_of, is_dtensor, local_of, mesh_dims
 from gemini.chunk.opaque import Opaque, is_opaque
 from gemini.chunk.parameter import handle_of
@@ -75,6 +75,12 @@ class Collected:
     dtypes: list[torch.dtype]  # that they have
     ignored: Mapping[int, str]  # names by id of parameters that are the user's own
 
+    @property
+    def plain(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, parameter) of all that are not opaque."""
+        named = zip(self.specs, self.params, strict=True)
+        return [(spec.name, param) for spec, param in named if not is_opaque(param)]
+
 
 def collect_params(
     module: nn.Module,
@@ -93,13 +99,13 @@ def collect_params(
     for name, child in module.named_modules():
         _check_compiled(name, child)
     found = Collected([], [], {}, [], ignored)
-    for param, names in distinct(module.named_parameters(remove_duplicate=False)):
+    owners = _owners(module)
+    for param, names in saved_params(module):
         if id(param) in ignored:
             continue
         _check(names[0], param, meshed)
         if is_opaque(param):
-            places = [(name, module.get_submodule(name.rpartition(".")[0])) for name in names]
-            one = Opaque(param, places)
+            one = Opaque(param, list(zip(names, owners[id(param)], strict=True)))
             found.opaque[ParamId(len(found.params))] = one
             spec = one.spec
         else:
@@ -111,6 +117,14 @@ def collect_params(
     if not found.params:
         kind, but = type(module).__name__, " but what ignored_params has" if ignored else ""
         raise ValueError(f"{kind} has no parameter{but}; there is nothing to shard")
+    return found
+
+
+def _owners(module: nn.Module) -> dict[int, list[nn.Module]]:
+    """Modules that have each parameter, by its id, in the order of its names."""
+    found: dict[int, list[nn.Module]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        found.setdefault(id(param), []).append(module.get_submodule(name.rpartition(".")[0]))
     return found
 
 
