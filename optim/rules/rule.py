@@ -199,6 +199,8 @@ def number(
 def betas(group: Mapping[str, Any]) -> tuple[float, float]:
     """Two decay rates in [0, 1), as in torch both numbers or both tensors. Raises ValueError."""
     pair = group["betas"]
+    if not isinstance(pair, (tuple, list)):
+        raise ValueError(f"betas={pair!r:.80}; expected two numbers in [0, 1), or two tensors")
     if len(pair) != 2 or len({isinstance(beta, Tensor) for beta in pair}) != 1:
         raise ValueError(f"betas={pair!r}; expected two numbers in [0, 1), or two tensors")
     first, second = (_scalar(f"betas[{i}]", beta) for i, beta in enumerate(pair))
@@ -211,4 +213,11 @@ def betas(group: Mapping[str, Any]) -> tuple[float, float]:
 def _scalar(name: str, value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name} is a tensor of shape {tuple(value.shape)}; expected one element")
-    return float(value)
+    is_bool = isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool)
+    if is_bool or not hasattr(value, "__float__"):
+        # a string would be read as a number here, and stay a string for a schedule
+        raise ValueError(f"{name}={value!r:.80} is a {type(value).__name__}; expected a number")
+    try:
+        return float(value)
+    except (OverflowError, RuntimeError, TypeError):  # 10**400, a complex tensor
+        raise ValueError(f"{name}={value!r:.80} is no number; expected a float") from None

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import secrets
-import stat
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gemini import strangers
 from gemini.nvme import cause_of
 from gemini.units import PAGE_BYTES
 
@@ -39,6 +39,9 @@ MAX_UNIT_BYTES = 16 << 20  # of a file of any version: a reader takes memory for
 ROOM_BYTES = 32 << 20  # of memory, for the objects of a small file
 _OBJECTS_SHARE = 16  # bytes of memory for each byte of a pickle
 _MOST = 1 << 62  # bytes or elements
+_DESCRIBED = 256 << 30  # bytes of data above which what describes them grows no more
+_METADATA_SHARE = 256  # bytes of data for one of a pickle
+_ITEM_ROOM = 1 << 20  # bytes of an item beside its elements
 _PRIME = (1 << 61) - 1
 _DTYPES = {
     str(kind).removeprefix("torch."): kind
@@ -69,7 +72,16 @@ def on_disk(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot {what} {path}: {cause_of(error.errno)}") from error
+        raise CheckpointError(f"cannot {what} {path}: {cause_of(error)}") from error
+
+
+@contextmanager
+def reading(path: Path, how: str = "read") -> Iterator[None]:
+    """Context in which an OSError becomes a CorruptError."""
+    try:
+        yield
+    except OSError as error:
+        raise CorruptError(f"{path} cannot be {how}: {cause_of(error)}") from error
 
 
 # -- small files, which may come from anybody --
@@ -80,35 +92,21 @@ def memory_limit(pickle_bytes: int, data_bytes: int) -> int:
     return ROOM_BYTES + _OBJECTS_SHARE * pickle_bytes + data_bytes
 
 
-def read_file(path: Path, limit: int | None = None) -> bytes:
-    """Content of a regular file. Raises CorruptError for another kind, or above `limit` bytes."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
-    except OSError as error:
-        raise CorruptError(f"{path} cannot be read: {cause_of(error.errno)}") from error
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise CorruptError(f"{path} cannot be read: it is no file")
-    with os.fdopen(fd, "rb") as file:
-        if limit is not None and status.st_size > limit:
-            raise CorruptError(
-                f"{path} has {status.st_size} bytes, expected at most {limit} for the files beside "
-                "it"
-            )
-        try:
-            return file.read()
-        except OSError as error:
-            raise CorruptError(f"{path} cannot be read: {cause_of(error.errno)}") from error
+def read_file(path: Path, limit: int) -> bytes:
+    """Content of a file of at most `limit` bytes. Raises CorruptError."""
+    with reading(path):
+        return strangers.read_bytes(path, limit)
 
 
 def folder_bytes(folder: Path) -> int:
     """Bytes of all files in a folder. Raises CorruptError."""
-    try:
-        with os.scandir(folder) as entries:
-            return sum(entry.stat().st_size for entry in entries if entry.is_file())
-    except OSError as error:
-        raise CorruptError(f"{folder} cannot be read: {cause_of(error.errno)}") from error
+    with reading(folder), os.scandir(folder) as entries:
+        return sum(entry.stat().st_size for entry in entries if entry.is_file())
+
+
+def most_bytes(data_bytes: int, room: int = JSON_BYTES, share: int = JSON_SHARE) -> int:
+    """Most bytes of a file that describes `data_bytes` of others, which may be sparse."""
+    return room + min(data_bytes, _DESCRIBED) // share
 
 
 def read_json(path: Path) -> bytes:
@@ -117,7 +115,7 @@ def read_json(path: Path) -> bytes:
     The limit grows with the files that it describes: parsed, JSON takes about 30 times its size in
     memory.
     """
-    return read_file(path, JSON_BYTES + folder_bytes(path.parent) // JSON_SHARE)
+    return read_file(path, most_bytes(folder_bytes(path.parent)))
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -220,7 +218,7 @@ class Manifest:
         for more in ({} if self.index is None else {"index": self.index}, {}):
             text = json.dumps(body | more, separators=(",", ":")).encode()
             data = text + b"\n" + f"crc32 {zlib.crc32(text):08x}\n".encode()
-            if len(data) <= JSON_BYTES + self.nbytes // JSON_SHARE:
+            if len(data) <= most_bytes(self.nbytes):
                 break
         return data
 
@@ -232,8 +230,8 @@ class Manifest:
         if rest != f"crc32 {zlib.crc32(text):08x}\n".encode():
             raise CorruptError(f"{path} is damaged: its checksum does not match")
         try:
-            body = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            body = strangers.parsed(text)
+        except ValueError as error:
             raise CorruptError(f"{path} says what no checkpoint has: {error}") from error
         version = body.get("format") if isinstance(body, dict) else None
         if version not in (FORMAT_VERSION, PINNED_VERSION):
@@ -257,8 +255,10 @@ class Manifest:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a name stays inside its folder: no slash, no backslash, no NUL, not `.` or `..`."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set("/\\\0") & set(name)
+    """Whether a name stays inside its folder and is one line of text: no slash, no backslash, no
+    NUL, not `.` or `..`."""
+    inside = isinstance(name, str) and name not in ("", ".", "..") and not set("/\\") & set(name)
+    return inside and str(name).isprintable()
 
 
 def _whole(value: object) -> int:
@@ -388,6 +388,11 @@ def check(index: Index, files: Mapping[str, int]) -> None:
                     f"{key} has {part.nbytes} bytes in {part.file}, fewer than its {numel} elements"
                     f" of {entry.dtype} take"
                 )
+            if part.nbytes > numel * entry.dtype.itemsize + _ITEM_ROOM:
+                raise CorruptError(
+                    f"{key} has {part.nbytes} bytes in {part.file}, far more than its {numel} "
+                    f"elements of {entry.dtype} take"
+                )
         if entry.dtype is not None and held != whole:
             raise CorruptError(f"{key} has {whole} elements, of which {held} were saved")
         if len(entry.parts) > 1 and not _holds_each_once(entry):
@@ -430,7 +435,7 @@ def own_index(folder: Path, manifest: Manifest | None) -> Index | None:
 def metadata_of(folder: Path, manifest: Manifest | None) -> bytes:
     """Content of `.metadata`, a pickle. Raises CorruptError if it does not match the manifest."""
     path = folder / METADATA
-    data = read_file(path)
+    data = read_file(path, most_bytes(folder_bytes(folder), ROOM_BYTES, _METADATA_SHARE))
     if manifest is not None and (
         len(data) != manifest.metadata_nbytes or zlib.crc32(data) != manifest.metadata_crc32
     ):
