@@ -30,6 +30,12 @@ class StrangerError(OSError):
     """Path that is not opened: no regular file, not in its folder, or too large."""
 
 
+def said(error: Exception) -> str:
+    """First line of what an error says, without its path."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return next(iter(text.strip().splitlines()), type(error).__name__)
+
+
 def open_regular(path: str | os.PathLike[str], flags: int = 0) -> int:
     """Descriptor of a regular file in its folder, to read. Raises OSError.
 

@@ -26,12 +26,19 @@ OF_ONE_MACHINE = (
 )  # fmt: skip
 
 
+TRUST_HELP = (
+    "run the Python code that the model's folder brings, with your rights: read it first. Without "
+    "this flag none of it runs"
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what", nargs="?", metavar="MODEL",
         help="a name, a hub id, a folder, a config.json or package.module:factory",
     )  # fmt: skip
     parser.add_argument("--model", help="the same")
+    parser.add_argument("--trust-remote-code", action="store_true", help=TRUST_HELP)
     parser.add_argument("--batch", type=int, default=1, help="of a rank")
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--accumulate", type=int, default=1, help="forwards before a step")
@@ -170,6 +177,7 @@ def _write_fits(args: argparse.Namespace) -> int:
             asked = Training(
                 args.batch, args.seq, lora, True, args.precision, args.optimizer,
                 activation_bytes=args.activation_bytes, ema=args.ema, state=args.state,
+                trust_remote_code=args.trust_remote_code,
             )  # fmt: skip
             question = ask(model, machine_from(args), asked)
             table_rows += table.rows(model, training, question)
