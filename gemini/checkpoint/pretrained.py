@@ -244,8 +244,9 @@ def _empty_module(
                 transformers.AutoModelForCausalLM.from_config, trust_remote_code=trust_remote_code
             )
         if make is None:
+            shown = f"{names!r:.80}" if names else "no architecture"
             raise ValueError(
-                f"the config in {folder} names {names or 'no architecture'!r:.80}; expected one of "
+                f"the config in {folder} names {shown}; expected one of "
                 "transformers' classes of models: give model_class="
             )
     try:

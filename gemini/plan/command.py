@@ -148,7 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = [*words.five_lines(name, plan), *(words.all_lines(plan) if args.verbose else ())]
     sys.stdout.write("\n".join(lines) + "\n")
     if args.json is not None:
-        args.json.write_text(json.dumps({"model": name, **words.as_json(plan)}, indent=1))
+        args.json.write_text(
+            json.dumps({"model": name, **words.as_json(plan)}, indent=1), encoding="utf-8"
+        )
     if args.timeline is not None:
         inputs, result = plan.asked.priced()
         picture = planned_timeline(
@@ -186,6 +188,6 @@ def _write_fits(args: argparse.Namespace) -> int:
             f"with {args.state} state, activations computed again in backward. "
             "Planned, not measured: speeds of data sheets, an assumed disk."
         )
-        (args.fits / "what-fits.md").write_text(table.markdown(table_rows, title))
-        (args.fits / "what-fits.html").write_text(table.page(table_rows, title))
+        (args.fits / "what-fits.md").write_text(table.markdown(table_rows, title), encoding="utf-8")
+        (args.fits / "what-fits.html").write_text(table.page(table_rows, title), encoding="utf-8")
     return 0

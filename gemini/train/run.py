@@ -80,7 +80,7 @@ class Job:
         if self.comm.rank:
             return
         for prompt, answer in samples:
-            sys.stdout.write(f"\n{prompt}\n--> {answer}\n")
+            sys.stdout.write(_printable(f"\n{prompt}\n--> {answer}\n"))
         self.report(samples)
         sys.stdout.write(f"\nwritten: {self.out} (from_pretrained reads it), {self.out / REPORT}\n")
 
@@ -159,7 +159,7 @@ def prepare(config: TrainConfig) -> Job:
         sys.stdout.write(f"{plan}\n{going_on}")
         sys.stdout.flush()
         out.mkdir(parents=True, exist_ok=True)
-        (out / CONFIG).write_text(as_yaml(config))
+        (out / CONFIG).write_text(as_yaml(config), encoding="utf-8")
     asked = planned.asked
     options = {"placement_policy": asked.policy, "trace": asked.trace, "update": asked.update}
     model = _loaded_model(folder, config, options)
@@ -195,6 +195,12 @@ def _loaded_model(folder: Path, config: TrainConfig, options: dict[str, Any]) ->
         folder, quantize=config.quantize, lora=adapters, precision=PRECISION,
         force_outputs_fp32=True, trust_remote_code=trusts, **options,
     )  # fmt: skip
+
+
+def _printable(text: str) -> str:
+    """Text that the screen takes: what its encoding lacks is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _world_size() -> int:

@@ -89,7 +89,7 @@ def file_system(folder: Path) -> str:
     device = folder.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
             fields = line.split()
             if fields[2] == wanted:
                 return fields[fields.index("-") + 1]
