@@ -246,7 +246,7 @@ def beside_a_busy_process(variants: Variants, rounds: int, device: torch.device)
 
 def _waited_for_a_core() -> float:
     """Seconds in which this thread could have run, and another had the core."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return int(Path("/proc/thread-self/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
 
 
 def lateness(update: Callable[[], object], rounds: int) -> float:

@@ -106,7 +106,7 @@ def result_of(script: str, limit: int, *options: str) -> dict[str, Any]:
         with started(script, limit, *options, "--json", str(out)) as process:
             if process.wait():
                 raise subprocess.CalledProcessError(process.returncode, process.args)
-        result: dict[str, Any] = json.loads(out.read_text())
+        result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         return result
 
 
@@ -237,7 +237,7 @@ def pss_of(count: int, files: Path, *options: str) -> tuple[int, int]:
                 raise subprocess.CalledProcessError(1, "bench.qlora")
         found = 0
         for process in processes:
-            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8")
             found += int(text.split("\nPss:")[1].split()[0]) * 1024
         return found, sum(path.stat().st_size for path in files.glob("gemini-base-*"))
 

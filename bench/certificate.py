@@ -281,7 +281,7 @@ def _run(draw: Draw, folder: str) -> dict[str, Any]:
 def _high_water(pid: int) -> int:
     """VmHWM; 0 of a process that has ended."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
         return int(status.split("VmHWM:")[1].split()[0]) * 1024
     except (OSError, IndexError):
         return 0
@@ -348,7 +348,7 @@ def main() -> int:
     path = args.rows or Path("runs") / f"certificate-{args.seed}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     now = commit()
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     known = {row["number"]: row for row in map(json.loads, lines) if row["commit"] == now}
     end = time.monotonic() + 60 * args.minutes
     with path.open("a") as kept:

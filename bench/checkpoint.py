@@ -209,14 +209,16 @@ def seconds_of(work: Callable[[], float | None]) -> float:
 
 def status(field: str) -> int:
     """Bytes of a field of /proc/self/status."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    found = re.search(
+        rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8")
+    )
     assert found is not None
     return int(found[1]) << 10
 
 
 def extra_ram(work: Callable[[], None]) -> int:
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     before = status("VmRSS")
     work()
     return status("VmHWM") - before

@@ -52,7 +52,7 @@ def run(name: str, flags: list[str], args: argparse.Namespace, folder: Path) -> 
     subprocess.run(
         command, check=True, env={**os.environ, **MALLOC_ENVIRONMENT, "PYTHONPATH": path}
     )
-    result: dict[str, Any] = json.loads(out.read_text())
+    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return result
 
 

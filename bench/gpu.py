@@ -107,7 +107,7 @@ def _training(out: Path, *, dry: bool) -> Sequence[str]:
         rows = ("--peers", "torch", "fsdp2", "ours", "--model", "gpt2-medium")
         return ("--device", "cuda", *rows, *written)
     model = out / "tiny.json"
-    model.write_text(json.dumps(TINY))
+    model.write_text(json.dumps(TINY), encoding="utf-8")
     peers = ("--peers", "torch/adamw-bf16", "ours/resident", "--steps", "3", "--rounds", "1")
     return ("--device", "cpu", *peers, "--model", str(model), "--seq", "16", *written)
 
@@ -155,7 +155,7 @@ def run_all(
         if section.is_gate and summary[section.name]["ended"] == FAILED:
             stopped_by = section.name
         print(f"{section.name:16s} {summary[section.name]}", flush=True)
-        (out / "summary.json").write_text(json.dumps(summary, indent=1))
+        (out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
     return summary
 
 

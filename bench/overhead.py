@@ -272,7 +272,7 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = {}
     if args.json and args.json.exists():
-        result = json.loads(args.json.read_text())
+        result = json.loads(args.json.read_text(encoding="utf-8"))
     started = time.perf_counter()
     for name in args.only:
         measure, rounds = MEASURES[name]

@@ -73,7 +73,8 @@ def make_base(folder: Path, shape: str) -> None:
         save_file(values, folder / file, {"format": "pt"})
     index = {name: file for file, shapes in files.items() for name in shapes}
     (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": index})
+        json.dumps({"metadata": {}, "weight_map": index}),
+        encoding="utf-8",
     )
 
 
@@ -106,7 +107,7 @@ def plain(folder: Path) -> nn.Module:
     )  # fmt: skip
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=config, dtype=torch.bfloat16
+        folder, quantization_config=config, dtype=torch.bfloat16, trust_remote_code=False
     )
     model: nn.Module = get_peft_model(base, adapters(), autocast_adapter_dtype=False)
     for name, param in model.named_parameters():
@@ -240,7 +241,7 @@ def base_files(folder: Path) -> Iterator[Path]:
 
 
 def _rss_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -261,7 +262,7 @@ def main() -> None:
         return
     result = pair(args) if args.pair else under_a_budget(args)
     part = args.json.with_suffix(".part")
-    part.write_text(json.dumps(result))
+    part.write_text(json.dumps(result), encoding="utf-8")
     part.replace(args.json)
     if args.hold:
         sys.stdin.read()

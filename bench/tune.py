@@ -63,7 +63,7 @@ def by_script(arguments: list[str]) -> float:
 
     config = parse(arguments)[0]
     args = as_trls(config, 1, on_cpu=True)
-    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=False)
     rows = load(config, tokenizer)
     model = load_pretrained(
         config.model, precision="bf16", force_outputs_fp32=True, update=config.update,

@@ -25,7 +25,7 @@ VOCABULARY, CHARACTERS, ROWS = 1024, 400, 1000
 def texts() -> Iterator[str]:
     """Parts of `CHARACTERS` each."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    found = "".join(file.read_text(errors="ignore") for file in files)
+    found = "".join(file.read_text(errors="ignore", encoding="utf-8") for file in files)
     for begin in range(0, CHARACTERS * ROWS, CHARACTERS):
         yield found[begin : begin + CHARACTERS]
 
@@ -61,7 +61,7 @@ def main() -> None:
     model.to(torch.bfloat16).save_pretrained(given.folder)
     tokenizer().save_pretrained(given.folder)
     rows = (json.dumps({"text": text}) + "\n" for text in texts())
-    (given.folder / "text.jsonl").write_text("".join(rows))
+    (given.folder / "text.jsonl").write_text("".join(rows), encoding="utf-8")
     print(f"written: {given.folder}")
 
 

@@ -239,7 +239,7 @@ def main() -> None:
     result = train(args)
     if int(os.environ.get("RANK", 0)) == 0:
         if args.json is not None:
-            args.json.write_text(json.dumps(result))
+            args.json.write_text(json.dumps(result), encoding="utf-8")
         if args.plot is not None:
             plot(result, args.plot)
         print(f"validation loss {result['val_loss']:.4f}, peak {peak_rss_mib():.0f} MiB")

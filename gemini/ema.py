@@ -11,13 +11,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from gemini.checkpoint.load import load_checkpoint
+from gemini.checkpoint.load import load_accepted
 from gemini.checkpoint.model.keys import random_state, set_random_state
 from gemini.checkpoint.save import save_checkpoint
 from gemini.chunk.storage import Chunk
+from gemini.optim.rules.saved import is_count
 from gemini.placement.problem import average_bytes
 from gemini.placement.tiers import Tier
 from gemini.runtime.inspect.weights import master_of, set_master
@@ -168,13 +170,14 @@ class EMA:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint of `save`, at any world size. Random numbers stay as they are.
 
-        All ranks call.
+        All ranks call. Raises as `load_checkpoint`, and CorruptError for a checkpoint of other
+        weights than an average's, before anything is changed.
         """
         random = random_state()
         with self.swapped():
-            extra = load_checkpoint(path, self._model)
+            extra = load_accepted(path, self._model, accept=_num_averaged)
         set_random_state(random)
-        self.num_averaged = int(extra["num_averaged"])
+        self.num_averaged = _num_averaged(extra)
 
     @property
     def nvme_bytes(self) -> int:
@@ -187,3 +190,11 @@ class EMA:
         if self._nbytes:
             self._model.engine.forget_average(self._kept, self._nbytes)
             self._nbytes = ()
+
+
+def _num_averaged(extra: Any) -> int:
+    """Number of updates of a saved average. Raises ValueError for another checkpoint's `extra`."""
+    found: Any = extra.get("num_averaged") if isinstance(extra, dict) else None
+    if not is_count(found):
+        raise ValueError(f"num_averaged={found!r:.80}; expected a checkpoint of EMA.save()")
+    return int(found)

@@ -19,6 +19,7 @@ from gemini.nvme import BlockStore, remove_superseded
 from gemini.optim.plain.target import PlainTarget, clip_together, step_together
 from gemini.optim.rules.clipping import Clip, asked_norm
 from gemini.optim.rules.report import NonFiniteGradientError
+from gemini.optim.rules.saved import check_counters, check_steps
 from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.state.lines import LINES
@@ -183,13 +184,13 @@ class TieredOptimizer(BoundOptimizer):
         parameters. No weight changes: an fp32 master that does not round to the present weight is
         left out, which a warning says. Under GeminiDDP rank 0's values count, and every rank must
         call it. Raises ValueError, before anything is changed, for groups that differ from this
-        optimizer's, and for options that it does not have.
+        optimizer's, for options that it does not have, and for step counts that are none.
         """
         self._refuse_unusable()
         names = self._names()
         if names is not None:
             state_dict = _without_wrappers(state_dict, names.values())
-        self.load_param_groups(state_dict["param_groups"])
+        self.check_param_groups(state_dict["param_groups"])
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         by_id = dict(zip(saved, self._flat_params(), strict=True))
         if names is not None:
@@ -198,6 +199,9 @@ class TieredOptimizer(BoundOptimizer):
         if flat is not None:
             every = {plane.name for target in self._targets for plane in target.planes}
             found = unflattened(flat, found, sorted(every | {*LINES}))
+        check_steps(found.values())
+        check_counters(state_dict.get("counters", {}))
+        self.load_param_groups(state_dict["param_groups"])
         state = {by_id[i]: values for i, values in found.items()}
         if state:
             self._bind()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gemini.optim.rules.saved import is_alike
+
 Group = Mapping[str, Any]
 CheckOptions = Callable[[Group, Sequence[Any]], None]  # of a group with these parameters
 
@@ -68,6 +70,15 @@ def merged_groups(
         group = {**ours, "params": list(theirs["params"])}
         dropped = {*absent, *_IMPLEMENTATION, "params", "decoupled_weight_decay"} - ours.keys()
         dropped.add("state")  # in what it is kept is this optimizer's own
+        for option, value in theirs.items():
+            rate = 1.0 if option.endswith("_lr") else None  # of a schedule, which adds `initial_lr`
+            own = ours.get(option, rate)
+            kept = option not in {*dropped, "params"} and value is not None
+            if kept and not is_alike(own, value):
+                raise ValueError(
+                    f"param group {index} of the state dict has {option}={value!r:.80}; expected "
+                    f"the like of {own!r:.80}"
+                )
         group |= {key: value for key, value in theirs.items() if key not in dropped}
         if "adamw_mode" in ours and "adamw_mode" not in theirs:
             group["adamw_mode"] = theirs.get("decoupled_weight_decay", ours["adamw_mode"])

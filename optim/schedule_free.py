@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from gemini.optim.rules import formulas
 from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.saved import MOST_STEPS
 from gemini.optim.rules.state_layout import MASTER, Plane, StateLayout
 
 from .elementwise import ElementwiseOptimizer
@@ -20,6 +21,10 @@ class ScheduleFreeRule(UpdateRule):
     options: ClassVar = {
         "lr": 2.5e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "warmup_steps": 0.0,
         "r": 0.0, "weight_lr_power": 2.0,
+    }  # fmt: skip
+    # sums of powers of step counts stay within fp64
+    ranges: ClassVar = {
+        "warmup_steps": (0.0, float(MOST_STEPS)), "r": (0.0, 10.0), "weight_lr_power": (0.0, 10.0),
     }  # fmt: skip
     coefficients = staticmethod(formulas.schedule_free_coefficients)
     formula = staticmethod(formulas.schedule_free)

@@ -318,3 +318,106 @@ def test_nothing_walks_a_set_where_order_can_matter():
         trees[str(path.relative_to(ROOT))] = ast.parse(path.read_text())
     found = walks_of_sets(trees)
     assert {text.split(":")[0] for text in found} == SUMS and len(found) == len(SUMS), found
+
+
+TEXT_CALLS = {"read_text", "write_text"}
+OPENS = {"open", "fdopen", "NamedTemporaryFile", "TemporaryFile"}
+
+
+def texts_without_encoding(tree):
+    """Lines of calls that read or write a text in the language of the machine."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or any(key.arg == "encoding" for key in node.keywords):
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        owner = getattr(getattr(node.func, "value", None), "id", "")
+        modes = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+        modes += [key.value.value for key in node.keywords if key.arg == "mode"]
+        is_text = any(re.fullmatch(r"[rwxa]\+?t?", str(mode)) for mode in modes)
+        in_text = any(key.arg in ("text", "universal_newlines") for key in node.keywords)
+        of_process = owner == "subprocess" and in_text and name in ("run", "Popen")
+        of_path = name in TEXT_CALLS and owner != "strangers"
+        if of_path or of_process or (name in OPENS and is_text):
+            yield node.lineno
+
+
+def test_every_text_file_is_utf_8():
+    source = (
+        "p.read_text()\np.open('r')\np.open('rb')\ng.open()\nopen(p, mode='a')\nos.fdopen(1, 'w')"
+    )
+    assert [*texts_without_encoding(ast.parse(source))] == [1, 2, 5, 6]
+    assert [*texts_without_encoding(ast.parse("p.write_text(a, encoding='utf-8')"))] == []
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in MODULES.values()
+        for line in texts_without_encoding(ast.parse(path.read_text()))
+    ]
+    assert found == []
+
+
+def calls_of(tree, names):
+    """Calls of functions of these names, whatever they are asked of."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in names:
+                yield node
+
+
+# what opens a file by itself, where `gemini.strangers` is asked first or it is written
+READERS = re.compile(r"gemini\.(checkpoint|plan|train)\b")
+FILE_CALLS = {"open", "fdopen", "read_text", "read_bytes", "open_file", "memmap", "fromfile"}
+OWN_FILES = {
+    "gemini.checkpoint.export": {"open"},  # a file that is written
+    "gemini.checkpoint.format.folder": {"open_file"},  # locks
+    "gemini.checkpoint.save": {"open_file"},  # a file that is written
+    "gemini.plan.machine": {"read_text"},  # a file that its user names
+}
+
+
+def opens_by_itself(module, tree):
+    """Names of calls in a module that open a file past `gemini.strangers`."""
+    for node in calls_of(tree, FILE_CALLS):
+        owner = getattr(getattr(node.func, "value", None), "id", "")
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if owner != "strangers" and name not in OWN_FILES.get(module, ()):
+            yield node.lineno, name
+
+
+def test_readers_of_files_of_others_open_them_in_one_place():
+    source = "path.open('rb')\nos.open(path, 0)\nstrangers.read_text(path)\np.read_bytes()"
+    found = [line for line, _ in opens_by_itself("gemini.train.x", ast.parse(source))]
+    assert found == [1, 2, 4]
+    readers = [module for module in MODULES if READERS.match(module)]
+    assert len(readers) > 30
+    found = [
+        (module, *call)
+        for module in readers
+        for call in opens_by_itself(module, ast.parse(MODULES[module].read_text()))
+    ]
+    assert found == []
+
+
+TRANSFORMERS = re.compile(
+    r"(^|\.)(Auto\w+\.(from_pretrained|from_config)|pipeline|load_dataset|SFTConfig)$"
+)
+
+
+def calls_that_may_run_code(tree):
+    """Calls of transformers, datasets and trl, without `trust_remote_code`, that ask for it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and TRANSFORMERS.search(ast.unparse(node.func)):
+            yield from [node.lineno][: "trust_remote_code" not in [k.arg for k in node.keywords]]
+
+
+def test_no_call_leaves_to_transformers_whether_code_of_others_runs():
+    source = (
+        "AutoConfig.from_pretrained(p)\nt.AutoTokenizer.from_pretrained(p, trust_remote_code=x)"
+    )
+    assert [*calls_that_may_run_code(ast.parse(source))] == [1]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in [*MODULES.values(), *sorted((ROOT / "bench").rglob("*.py"))]
+        for line in calls_that_may_run_code(ast.parse(path.read_text()))
+    ]
+    assert found == []

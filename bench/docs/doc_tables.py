@@ -63,7 +63,9 @@ FIT_CARDS = ("rtx4080", "rtx4090", "l40s", "h100")
 
 def what_fits() -> str:
     """Some rows of docs/what-fits.html as a markdown table."""
-    found = table.rows_of((Path(__file__).resolve().parents[2] / "docs/what-fits.html").read_text())
+    found = table.rows_of(
+        (Path(__file__).resolve().parents[2] / "docs/what-fits.html").read_text(encoding="utf-8")
+    )
     heads = [f"{name}, {CARDS[name].gib} GB" for name in FIT_CARDS]
     lines = [f"| trained on one card | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for model, training in FITS:

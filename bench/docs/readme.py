@@ -229,7 +229,7 @@ TESTED = {"meshes"}  # what ranks answer: a test of theirs compares the table
 def pages() -> list[Path]:
     """README and the pages of docs/ that have tables."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [page for page in found if "<!-- table " in page.read_text()]
+    return [page for page in found if "<!-- table " in page.read_text(encoding="utf-8")]
 
 
 def render(text: str) -> str:
@@ -241,7 +241,7 @@ def render(text: str) -> str:
             return match[0]
         if name in COMPUTED:
             return f"<!-- table {name} -->\n{COMPUTED[name]()}\n<!-- end -->"
-        result = json.loads((RESULTS / f"{OF.get(name, name)}.json").read_text())
+        result = json.loads((RESULTS / f"{OF.get(name, name)}.json").read_text(encoding="utf-8"))
         return f"<!-- table {name} -->\n{TABLES[name](result)}\n<!-- end -->"
 
     return re.sub(r"<!-- table ([\w-]+) -->\n.*?<!-- end -->", one, text, flags=re.DOTALL)
@@ -249,6 +249,6 @@ def render(text: str) -> str:
 
 if __name__ == "__main__":
     for page in pages():
-        page.write_text(render(page.read_text()))
-    trained = json.loads((RESULTS / "train-cpu.json").read_text())
+        page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
+    trained = json.loads((RESULTS / "train-cpu.json").read_text(encoding="utf-8"))
     summary.draw(_compared(trained), ROOT / "docs/comparison.svg")

@@ -104,7 +104,7 @@ EVERYTHING = (
 def squashed() -> dict[str, str]:
     """By the commit that a result names, where that is not in the history: the one that has its
     work."""
-    lines = (ROOT / RESULTS / "squashed.txt").read_text().splitlines()
+    lines = (ROOT / RESULTS / "squashed.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split() for line in lines if not line.startswith("#"))
 
 

@@ -27,7 +27,7 @@ ARGUMENT = re.compile(r"(?m)^((?:[a-z]\w*)(?:, [a-z]\w*)*): ")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in PAGES.items():
-        text = as_page((ROOT / source).read_text())
+        text = as_page((ROOT / source).read_text(encoding="utf-8"))
         files.append(File.generated(config, page, content=text))
     for name in COPIED:
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))

@@ -156,7 +156,7 @@ def main() -> None:
             f"reads {sum(row['reads'].values()):3d}  host waits {row['host_waits']}"
         )
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1))
+        args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def sources() -> tuple[Source, ...]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             inside = path.relative_to(ROOT / folder).parents
             if not any((ROOT / folder / part).is_symlink() for part in inside):
-                text = path.read_text()
+                text = path.read_text(encoding="utf-8")
                 name = str(path.relative_to(ROOT))
                 found.append(Source(name, text.count("\n"), ast.parse(text)))
     return tuple(found)

@@ -41,7 +41,7 @@ class Ranks:
         try:
             for job in jobs:
                 path = Path(job.folder) / f"rank{job.rank}.json"
-                path.write_text(job.to_json())
+                path.write_text(job.to_json(), encoding="utf-8")
                 self._processes.append(_Process([python, "-m", WORKER, str(path)], job))
             self.ready = self._answers()
         except BaseException:
@@ -140,7 +140,7 @@ class _Process:
         code = self._process.wait()
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
-        lines = self.log.read_text(errors="replace").strip().splitlines()
+        lines = self.log.read_text(errors="replace", encoding="utf-8").strip().splitlines()
         print("\n".join(lines[-LAST_LINES:]), file=sys.stderr)
         return f"exit {code}: {lines[-1].strip() if lines else 'it said nothing'}"
 

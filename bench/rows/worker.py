@@ -27,13 +27,13 @@ PACKAGES = ("torch", "transformers", "deepspeed")
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     if sys.argv[1] == "--prepare":
         found = prepare(sys.argv[2])
         print(json.dumps(found), file=answers, flush=True)
     else:
-        serve(Job.from_json(Path(sys.argv[1]).read_text()), answers)
+        serve(Job.from_json(Path(sys.argv[1]).read_text(encoding="utf-8")), answers)
 
 
 def prepare(peer_name: str) -> dict[str, Any]:

@@ -271,7 +271,7 @@ def main() -> None:
     for name, value in SECTIONS[args.name](Runs(args.device, args.out)):
         found[name] = value
         print(f"{name}: {value}", flush=True)
-        (args.out / f"{args.name}.json").write_text(json.dumps(found, indent=1))
+        (args.out / f"{args.name}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

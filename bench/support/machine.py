@@ -26,7 +26,7 @@ MALLOC_ENVIRONMENT = {
 
 def machine() -> dict[str, Any]:
     """Processor, cores, memory, device and load."""
-    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     return {
         "cpu": names[0] if names else "unknown",
         "cores": len(os.sched_getaffinity(0)),
@@ -40,7 +40,7 @@ def machine() -> dict[str, Any]:
 
 def peak_rss_mib() -> float:
     """VmHWM of this process: the largest resident memory it had."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
@@ -72,7 +72,7 @@ def write_result(path: Path, figures: Mapping[str, Any]) -> None:
     }
     part = path.with_name(path.name + ".part")
     try:
-        part.write_text(json.dumps({**figures, **made_by}, indent=1) + "\n")
+        part.write_text(json.dumps({**figures, **made_by}, indent=1) + "\n", encoding="utf-8")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

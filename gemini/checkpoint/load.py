@@ -6,9 +6,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,28 @@ import torch
 from torch import Tensor, nn
 
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.dcp.reader import CheckpointSource, RunFiller, open_source
+from gemini.checkpoint.dcp.reader import CheckpointSource, open_source
 from gemini.checkpoint.format.manifest import CorruptError, MismatchError
 from gemini.checkpoint.model.keys import (
     COMMON,
     Keys,
+    as_corrupt,
     check_fits,
+    check_random_state,
+    check_schedule,
     decode,
     differences,
     rank_key,
     set_random_state,
+    step_count,
+    stores_of,
     take_over_stores,
 )
 from gemini.checkpoint.model.plain import load_plain
 from gemini.checkpoint.model.state import RunState, first_names, inside, names_of, parts_of
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
+from gemini.optim.rules.saved import check_counters
 from gemini.saved_names import renamed, without_wrappers
 
 from .save import base_of, runs_of, settle
@@ -69,6 +74,26 @@ def load_checkpoint(
     is changed, with one exception: damage in the middle of a file is found while the file is read.
     Load another checkpoint then, before you train.
     """
+    return load_accepted(
+        path, model, optimizer, scheduler, strict=strict, weights=weights, accept=lambda extra: None
+    )
+
+
+def load_accepted(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    *,
+    strict: bool = True,
+    weights: bool = True,
+    accept: Callable[[Any], object],
+) -> Any:
+    """Load as `load_checkpoint`.
+
+    accept: called with this rank's `extra` before anything is changed; any error that it raises
+        becomes a CorruptError.
+    """
     model = inside(model)
     ranks = Ranks(model, "load_checkpoint()", parts_of(model))
     settle(ranks)
@@ -88,11 +113,14 @@ def load_checkpoint(
             runs.on_other_ranks = frozenset().union(*ranks.gather(mine)) - mine
         if strict and weights:
             _check_base(source, base_of(model, ranks), ranks, plain)
+        extras = _Extras(source, model, optimizer, scheduler, ranks, plain, accept, weights=weights)
         if runs is None:
-            load_plain(source, model, optimizer, strict, ranks, weights=weights)
+            load_plain(source, model, optimizer, strict, ranks, extras.read, weights=weights)
         else:
-            _load_runs(source, runs, optimizer, strict, ranks, keys, plain, weights=weights)
-        return _load_extras(source, model, optimizer, scheduler, ranks, plain, weights=weights)
+            _load_runs(
+                source, runs, optimizer, strict, ranks, keys, plain, extras.read, weights=weights
+            )
+        return extras.put()
 
 
 def _check_base(
@@ -117,6 +145,7 @@ def _load_runs(
     ranks: Ranks,
     keys: Keys,
     plain: Callable[[str], str],
+    read_extras: Callable[[], None],
     *,
     weights: bool,
 ) -> None:
@@ -162,25 +191,29 @@ def _load_runs(
 
     tensors = {key: t for key, t in runs.tensors.items() if source.sizes.get(key) == t.size()}
 
-    def fill(put: RunFiller) -> None:
-        def put_or_start(key: str, start: int, values: Tensor) -> bool:
-            if key in fresh:
-                values.zero_()
-                return True
-            return put(key, start, values)
-
-        runs.fill(put_or_start, tensors.keys() | fresh)
-
-    ranks.together(lambda: source.fill(tensors, fill))
-    loaded: dict[str, dict[str, Tensor]] = {}
-    for name, values in whole.items():
+    def count_of(name: str) -> Tensor:
         # torch's SGD saves no counts: a buffer has begun
         begun = any(keys.plane(name, plane) in source.sizes for plane in runs.planes)
         key = keys.plane(name, "step")
+        return step_count(small.get(key, float(begun)), f"{source.path}, {key},")
+
+    counts = ranks.together(lambda: {name: count_of(name) for name in whole})
+    read_extras()
+    put = ranks.together(lambda: source.filler(tensors))
+
+    def put_or_start(key: str, start: int, values: Tensor) -> bool:
+        if key in fresh:
+            values.zero_()
+            return True
+        return put(key, start, values)
+
+    ranks.together(lambda: runs.fill(put_or_start, tensors.keys() | fresh))
+    loaded: dict[str, dict[str, Tensor]] = {}
+    for name, values in whole.items():
         loaded[name] = {
             plane: small.get(keys.plane(name, plane), torch.zeros(())) for plane in values
         }
-        loaded[name]["step"] = _count(small.get(key, float(begun)), f"{source.path}, {key},")
+        loaded[name]["step"] = counts[name]
     runs.set_small_state(loaded)
     for name, buffer in buffers.items():
         if keys.weight(name) in small:
@@ -240,63 +273,125 @@ def _differences(
     return texts + [f"unexpected {key}" for key in unexpected], fresh
 
 
-def _load_extras(
-    source: CheckpointSource,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Any,
-    ranks: Ranks,
-    plain: Callable[[str], str],
-    *,
-    weights: bool,
-) -> Any:
-    """Load counters, the scheduler, and this rank's random numbers and buffers; return `extra`."""
-    mine = rank_key(ranks.rank)
-    wanted = [COMMON, mine if mine in source.sizes else rank_key(0)]
-    found = _decoded(source, wanted, ranks)
-    if found is None:
-        return None  # another program saved it
-    common, own = found
-    same_world = rank_key(ranks.world_size - 1) in source.sizes
-    same_world = same_world and rank_key(ranks.world_size) not in source.sizes
+class _Extras:
+    """Counters, the scheduler, random numbers, and buffers of a rank."""
 
-    def put_back() -> None:
-        if isinstance(optimizer, TieredOptimizer):
-            counted = [t.counters for t in optimizer.targets if t.counters is not None]
-            for counters, saved in zip(counted, common.get("counters", ()), strict=False):
-                counters.load_state_dict(saved)
-        if not weights:
+    def __init__(
+        self,
+        source: CheckpointSource,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Any,
+        ranks: Ranks,
+        plain: Callable[[str], str],
+        accept: Callable[[Any], object],
+        *,
+        weights: bool,
+    ) -> None:
+        self._source, self._model, self._scheduler = source, model, scheduler
+        self._plain = plain
+        self._optimizer = optimizer if isinstance(optimizer, TieredOptimizer) else None
+        self._ranks, self._accept, self._weights = ranks, accept, weights
+        self._trains = weights and optimizer is not None
+        self._found: list[dict[str, Any]] | None = None
+        self._extra: Any = None
+        sizes = source.sizes
+        self._has_own = rank_key(ranks.rank) in sizes
+        self._same_world = rank_key(ranks.world_size - 1) in sizes
+        self._same_world &= rank_key(ranks.world_size) not in sizes
+
+    def read(self) -> None:
+        """Read all of it and compare it with what it takes the place of. Collective. Raises
+        CorruptError."""
+        wanted = [COMMON, rank_key(self._ranks.rank if self._has_own else 0)]
+        self._found = _decoded(self._source, wanted, self._ranks)
+        if self._found is not None:
+            extra = self._found[1]["extra"]
+            if not self._same_world:
+                first = _decoded(self._source, [rank_key(0)], self._ranks)
+                extra = None if first is None else first[0]["extra"]
+            self._extra = extra
+        self._ranks.together(self._check)
+
+    def _check(self) -> None:
+        where = str(self._source.path)
+        as_corrupt(where, "an extra", lambda: self._accept(self._extra))
+        if self._found is None:
+            return  # another program saved it
+        common, own = self._found
+        if self._optimizer is not None:
+            as_corrupt(where, "counters", lambda: [*map(check_counters, _listed(common))])
+            as_corrupt(where, "names of stores", lambda: stores_of(common.get("files", {})))
+        if self._scheduler is not None and common["scheduler"] is not None:
+            saved = common["scheduler"]
+            as_corrupt(where, "a schedule", lambda: check_schedule(self._scheduler, saved))
+        if not self._weights:
             return
-        if isinstance(model, GeminiDDP) and "memory" in common:
-            engine = model.engine
-            engine.sampler.load_state_dict(
-                common["memory"], told_apart=engine.calls.tells_inputs_apart
-            )
-        buffers_of_rank = renamed(own["buffers"], plain) if same_world else {}
-        for part in parts_of(model):
-            for name, buffer in part.saved_tensors():
-                if name in buffers_of_rank:
-                    buffer.copy_(buffers_of_rank[name])
-        if wanted[1] == mine:
-            set_random_state(own["random"])
+        if self._has_own:
+            as_corrupt(where, "random numbers", lambda: check_random_state(own["random"]))
+        as_corrupt(where, "buffers", lambda: [b.shape for *_, b in self._buffers(own)])
+        if "memory" in common:  # each trace in it is checked when it is taken
+            memory = common["memory"]
+            as_corrupt(where, "traces", lambda: (memory["device"], iter(memory["traces"])))
 
-    ranks.together(lambda: _as_corrupt(put_back, source))
-    if isinstance(optimizer, TieredOptimizer):
-        take_over = partial(take_over_stores, common.get("files", {}), optimizer)
-        ranks.together(lambda: _as_corrupt(take_over, source))
-    if optimizer is not None and weights and common.get("averaged") and ranks.rank == 0:
-        log.warning(
-            "%s was saved inside ema.swapped(): its weights are the average, and its optimizer's "
-            "state is of the weights that were trained; to go on with training, load a checkpoint "
-            "that was saved outside",
-            source.path,
-        )
-    if scheduler is not None and common["scheduler"] is not None:
-        scheduler.load_state_dict(common["scheduler"])
-    if same_world:
-        return own["extra"]
-    first = _decoded(source, [rank_key(0)], ranks)
-    return None if first is None else first[0]["extra"]
+    def _buffers(self, own: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(buffer, saved values) of every buffer that this rank has and has saved."""
+        if not self._same_world:
+            return
+        saved = renamed(own["buffers"], self._plain)
+        for part in parts_of(self._model):
+            for name, buffer in part.saved_tensors():
+                if name in saved:
+                    yield buffer, saved[name].reshape(buffer.shape)
+
+    def put(self) -> Any:
+        """Put it in its places; return `extra`. Collective."""
+        if self._found is None:
+            return None
+        common, own = self._found
+
+        def put_back() -> None:
+            targets = () if self._optimizer is None else self._optimizer.targets
+            counted = [t.counters for t in targets if t.counters is not None]
+            for counters, saved in zip(counted, _listed(common), strict=False):
+                counters.load_state_dict(saved)
+            if not self._weights:
+                return
+            if isinstance(self._model, GeminiDDP) and "memory" in common:
+                engine = self._model.engine
+                engine.sampler.load_state_dict(
+                    common["memory"], told_apart=engine.calls.tells_inputs_apart
+                )
+            for buffer, values in self._buffers(own):
+                buffer.copy_(values)
+            if self._has_own:
+                set_random_state(own["random"])
+
+        where = str(self._source.path)
+        self._ranks.together(lambda: as_corrupt(where, "values", put_back))
+        if (optimizer := self._optimizer) is not None:
+            files = common.get("files", {})
+            self._ranks.together(
+                lambda: as_corrupt(where, "stores", lambda: take_over_stores(files, optimizer))
+            )
+        if self._trains and common.get("averaged") and self._ranks.rank == 0:
+            log.warning(
+                "%s was saved inside ema.swapped(): its weights are the average, and its "
+                "optimizer's state is of the weights that were trained; to go on with training, "
+                "load a checkpoint that was saved outside",
+                self._source.path,
+            )
+        if self._scheduler is not None and common["scheduler"] is not None:
+            self._scheduler.load_state_dict(common["scheduler"])
+        return self._extra
+
+
+def _listed(common: Mapping[str, Any]) -> Sequence[Any]:
+    """Saved counters, by target."""
+    found = common.get("counters", ())
+    if not isinstance(found, (list, tuple)):
+        raise ValueError(f"a {type(found).__name__}, expected a list")
+    return found
 
 
 def _decoded(
@@ -318,29 +413,6 @@ def _decoded(
         if missing:
             raise CorruptError(f"{source.path}, {key}, cannot be read: it has no {min(missing)}")
     return found
-
-
-def _as_corrupt(work: Callable[[], None], source: CheckpointSource) -> None:
-    """Run `work`; any error becomes a CorruptError.
-
-    Counters and random numbers have no schema: a damaged value fails in any way.
-    """
-    try:
-        work()
-    except Exception as error:
-        raise CorruptError(
-            f"{source.path} holds counters, buffers or random numbers that cannot be read: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _count(value: Any, where: str) -> Tensor:
-    """Step count [], fp32 if it was saved as a number. Raises CorruptError for anything else."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.reshape(())
-    if isinstance(value, (int, float)):
-        return torch.tensor(float(value))
-    raise CorruptError(f"{where} cannot be read: it is no number of steps")
 
 
 def _names_by_position(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:

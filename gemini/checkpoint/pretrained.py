@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemini import strangers
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.manifest import FormatError
 from gemini.checkpoint.untrusted.lazy_tensors import INDEX, TORCH_INDEX, LazyTensors
 from gemini.ddp import GeminiDDP
+from gemini.plan.models import config_fields, model_class_of
 from gemini.plan.quantised import stacked_experts
 from gemini.runtime.comm.connect import everyone, is_pipeline
 from gemini.runtime.wrap.materialise import Materialiser, init_empty
@@ -51,6 +53,7 @@ def load_pretrained(
     revision: str | None = None,
     quantize: Any = None,
     lora: Any = None,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> GeminiDDP:
     """Load a Hugging Face model from a folder of weights, or the hub, and wrap it. All ranks call.
@@ -76,11 +79,15 @@ def load_pretrained(
         in 16 bits in transformers, and here with a config.
     lora: a `peft.LoraConfig`; the base is frozen and its adapters are trained. Adapters are made
         before the base has its values: no DoRA, PiSSA or others that start from them.
+    trust_remote_code: True runs the Python code that the folder brings for its model, with your
+        rights: read it first. False runs none, and refuses a model that needs it.
     options: of `GeminiDDP`.
 
-    Raises FormatError for a folder without weights, ValueError for weights that are missing from it
-    or of another shape, for an id that the hub does not give, and for adapters that start from the
-    base's values, and ImportError if transformers, peft or bitsandbytes is needed and missing.
+    Raises FormatError for a folder without weights, or with a link out of it or another thing that
+    is no file, ValueError for weights that are missing from it or of another shape, for a config
+    that names no model of transformers, for an id that the hub does not give, and for adapters that
+    start from the base's values, and ImportError if transformers, peft or bitsandbytes is needed
+    and missing.
     """
     _check_lora(lora)
     if is_pipeline(options.get("process_group"), options.get("mesh")):
@@ -90,9 +97,10 @@ def load_pretrained(
         )
     path = downloaded(folder_or_index, revision).absolute()
     folder = path.parent if path.is_file() else path
+    check_readable(folder)
     comm = everyone(options.get("process_group"), options.get("mesh"))
     with ExitStack() as stack:
-        module = _empty_module(folder, model_class, config)
+        module = _empty_module(folder, model_class, config, trust_remote_code)
         files = converted(module, LazyTensors(folder, stack))
         values = _Values(module, files, reads=comm.rank == 0)
         if values.missing:
@@ -198,7 +206,18 @@ def _check_missing(values: _Values, folder: Path, kind: type[nn.Module], *, aske
     log.warning("%s has no weights for %s: they begin as the model initialises them", folder, names)
 
 
-def _empty_module(folder: Path, model_class: type[nn.Module] | None, config: Any) -> nn.Module:
+def check_readable(folder: Path) -> None:
+    """Raise FormatError unless everything in a folder may be opened: transformers reads it by
+    name."""
+    try:
+        strangers.check_folder(folder)
+    except OSError as error:
+        raise FormatError(f"{folder} cannot be read: {strangers.said(error)}") from error
+
+
+def _empty_module(
+    folder: Path, model_class: type[nn.Module] | None, config: Any, trust_remote_code: bool
+) -> nn.Module:
     """Module with parameters on the meta device, tied by the model's own rule."""
     try:
         import transformers
@@ -206,19 +225,39 @@ def _empty_module(folder: Path, model_class: type[nn.Module] | None, config: Any
         raise ImportError(
             "gemini.load_pretrained needs transformers; pip install transformers"
         ) from error
+    make: Callable[[Any], nn.Module] | None = model_class
     if config is None:
-        config = transformers.AutoConfig.from_pretrained(folder)
-    if model_class is None:
-        names = getattr(config, "architectures", None) or []
-        found = [getattr(transformers, name, None) for name in names]
-        if not found or found[0] is None:
-            raise ValueError(
-                f"the config in {folder} names {names or 'no architecture'}; expected one of "
-                "transformers' classes: give model_class="
+        config_fields(folder / "config.json")
+        try:
+            config = transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=trust_remote_code
             )
-        model_class = found[0]
-    with init_empty():
-        module: nn.Module = model_class(config)
+        except Exception as error:  # a config is anybody's, and fails in any way
+            raise FormatError(
+                f"the config in {folder} is of no model: {strangers.said(error)}"
+            ) from error
+    if make is None:
+        names = getattr(config, "architectures", None)
+        make = model_class_of(names)
+        if make is None and trust_remote_code and getattr(config, "auto_map", None):
+            make = partial(
+                transformers.AutoModelForCausalLM.from_config, trust_remote_code=trust_remote_code
+            )
+        if make is None:
+            shown = f"{names!r:.80}" if names else "no architecture"
+            raise ValueError(
+                f"the config in {folder} names {shown}; expected one of "
+                "transformers' classes of models: give model_class="
+            )
+    try:
+        with init_empty():
+            module = make(config)
+    except Exception as error:
+        if model_class is not None:
+            raise
+        raise FormatError(
+            f"the config in {folder} makes no model: {strangers.said(error)}"
+        ) from error
     tie: Any = getattr(module, "tie_weights", None)
     if tie is not None:
         tie()

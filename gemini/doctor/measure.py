@@ -81,7 +81,7 @@ def _memlock() -> int | None:
 
 def _huge_pages() -> str | None:
     try:
-        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
     except OSError:
         return None
     chosen = re.search(r"\[(\w+)\]", text)

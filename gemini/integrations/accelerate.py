@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gemini.checkpoint.load import load_checkpoint
-from gemini.checkpoint.pretrained import write_weights
+from gemini.checkpoint.pretrained import check_readable, write_weights
 from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
@@ -293,8 +293,13 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         """Load a folder of `save_state`, at any world size. All ranks call."""
         found: list[str] = []
         hooks = self._load_model_state_pre_hook
+
+        def look(_: Any, folder: str) -> None:
+            check_readable(Path(folder))  # accelerate reads files of it by name
+            found.append(folder)
+
         # accelerate may choose the folder itself, and tells it to hooks alone
-        self._load_model_state_pre_hook = {0: lambda _, folder: found.append(folder)}
+        self._load_model_state_pre_hook = {0: look}
         try:
             with self._ours_aside():
                 super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.manifest import CheckpointError
+from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors
 from gemini.ddp import GeminiDDP
 from gemini.runtime.inspect.full_parameters import full_parameters
 
@@ -47,19 +49,19 @@ def load_adapter(folder: Path, model: GeminiDDP) -> None:
 
     Raises CheckpointError on every rank for another adapter.
     """
-    from safetensors.torch import load_file
-
     ranks = Ranks(model, "load_adapter()")
     places = _places(model)
 
     def read() -> dict[str, Tensor]:
-        found = load_file(folder / WEIGHTS)
-        if set(found) != set(places.values()):
-            different = sorted(set(found) ^ set(places.values()))
-            raise CheckpointError(
-                f"{folder / WEIGHTS} is of another adapter: {different[0]} is only in one of them"
-            )
-        return {name: found[saved] for name, saved in places.items()}
+        with ExitStack() as stack:
+            found = LazyTensors(folder / WEIGHTS, stack)
+            if set(found) != set(places.values()):
+                different = sorted(set(found) ^ set(places.values()))
+                raise CheckpointError(
+                    f"{folder / WEIGHTS} is of another adapter: {different[0]} is only in one of "
+                    "them"
+                )
+            return {name: found[saved] for name, saved in places.items()}
 
     values = ranks.together(lambda: read() if ranks.rank == 0 else None)
     model.load_state_dict(values or {}, strict=False)

@@ -25,12 +25,12 @@ class InOrder(ErrorHandler):
         super().record_exception(e)
         own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
         if own.is_file():
-            said = json.loads(own.read_text())
+            said = json.loads(own.read_text(encoding="utf-8"))
             # ranks that failed before have a file already: one second later for each of them
             earlier = len(list(own.parents[1].glob(f"*/{own.name}"))) - 1
             info = said["message"]["extraInfo"]
             info["timestamp"] = str(int(info["timestamp"]) + earlier)
-            own.write_text(json.dumps(said))
+            own.write_text(json.dumps(said), encoding="utf-8")
 
 
 def main() -> None:

@@ -67,7 +67,8 @@ def chosen_hosts(options: argparse.Namespace) -> list[str]:
         hosts = _split(options.host)
     if options.hostfile:
         lines = [
-            line.partition("#")[0].split() for line in options.hostfile.read_text().splitlines()
+            line.partition("#")[0].split()
+            for line in options.hostfile.read_text(encoding="utf-8").splitlines()
         ]
         hosts = [words[0] for words in lines if words]
         named = _split(options.include or options.exclude or "")

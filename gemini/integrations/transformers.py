@@ -29,7 +29,7 @@ except ImportError as error:
         "pip install transformers accelerate"
     ) from error
 
-from gemini.checkpoint.pretrained import write_weights
+from gemini.checkpoint.pretrained import check_readable, write_weights
 
 from .adapters import is_adapted, load_adapter, write_adapter
 
@@ -169,12 +169,15 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         folder = None if checkpoint is None else Path(checkpoint) / CHECKPOINT
+        if checkpoint is not None:
+            check_readable(Path(checkpoint))  # and its folder, which is no link to outside
         if folder is None or not folder.is_dir():  # none, weights alone, or plain Trainer's
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         load_checkpoint(folder, self._shard(), self.optimizer.optimizer, self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        check_readable(Path(resume_from_checkpoint))  # Trainer reads files of it by name
         if not (Path(resume_from_checkpoint) / CHECKPOINT).is_dir():
             self._load_weights(Path(resume_from_checkpoint))
         # else they come with the optimizer

@@ -142,7 +142,7 @@ class MemStatsCollector:
             "traces": [trace.to_json() for trace in self.traces.values()],
             "deviations": [str(deviation) for deviation in self.deviations],
         }
-        Path(path).write_text(json.dumps(data, indent=1))
+        Path(path).write_text(json.dumps(data, indent=1), encoding="utf-8")
 
     def _end_period(self) -> None:
         now = time.perf_counter()

@@ -220,5 +220,5 @@ def reset_peak_rss() -> int:
     global _highest_bytes
     peak = peak_rss_bytes()
     _highest_bytes = max(_highest_bytes, peak)
-    _CLEAR_REFS.write_text(_RESET_PEAK)
+    _CLEAR_REFS.write_text(_RESET_PEAK, encoding="utf-8")
     return peak

@@ -145,7 +145,7 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
-        Path(path).write_text(json.dumps(self.to_json()))
+        Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
 
     def to_json(self) -> dict[str, object]:
         return {"format": FORMAT_VERSION, **asdict(self)}
@@ -154,7 +154,7 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """Read a file of `save`. Raises TraceError for a file that is no trace."""
         try:
-            return cls.from_json(json.loads(Path(path).read_text()))
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise TraceError(f"{path} is no trace: {error}") from error
 

@@ -164,4 +164,6 @@ def write_trace(timeline: Timeline, path: Path) -> None:
              "dur": (one.end - one.begin) * 1e6, "args": {"bytes": one.nbytes}}
         )  # fmt: skip
     told = {tier.value: nbytes for tier, nbytes in timeline.budgets.items()}
-    path.write_text(json.dumps({"traceEvents": events, "otherData": {"budgets": told}}))
+    path.write_text(
+        json.dumps({"traceEvents": events, "otherData": {"budgets": told}}), encoding="utf-8"
+    )

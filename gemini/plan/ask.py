@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 from torch import nn
 
@@ -46,6 +47,7 @@ class Training:
     update: of `GeminiDDP`; `auto` is the fastest as predicted.
     by_trl: as `python -m gemini train` does it: with trl's loss, a frozen base in 16 bits.
     ema: home of an average of the weights, as `gemini.EMA` has it; None: there is none.
+    trust_remote_code: whether the code of the model's own folder is run, which its config names.
     """
 
     batch: int = 1
@@ -62,6 +64,7 @@ class Training:
     ema: str | None = None
     state: str = "fp32"
     quantize: str | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
@@ -88,7 +91,7 @@ class Training:
         )
 
 
-def plan_for(model: str | nn.Module, machine: Hardware, training: Training) -> Answer:
+def plan_for(model: str | Path | nn.Module, machine: Hardware, training: Training) -> Answer:
     """Plan a training on a machine, or the cheapest change with which it fits.
 
     model: what `models.build` takes; or a module on the meta device, which gets the adapters and
@@ -101,9 +104,13 @@ def plan_for(model: str | nn.Module, machine: Hardware, training: Training) -> A
     return answer(ask(model, machine, training), training.in_words())
 
 
-def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Question:
+def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> Question:
     """Search the model's chunks and trace it; see `plan_for`."""
-    model = models.build(what) if isinstance(what, str) else what
+    model = (
+        what
+        if isinstance(what, nn.Module)
+        else models.build(what, trust_remote_code=training.trust_remote_code)
+    )
     base = QuantisedBase({}, {})
     if training.quantize is not None:
         base = quantised_base(model, training.quantize)
@@ -137,7 +144,7 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
     # Asked for late and once each: every other combination is a model that is built and traced.
     @cache
     def other(checkpointing: bool, lora: int, quantize: str | None) -> Question | None:
-        if not isinstance(what, str) or training.activation_bytes is not None:
+        if isinstance(what, nn.Module) or training.activation_bytes is not None:
             return None
         try:
             changed = replace(training, checkpointing=checkpointing, lora=lora, quantize=quantize)

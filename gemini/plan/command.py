@@ -26,12 +26,19 @@ OF_ONE_MACHINE = (
 )  # fmt: skip
 
 
+TRUST_HELP = (
+    "run the Python code that the model's folder brings, with your rights: read it first. Without "
+    "this flag none of it runs"
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what", nargs="?", metavar="MODEL",
         help="a name, a hub id, a folder, a config.json or package.module:factory",
     )  # fmt: skip
     parser.add_argument("--model", help="the same")
+    parser.add_argument("--trust-remote-code", action="store_true", help=TRUST_HELP)
     parser.add_argument("--batch", type=int, default=1, help="of a rank")
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--accumulate", type=int, default=1, help="forwards before a step")
@@ -141,7 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = [*words.five_lines(name, plan), *(words.all_lines(plan) if args.verbose else ())]
     sys.stdout.write("\n".join(lines) + "\n")
     if args.json is not None:
-        args.json.write_text(json.dumps({"model": name, **words.as_json(plan)}, indent=1))
+        args.json.write_text(
+            json.dumps({"model": name, **words.as_json(plan)}, indent=1), encoding="utf-8"
+        )
     if args.timeline is not None:
         inputs, result = plan.asked.priced()
         picture = planned_timeline(
@@ -170,6 +179,7 @@ def _write_fits(args: argparse.Namespace) -> int:
             asked = Training(
                 args.batch, args.seq, lora, True, args.precision, args.optimizer,
                 activation_bytes=args.activation_bytes, ema=args.ema, state=args.state,
+                trust_remote_code=args.trust_remote_code,
             )  # fmt: skip
             question = ask(model, machine_from(args), asked)
             table_rows += table.rows(model, training, question)
@@ -178,6 +188,6 @@ def _write_fits(args: argparse.Namespace) -> int:
             f"with {args.state} state, activations computed again in backward. "
             "Planned, not measured: speeds of data sheets, an assumed disk."
         )
-        (args.fits / "what-fits.md").write_text(table.markdown(table_rows, title))
-        (args.fits / "what-fits.html").write_text(table.page(table_rows, title))
+        (args.fits / "what-fits.md").write_text(table.markdown(table_rows, title), encoding="utf-8")
+        (args.fits / "what-fits.html").write_text(table.page(table_rows, title), encoding="utf-8")
     return 0

@@ -7,7 +7,6 @@ transformers is imported where a configuration is needed.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini import strangers
 from gemini.memtracer.module_calls import has_experts
 
 # class of the configuration, class of the model, and what differs from the class's defaults
@@ -107,22 +107,30 @@ MODELS: dict[str, _Entry] = {
 }  # fmt: skip
 
 
-def build(what: str) -> nn.Module:
-    """Build a model on the meta device. Raises ValueError for a name that is not known."""
-    return _meta(maker(what))
+def build(what: str | Path, *, trust_remote_code: bool = False) -> nn.Module:
+    """Build a model on the meta device; see `maker`."""
+    return _meta(maker(what, trust_remote_code=trust_remote_code))
 
 
-def maker(what: str) -> Callable[[], Any]:
-    """Maker of the model with random weights. Raises ValueError for a name that is not known."""
-    if ":" in what and not what.endswith(".json"):
-        return _factory(what)
+def maker(what: str | Path, *, trust_remote_code: bool = False) -> Callable[[], Any]:
+    """Maker of the model with random weights. Raises ValueError for a name that is not known.
+
+    what: a path is a folder, or a config.json, and nothing else: whoever reads a name in a file
+        of others gives a `Path`. A text is also a name, a hub id, or package.module:factory, which
+        is imported, unless a folder of that name exists.
+    trust_remote_code: run the model's own code if its config names some.
+    """
     path = Path(what).expanduser()
-    if what.endswith(".json") or path.is_dir():
-        return _from_config(path if what.endswith(".json") else path / "config.json")
+    if isinstance(what, Path) or what.endswith(".json") or path.is_dir():
+        path = path.resolve()  # a link that the caller names is followed, and none in a folder
+        path = path / "config.json" if path.is_dir() else path
+        return _from_config(path, trust_remote_code=trust_remote_code)
     if what.lower() in MODELS:
         what = what.lower()
+    elif ":" in what:
+        return _factory(what)
     elif "/" in what:
-        return _from_config(_of_hub(what))
+        return _from_config(_of_hub(what), trust_remote_code=trust_remote_code)
     else:
         raise ValueError(
             f"no model {what!r}; expected one of {', '.join(MODELS)}, a hub id, a folder, "
@@ -236,7 +244,10 @@ def _meta(make: Callable[[], Any]) -> nn.Module:
 def _factory(what: str) -> Callable[[], Any]:
     """Model of `package.module:factory`, called without arguments."""
     module, _, name = what.partition(":")
-    factory = getattr(importlib.import_module(module), name, None)
+    try:
+        factory = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{what}: {error}; expected package.module:factory") from error
     if not callable(factory):
         raise ValueError(f"{module} has no callable {name!r}; expected a factory")
     return factory  # type: ignore[no-any-return]
@@ -268,20 +279,58 @@ def _of_hub(what: str) -> Path:
         ) from None
 
 
-def _from_config(path: Path) -> Callable[[], Any]:
+def model_class_of(names: Any) -> Any:
+    """Class of transformers that the `architectures` of a config name first; None for a name of
+    anything but a model."""
+    first = names[0] if isinstance(names, (list, tuple)) and names else None
+    if not isinstance(first, str):
+        return None
+    transformers = _transformers()
+    try:
+        found: Any = getattr(transformers, first, None)
+    except (ImportError, RuntimeError):  # it needs a package that is not here
+        return None
+    is_class = isinstance(found, type) and found is not transformers.PreTrainedModel
+    return found if is_class and issubclass(found, transformers.PreTrainedModel) else None
+
+
+def config_fields(path: Path) -> dict[str, Any]:
+    """Fields of a config.json. Raises ValueError for a file of anything else."""
+    try:
+        fields = strangers.read_json(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {strangers.said(error)}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds a {type(fields).__name__}; expected a model's config")
+    return fields
+
+
+def _from_config(path: Path, *, trust_remote_code: bool) -> Callable[[], Any]:
     """Class that a config.json names as its architecture, else a causal language model."""
     transformers = _transformers()
-    fields = json.loads(path.read_text())
-    config = transformers.AutoConfig.for_model(**fields)
-    named = next((n for n in fields.get("architectures") or () if hasattr(transformers, n)), None)
+    fields = config_fields(path)
+    runs_code = trust_remote_code and "auto_map" in fields
 
     def make() -> Any:
-        if named is None:
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        else:
-            model = getattr(transformers, named)(config)
-        dtype = config.dtype  # of the weights in its folder
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        return model if dtype is None else model.to(dtype)
+        try:
+            if runs_code:
+                config = transformers.AutoConfig.from_pretrained(
+                    path.parent, trust_remote_code=trust_remote_code
+                )
+            else:
+                config = transformers.AutoConfig.for_model(**fields)
+            if (kind := model_class_of(fields.get("architectures"))) is not None:
+                model = kind(config)
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(
+                    config, trust_remote_code=trust_remote_code
+                )
+            dtype = config.dtype  # of the weights in its folder
+            dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+            return model if dtype is None else model.to(dtype)
+        except Exception as error:  # a config is anybody's, and fails in any way
+            raise ValueError(
+                f"{path} describes no model that can be made: {strangers.said(error)}"
+            ) from error
 
     return make

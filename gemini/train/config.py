@@ -8,15 +8,19 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from gemini.integrations.config import read_yaml
 from gemini.placement.timetable.updates import AUTO, UPDATES
+from gemini.plan.command import TRUST_HELP
 from gemini.plan.quantised import KINDS as QUANTISED
 from gemini.units import parse_bytes
 
 # fields that may change when a run goes on: where and how it computes, not what
 OF_THE_MACHINE = (
     "out", "device_mem", "host_mem", "nvme", "checkpointing", "update", "save_every", "keep",
-    "log_every", "samples", "sample_tokens", "report_to",
+    "log_every", "samples", "sample_tokens", "report_to", "trust_remote_code",
 )  # fmt: skip
+# no key of a YAML file, which may be anybody's: only who types a command lets code run
+OF_THE_COMMAND = ("trust_remote_code",)
 
 
 def _says(default: Any, text: str) -> Any:
@@ -63,6 +67,7 @@ class TrainConfig:
     samples: int = _says(3, "prompts of the held-out data that are continued at the end")
     sample_tokens: int = _says(64, "most tokens of a continuation")
     report_to: str = _says("none", "tensorboard, wandb, ... as Trainer's report_to")
+    trust_remote_code: bool = _says(False, f"{TRUST_HELP}. No key of config.yaml")
 
     def __post_init__(self) -> None:
         for name in ("lora", "steps", "warmup", "samples", "held_out", "max_norm", "weight_decay"):
@@ -148,16 +153,14 @@ def _as_flags(path: Path) -> list[str]:
 
 def _read(path: Path) -> dict[str, Any]:
     """Read a YAML file. Raises ValueError for an unknown key, and for a list or dict."""
-    import yaml
-
-    try:
-        found = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read as YAML: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is a {type(found).__name__}; expected flags as keys")
-    names = [one.name for one in fields(TrainConfig)]
+    found = read_yaml(path)
+    names = [one.name for one in fields(TrainConfig) if one.name not in OF_THE_COMMAND]
     for name, value in found.items():
+        if name in OF_THE_COMMAND:
+            raise ValueError(
+                f"{path} has the key {name}, and a file does not let code run; expected "
+                f"{_flag(name)} on the command line"
+            )
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1)
             also = f"; did you mean {near[0]}?" if near else f"; expected one of {', '.join(names)}"
@@ -175,8 +178,9 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def as_yaml(config: TrainConfig) -> str:
-    """YAML of all fields, which `read_config` reads."""
+    """YAML of all fields but those of the command line, which `read_config` reads."""
     import yaml
 
-    text: str = yaml.safe_dump(asdict(config), sort_keys=False)
+    said = {name: value for name, value in asdict(config).items() if name not in OF_THE_COMMAND}
+    text: str = yaml.safe_dump(said, sort_keys=False)
     return text

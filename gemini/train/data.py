@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .config import TrainConfig
@@ -84,8 +85,11 @@ def _rows(pattern: str, flag: str) -> Any:
     files = sorted(glob.glob(pattern))
     if not files:
         raise ValueError(f"{flag} {pattern} is no file; expected JSONL")
+    for file in files:  # a pipe would be waited for
+        if not Path(file).is_file():
+            raise ValueError(f"{flag} {file} is no file; expected JSONL")
     try:
-        rows = load_dataset("json", data_files=files, split="train")
+        rows = load_dataset("json", data_files=files, split="train", trust_remote_code=False)
     except StopIteration:
         raise ValueError(f"{flag} {pattern} has no rows; expected JSONL") from None
     except (DatasetGenerationError, ValueError) as error:

@@ -36,6 +36,7 @@ def training_of(config: TrainConfig, world_size: int) -> Training:
         quantize=config.quantize,
         checkpointing=config.checkpointing, optimizer=optimizer, state=state,
         accumulate=config.accumulate, update=config.update, by_trl=True,
+        trust_remote_code=config.trust_remote_code,
     )  # fmt: skip
 
 

@@ -37,7 +37,8 @@ def write_report(
         said = "\n\n".join(f"{prompt}\n--> {answer}" for prompt, answer in samples)
         parts.append(_text("Continuations of held-out data", said))
     parts.append(_text("config.yaml", config))
-    path.write_text("\n".join(parts))
+    # a continuation may end in half of a character, which utf-8 does not have
+    path.write_text("\n".join(parts), encoding="utf-8", errors="backslashreplace")
 
 
 def _text(title: str, text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.checkpoint.pretrained import downloaded, load_pretrained
+from gemini import strangers
+from gemini.checkpoint.pretrained import check_readable, downloaded, load_pretrained
 from gemini.plan.ask import plan_for
 from gemini.plan.models import adapters_of, build
 from gemini.plan.words import five_lines
@@ -21,6 +23,8 @@ from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import everyone
 
 from .config import TrainConfig, as_yaml, check, parse, parser, read_config
+
+log = logging.getLogger("gemini")
 
 CONFIG, REPORT = "config.yaml", "report.html"
 PRECISION = "bf16"
@@ -76,7 +80,7 @@ class Job:
         if self.comm.rank:
             return
         for prompt, answer in samples:
-            sys.stdout.write(f"\n{prompt}\n--> {answer}\n")
+            sys.stdout.write(_printable(f"\n{prompt}\n--> {answer}\n"))
         self.report(samples)
         sys.stdout.write(f"\nwritten: {self.out} (from_pretrained reads it), {self.out / REPORT}\n")
 
@@ -128,8 +132,21 @@ def prepare(config: TrainConfig) -> Job:
     optim: Any = args.optim
     check_optim(str(optim.value))
     comm = everyone(None, None)
-    folder = str(downloaded(config.model))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # a path and no text: what a config says of a model is a folder or an id, and no module
+    folder = downloaded(config.model).absolute()
+    if not folder.is_dir():
+        raise ValueError(f"--model {config.model} is no folder; expected one, or an id on the hub")
+    check_readable(folder)
+    if config.trust_remote_code and comm.rank == 0:
+        log.warning("--trust-remote-code: code in %s runs with your rights; read it first", folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:  # a folder is anybody's, and fails in any way
+        raise ValueError(
+            f"--model {config.model} has no tokenizer that can be read: {strangers.said(error)}"
+        ) from error
     with args.main_process_first():  # which leaves its rows to the others
         data = load(config, tokenizer)
     machine = hardware(config, comm, torch.device(args.device))
@@ -142,7 +159,7 @@ def prepare(config: TrainConfig) -> Job:
         sys.stdout.write(f"{plan}\n{going_on}")
         sys.stdout.flush()
         out.mkdir(parents=True, exist_ok=True)
-        (out / CONFIG).write_text(as_yaml(config))
+        (out / CONFIG).write_text(as_yaml(config), encoding="utf-8")
     asked = planned.asked
     options = {"placement_policy": asked.policy, "trace": asked.trace, "update": asked.update}
     model = _loaded_model(folder, config, options)
@@ -167,14 +184,23 @@ def check_same_run(config: TrainConfig, out: Path) -> None:
         )
 
 
-def _loaded_model(folder: str, config: TrainConfig, options: dict[str, Any]) -> nn.Module:
+def _loaded_model(folder: Path, config: TrainConfig, options: dict[str, Any]) -> nn.Module:
     """Wrapped model with weights and adapters, which is never whole in memory. All ranks call."""
-    adapters = adapters_of(build(folder), config.lora) if config.lora else None
+    trusts = config.trust_remote_code
+    adapters = None
+    if config.lora:
+        adapters = adapters_of(build(folder, trust_remote_code=trusts), config.lora)
     torch.manual_seed(config.seed)  # the same adapters on all ranks
     return load_pretrained(
         folder, quantize=config.quantize, lora=adapters, precision=PRECISION,
-        force_outputs_fp32=True, **options,
+        force_outputs_fp32=True, trust_remote_code=trusts, **options,
     )  # fmt: skip
+
+
+def _printable(text: str) -> str:
+    """Text that the screen takes: what its encoding lacks is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _world_size() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from gemini import strangers
 from gemini.integrations.transformers import CHECKPOINT, GeminiTrainerMixin
 from gemini.metrics import Metrics
 
@@ -108,6 +108,7 @@ def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> SFTConfi
         eval_strategy="steps" if evaluates else "no",
         eval_steps=config.save_every,
         report_to=config.report_to,
+        trust_remote_code=config.trust_remote_code,
         dataloader_pin_memory=not on_cpu,
     )
 
@@ -127,7 +128,7 @@ def last_checkpoint(out: Path) -> Path | None:
 
 def _is_whole(path: Path) -> bool:
     try:
-        json.loads((path / TRAINER_STATE_NAME).read_text())
+        strangers.read_json(path / TRAINER_STATE_NAME, strangers.TEXT_BYTES)
     except (OSError, ValueError):
         return False
     return (path / CHECKPOINT).is_dir()

@@ -8,8 +8,11 @@ import os
 FULL_ERRNOS = frozenset({errno_module.ENOSPC, errno_module.EFBIG, errno_module.EDQUOT})
 
 
-def cause_of(errno: int | None) -> str:
-    """Words for an errno: `ENOSPC, No space left on device`."""
+def cause_of(found: OSError | int | None) -> str:
+    """Words for an error or its errno: `ENOSPC, No space left on device`."""
+    if isinstance(found, OSError) and found.errno is None:
+        return str(found)
+    errno = found.errno if isinstance(found, OSError) else found
     if not errno:
         return "it came up short"
     return f"{errno_module.errorcode.get(errno, str(errno))}, {os.strerror(errno)}"

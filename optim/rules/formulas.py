@@ -345,7 +345,8 @@ def schedule_free_coefficients(h: Any, t: Any) -> dict[str, Any]:
     share = at_most(t / warm, 1.0)
     rising = at_most(t * 1.0, h.warmup_steps)
     total = power_sum(h.r + h.weight_lr_power, rising) / power(warm, h.weight_lr_power)
-    total = total + power_sum(h.r, t) - power_sum(h.r, rising)
+    # the difference first: a long warm-up's sum is lost beside either of its two
+    total = total + (power_sum(h.r, t) - power_sum(h.r, rising))
     weight = power(t * 1.0, h.r) * power(share, h.weight_lr_power)
     pull = choose(h.lr == 0.0, 0.0, weight / total)
     return {

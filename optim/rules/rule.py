@@ -236,6 +236,11 @@ def scalar(name: str, value: Any) -> float:
     """Number as a float. Raises TypeError for what is none, ValueError for a larger tensor."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name} is a tensor of shape {tuple(value.shape)}; expected one element")
-    if not hasattr(value, "__float__"):  # a text has none, as in torch, whatever is written in it
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; expected a number")
-    return float(value)
+    is_bool = isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool)
+    if is_bool or not hasattr(value, "__float__"):
+        # as in torch; a text would be read as a number here, and stay a text for a schedule
+        raise TypeError(f"{name}={value!r:.80} is a {type(value).__name__}; expected a number")
+    try:
+        return float(value)
+    except (OverflowError, RuntimeError, TypeError):  # 10**400, a complex tensor
+        raise ValueError(f"{name}={value!r:.80} is no number; expected a float") from None

@@ -138,7 +138,14 @@ def library_name(spec: KernelSpec, cxx: str) -> str:
 @functools.cache
 def _first_line(cxx: str, changed: int) -> str:
     """Version line of the compiler; `changed`, its time of change, is the key of this cache."""
-    done = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [cxx, "--version"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
     return done.stdout.partition("\n")[0]
 
 
@@ -146,7 +153,7 @@ def _first_line(cxx: str, changed: int) -> str:
 def processor() -> str:
     """Instruction sets of this machine's processor, as text."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     flags = [line for line in lines if line.startswith(("flags", "Features"))]
@@ -184,7 +191,7 @@ def _build(missing: dict[Path, KernelSpec], folder: Path, cxx: str) -> None:
 def compile_library(spec: KernelSpec, library: Path, cxx: str) -> None:
     """Run the compiler, in a session of its own so that all its processes can be ended."""
     source = library.with_suffix(".cpp")
-    source.write_text(spec.source)
+    source.write_text(spec.source, encoding="utf-8")
     process = subprocess.Popen(
         [cxx, *FLAGS, "-o", str(library), str(source)],
         env={**os.environ, "TMPDIR": str(library.parent)},
@@ -192,6 +199,7 @@ def compile_library(spec: KernelSpec, library: Path, cxx: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        encoding="utf-8",
         errors="replace",
         start_new_session=True,
     )

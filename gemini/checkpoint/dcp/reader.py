@@ -7,12 +7,13 @@ DCP's own writer, whose pickles run no code.
 from __future__ import annotations
 
 import io
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from gemini import strangers
 from gemini.checkpoint.format.data_file import PinnedStream, UnitReader, can_be_raw
 from gemini.checkpoint.format.folder import find
 from gemini.checkpoint.format.manifest import (
@@ -35,6 +37,7 @@ from gemini.checkpoint.format.manifest import (
     metadata_of,
     own_index,
     read_manifest,
+    reading,
 )
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors, weight_files
 from gemini.checkpoint.untrusted.metadata import read_index
@@ -45,7 +48,6 @@ from gemini.checkpoint.untrusted.torch_files import (
     load_mapped,
     safe_load,
 )
-from gemini.nvme import cause_of
 from gemini.saved_names import renamed
 
 from .boxes import Box, FlatRuns, Overlap, PartsOf, in_run
@@ -53,11 +55,11 @@ from .boxes import Box, FlatRuns, Overlap, PartsOf, in_run
 WHOLE_ITEMS = 8  # of files that are not ours, kept in memory: planes of a few parameters
 _MOST_LEVELS = 32  # of a state dict
 _VALUE_BYTES = 160  # of memory that one more name takes
+_VALUE_FILE_BYTES = 256 << 20  # most of a value that is no tensor
 
 RunFiller = Callable[
     [str, int, Tensor], bool
 ]  # (key, first element, [n] to fill) -> whether it is there
-RunWalk = Callable[[RunFiller], None]  # walks over this rank's runs in storage order
 
 
 class Reader:
@@ -98,7 +100,10 @@ class Reader:
         for key, value in state.items():
             entry = self.index[key]
             if entry.dtype is None:
-                state[key] = safe_load(io.BytesIO(self._items.data(entry.parts[0])), key)
+                (part,) = entry.parts
+                if part.nbytes > _VALUE_FILE_BYTES:
+                    raise CorruptError(f"{key} has {part.nbytes} bytes, expected a small value")
+                state[key] = safe_load(io.BytesIO(self._items.data(part)), key)
                 continue
             if not isinstance(value, Tensor):
                 raise FormatError(f"{key} is saved as a tensor, expected a {type(value).__name__}")
@@ -110,8 +115,9 @@ class Reader:
                 for overlap in parts.overlaps(tuple(chunk.offsets), tuple(chunk.sizes)):
                     self._copy(key, entry, overlap, there)
 
-    def fill(self, tensors: Mapping[str, FlatRuns], walk: RunWalk) -> None:
-        """Call `walk` with a filler that gives every run of `tensors` its saved values."""
+    def filler(self, tensors: Mapping[str, FlatRuns]) -> RunFiller:
+        """Filler that gives every run of `tensors` its saved values. Raises CorruptError for files
+        that are not there as a whole, before the first run."""
         # Reads are announced in storage order, which is the order in which `walk` asks: so units
         # can be read ahead.
         runs = sorted(
@@ -141,7 +147,7 @@ class Reader:
                     self._copy(key, entry, overlap, there)
             return True
 
-        walk(put)
+        return put
 
     def _copy(self, key: str, entry: SavedValue, overlap: Overlap, there: Tensor) -> None:
         item = self._items.tensor(key, entry, overlap.part)
@@ -160,8 +166,26 @@ class _OurItems:
         self._stack = ExitStack()
 
     def will_read(self, parts: Iterable[SavedPart]) -> None:
-        """Announce the parts of the reads to come, in order."""
-        self._units.will_read(part[:3] for part in parts if part.file not in self._pinned)
+        """Announce the parts of the reads to come, in order. Raises CorruptError.
+
+        Pinned state is opened and verified now: its files are in another folder, and their run may
+        have gone on. So none of it is found to be gone or other when half of a model is loaded.
+        """
+        ours: list[tuple[str, int, int]] = []
+        pinned: dict[str, list[int]] = {}
+        for part in parts:
+            if part.file in self._pinned:
+                pinned.setdefault(part.file, []).append(part.at)
+            else:
+                ours.append(part[:3])
+        self._units.will_read(ours)
+        for name, places in pinned.items():
+            self._stream(name).verify(places)
+
+    def _stream(self, name: str) -> PinnedStream:
+        if name not in self._streams:
+            self._streams[name] = PinnedStream(self._folder, self._pinned[name], self._stack)
+        return self._streams[name]
 
     def data(self, part: SavedPart) -> bytes:
         return bytes(self._units.read(part.file, part.at, part.nbytes))
@@ -176,10 +200,7 @@ class _OurItems:
         if not numel:
             return torch.empty(part.sizes, dtype=entry.dtype)
         if part.file in self._pinned:
-            if part.file not in self._streams:
-                file = self._pinned[part.file]
-                self._streams[part.file] = PinnedStream(self._folder, file, self._stack)
-            return self._streams[part.file].read(part.at, numel).view(part.sizes)
+            return self._stream(part.file).read(part.at, numel).view(part.sizes)
         # an item is a header and then its elements
         view = self._units.read(part.file, part.at + part.nbytes - nbytes, nbytes)
         return torch.frombuffer(view, dtype=entry.dtype, count=numel).view(part.sizes)
@@ -202,7 +223,7 @@ class _DcpItems:
 
     def data(self, part: SavedPart) -> bytes:
         path = self._folder / part.file
-        with _opened(path) as file:
+        with reading(path), strangers.opened(path) as file:
             file.seek(part.at)
             data = file.read(part.nbytes)
         if len(data) != part.nbytes:
@@ -213,7 +234,7 @@ class _DcpItems:
         place = (part.file, part.at)
         if place not in self._recent:
             path = self._folder / part.file
-            with _opened(path) as file:
+            with reading(path), strangers.opened(path) as file:
                 view = FileSlice(file, part.at, part.nbytes)
                 self._recent[place] = _tensor_of(view, f"{path}, {key}", part.sizes)
             if len(self._recent) > WHOLE_ITEMS:
@@ -230,15 +251,6 @@ def _tensor_of(data: Any, what: str, sizes: tuple[int, ...]) -> Tensor:
     if not isinstance(found, Tensor) or tuple(found.shape) != sizes:
         raise CorruptError(f"{what} cannot be read: it is another tensor than its list says")
     return found
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    try:
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise CorruptError(f"{path} cannot be read: {cause_of(error.errno)}") from error
 
 
 # -- whole values --
@@ -271,8 +283,8 @@ class WholeSource:
                 value = distribute_tensor(value, mesh, there.placements, src_data_rank=None)
             there.copy_(value)
 
-    def fill(self, tensors: Mapping[str, FlatRuns], walk: RunWalk) -> None:
-        """Call `walk` with a filler; see `Reader.fill`."""
+    def filler(self, tensors: Mapping[str, FlatRuns]) -> RunFiller:
+        """Filler of the runs of `tensors`; see `Reader.filler`."""
         read: dict[str, Tensor] = {}  # the last one: runs of a tensor come one after the other
 
         def put(key: str, start: int, values: Tensor) -> bool:
@@ -284,7 +296,7 @@ class WholeSource:
             values.copy_(read[key][start : start + values.numel()])
             return True
 
-        walk(put)
+        return put
 
 
 # tensors and small values by key; `sizes` has the shape of a tensor, None for a value
@@ -298,6 +310,8 @@ def open_source(path: Path, names: Sequence[str], stack: ExitStack) -> Checkpoin
     stack: closes the files.
     Raises FormatError for a path that is none of these, CorruptError for a damaged checkpoint.
     """
+    if path.is_file():
+        path = path.resolve()  # a link that the caller names is followed, and none in a folder
     if _has_weights_alone(path):
         tensors = LazyTensors(path, stack)
         return WholeSource(path, tensors, tensors.sizes())
@@ -317,9 +331,9 @@ def _has_weights_alone(path: Path) -> bool:
         return not (path / METADATA).exists() and bool(weight_files(path))
     if not path.is_file():
         return False
-    with path.open("rb") as file:
-        start = file.read(9)
-    return start[8:] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size
+    with reading(path), strangers.opened(path) as file:
+        start, nbytes = file.read(9), os.fstat(file.fileno()).st_size
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") < nbytes
 
 
 def _values_of_file(path: Path, names: Sequence[str]) -> dict[str, Any]:

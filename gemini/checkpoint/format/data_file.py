@@ -15,7 +15,6 @@ import functools
 import io
 import pickle
 import secrets
-import stat
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
-from gemini import nvme
+from gemini import nvme, strangers
 from gemini.nvme import (
     Buffer,
     BufferPool,
@@ -41,7 +40,6 @@ from gemini.nvme import (
     ThreadEngine,
     Transfer,
     WriteBehind,
-    cause_of,
     create_direct,
     open_direct,
     settle,
@@ -54,7 +52,17 @@ from gemini.optim.state.memory import copy_alone
 from gemini.tickets import Ticket
 from gemini.units import BLOCK_NUMEL, PAGE_BYTES, align_up
 
-from .manifest import JSON_BYTES, CorruptError, DataFile, PinnedFile, Unit, on_disk, read_file
+from .manifest import (
+    ROOM_BYTES,
+    CorruptError,
+    DataFile,
+    PinnedFile,
+    Unit,
+    most_bytes,
+    on_disk,
+    read_file,
+    reading,
+)
 
 ITEM_ALIGN = 64  # of raw elements in a file, so that a buffer can be looked at as a tensor
 HEADER_BYTES = 512  # no header is larger
@@ -361,11 +369,8 @@ class UnitReader:
     def _opened(self, name: str) -> OpenFile:
         if name not in self._open:
             path = self._folder / name
-            try:
+            with reading(path, "opened"):
                 self._open[name] = open_direct(path)
-            except OSError as error:
-                reason = cause_of(error.errno)
-                raise CorruptError(f"{path} cannot be opened: {reason}") from error
         return self._open[name]
 
 
@@ -374,16 +379,10 @@ _Key = tuple[str, int]  # file, number of the unit
 
 def check_there(path: Path, nbytes: int) -> None:
     """Raise CorruptError unless `path` is a file of this many bytes."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise CorruptError(f"{path} cannot be read: {cause_of(error.errno)}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise CorruptError(f"{path} cannot be read: it is no file")
-    if status.st_size != nbytes:
-        raise CorruptError(
-            f"{path} has {status.st_size} bytes, expected {nbytes}: it was cut or replaced"
-        )
+    with reading(path):
+        found = strangers.size_of(path)
+    if found != nbytes:
+        raise CorruptError(f"{path} has {found} bytes, expected {nbytes}: it was cut or replaced")
 
 
 # -- pinned state --
@@ -408,7 +407,7 @@ class PinnedStream:
     def __init__(self, folder: Path, file: PinnedFile, stack: ExitStack) -> None:
         """Open the store's files, which `stack` closes. Raises CorruptError."""
         self._path = folder / file.name
-        data = read_file(self._path, max(file.file_nbytes, JSON_BYTES))
+        data = read_file(self._path, most_bytes(file.nbytes, ROOM_BYTES))
         if len(data) != file.file_nbytes or zlib.crc32(data) != file.crc32:
             raise CorruptError(f"{self._path} is damaged: its checksum does not match")
         try:
@@ -440,12 +439,15 @@ class PinnedStream:
         except (nvme.NvmeError, ValueError) as error:
             self._refuse(error)
 
-    def verify(self) -> None:
-        """Read every block once. Raises CorruptError."""
+    def verify(self, places: Iterable[int] | None = None) -> None:
+        """Read the blocks with the bytes at `places`, or every block, once. Raises CorruptError."""
+        blocks: Iterable[int] = range(len(self._version.blocks))
         try:
-            for i in range(len(self._version.blocks)):
+            if places is not None:
+                blocks = sorted({self._version.block_at(at) for at in places})
+            for i in blocks:
                 self._reader.block(i)
-        except nvme.NvmeError as error:
+        except (nvme.NvmeError, ValueError) as error:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> NoReturn:

@@ -159,7 +159,7 @@ def find(path: Path) -> Path:
         raise FormatError(f"{path} does not exist{partial}; expected a checkpoint")
     if path.is_dir() and not (path / METADATA).exists() and (path / LATEST).exists():
         path = path / LATEST
-        if path.is_symlink() and not is_plain_name(os.readlink(path)):
+        if path.resolve().parent != path.parent.resolve():
             raise FormatError(f"{path} leads out of its folder; give the checkpoint itself")
     path = path.resolve()
     for left in dead(path.parent):

@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
+import secrets
 import zlib
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gemini import strangers
 from gemini.nvme import cause_of
 from gemini.units import PAGE_BYTES
 
@@ -37,6 +39,10 @@ MAX_UNIT_BYTES = 16 << 20  # of a file of any version: a reader takes memory for
 ROOM_BYTES = 32 << 20  # of memory, for the objects of a small file
 _OBJECTS_SHARE = 16  # bytes of memory for each byte of a pickle
 _MOST = 1 << 62  # bytes or elements
+_DESCRIBED = 256 << 30  # bytes of data above which what describes them grows no more
+_METADATA_SHARE = 256  # bytes of data for one of a pickle
+_ITEM_ROOM = 1 << 20  # bytes of an item beside its elements
+_PRIME = (1 << 61) - 1
 _DTYPES = {
     str(kind).removeprefix("torch."): kind
     for kind in vars(torch).values()
@@ -66,7 +72,16 @@ def on_disk(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot {what} {path}: {cause_of(error.errno)}") from error
+        raise CheckpointError(f"cannot {what} {path}: {cause_of(error)}") from error
+
+
+@contextmanager
+def reading(path: Path, how: str = "read") -> Iterator[None]:
+    """Context in which an OSError becomes a CorruptError."""
+    try:
+        yield
+    except OSError as error:
+        raise CorruptError(f"{path} cannot be {how}: {cause_of(error)}") from error
 
 
 # -- small files, which may come from anybody --
@@ -77,35 +92,21 @@ def memory_limit(pickle_bytes: int, data_bytes: int) -> int:
     return ROOM_BYTES + _OBJECTS_SHARE * pickle_bytes + data_bytes
 
 
-def read_file(path: Path, limit: int | None = None) -> bytes:
-    """Content of a regular file. Raises CorruptError for another kind, or above `limit` bytes."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
-    except OSError as error:
-        raise CorruptError(f"{path} cannot be read: {cause_of(error.errno)}") from error
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise CorruptError(f"{path} cannot be read: it is no file")
-    with os.fdopen(fd, "rb") as file:
-        if limit is not None and status.st_size > limit:
-            raise CorruptError(
-                f"{path} has {status.st_size} bytes, expected at most {limit} for the files beside "
-                "it"
-            )
-        try:
-            return file.read()
-        except OSError as error:
-            raise CorruptError(f"{path} cannot be read: {cause_of(error.errno)}") from error
+def read_file(path: Path, limit: int) -> bytes:
+    """Content of a file of at most `limit` bytes. Raises CorruptError."""
+    with reading(path):
+        return strangers.read_bytes(path, limit)
 
 
 def folder_bytes(folder: Path) -> int:
     """Bytes of all files in a folder. Raises CorruptError."""
-    try:
-        with os.scandir(folder) as entries:
-            return sum(entry.stat().st_size for entry in entries if entry.is_file())
-    except OSError as error:
-        raise CorruptError(f"{folder} cannot be read: {cause_of(error.errno)}") from error
+    with reading(folder), os.scandir(folder) as entries:
+        return sum(entry.stat().st_size for entry in entries if entry.is_file())
+
+
+def most_bytes(data_bytes: int, room: int = JSON_BYTES, share: int = JSON_SHARE) -> int:
+    """Most bytes of a file that describes `data_bytes` of others, which may be sparse."""
+    return room + min(data_bytes, _DESCRIBED) // share
 
 
 def read_json(path: Path) -> bytes:
@@ -114,7 +115,7 @@ def read_json(path: Path) -> bytes:
     The limit grows with the files that it describes: parsed, JSON takes about 30 times its size in
     memory.
     """
-    return read_file(path, JSON_BYTES + folder_bytes(path.parent) // JSON_SHARE)
+    return read_file(path, most_bytes(folder_bytes(path.parent)))
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -217,7 +218,7 @@ class Manifest:
         for more in ({} if self.index is None else {"index": self.index}, {}):
             text = json.dumps(body | more, separators=(",", ":")).encode()
             data = text + b"\n" + f"crc32 {zlib.crc32(text):08x}\n".encode()
-            if len(data) <= JSON_BYTES + self.nbytes // JSON_SHARE:
+            if len(data) <= most_bytes(self.nbytes):
                 break
         return data
 
@@ -229,8 +230,8 @@ class Manifest:
         if rest != f"crc32 {zlib.crc32(text):08x}\n".encode():
             raise CorruptError(f"{path} is damaged: its checksum does not match")
         try:
-            body = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            body = strangers.parsed(text)
+        except ValueError as error:
             raise CorruptError(f"{path} says what no checkpoint has: {error}") from error
         version = body.get("format") if isinstance(body, dict) else None
         if version not in (FORMAT_VERSION, PINNED_VERSION):
@@ -254,8 +255,10 @@ class Manifest:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a name stays inside its folder: no slash, no backslash, no NUL, not `.` or `..`."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set("/\\\0") & set(name)
+    """Whether a name stays inside its folder and is one line of text: no slash, no backslash, no
+    NUL, not `.` or `..`."""
+    inside = isinstance(name, str) and name not in ("", ".", "..") and not set("/\\") & set(name)
+    return inside and str(name).isprintable()
 
 
 def _whole(value: object) -> int:
@@ -355,7 +358,8 @@ def decode_index(body: Any, files: Mapping[str, int]) -> dict[str, SavedValue]:
 
 
 def check(index: Index, files: Mapping[str, int]) -> None:
-    """Raise CorruptError for an item outside of its file, or a tensor not as large as its items.
+    """Raise CorruptError for an item outside of its file, or a tensor whose items do not hold every
+    element once.
 
     files: bytes by name.
     """
@@ -384,8 +388,34 @@ def check(index: Index, files: Mapping[str, int]) -> None:
                     f"{key} has {part.nbytes} bytes in {part.file}, fewer than its {numel} elements"
                     f" of {entry.dtype} take"
                 )
+            if part.nbytes > numel * entry.dtype.itemsize + _ITEM_ROOM:
+                raise CorruptError(
+                    f"{key} has {part.nbytes} bytes in {part.file}, far more than its {numel} "
+                    f"elements of {entry.dtype} take"
+                )
         if entry.dtype is not None and held != whole:
             raise CorruptError(f"{key} has {whole} elements, of which {held} were saved")
+        if len(entry.parts) > 1 and not _holds_each_once(entry):
+            raise CorruptError(f"parts of {key} overlap: some of its elements were saved twice")
+
+
+def _holds_each_once(entry: SavedValue) -> bool:
+    """Whether the parts of a tensor hold every element once, whatever their order and cuts.
+
+    Each coordinate at which a part begins or ends gets a random number. A box then weighs the
+    product, over its dimensions, of the difference between its two: parts that cover a tensor once
+    weigh as much as the whole. Others do by chance alone, once in 2^55, in time linear in them.
+    """
+    marks = [defaultdict[int, int](lambda: secrets.randbelow(_PRIME)) for _ in entry.size]
+
+    def weight(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        found = 1
+        for mark, offset, count in zip(marks, offsets, sizes, strict=True):
+            found = found * (mark[offset + count] - mark[offset]) % _PRIME
+        return found
+
+    parts = sum(weight(part.offsets, part.sizes) for part in entry.parts)
+    return parts % _PRIME == weight([0] * len(entry.size), entry.size)
 
 
 def own_index(folder: Path, manifest: Manifest | None) -> Index | None:
@@ -405,7 +435,7 @@ def own_index(folder: Path, manifest: Manifest | None) -> Index | None:
 def metadata_of(folder: Path, manifest: Manifest | None) -> bytes:
     """Content of `.metadata`, a pickle. Raises CorruptError if it does not match the manifest."""
     path = folder / METADATA
-    data = read_file(path)
+    data = read_file(path, most_bytes(folder_bytes(folder), ROOM_BYTES, _METADATA_SHARE))
     if manifest is not None and (
         len(data) != manifest.metadata_nbytes or zlib.crc32(data) != manifest.metadata_crc32
     ):

@@ -33,6 +33,7 @@ from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.manifest import CheckpointError, CorruptError, MismatchError
 from gemini.checkpoint.untrusted.torch_files import safe_load
 from gemini.optim.base import TieredOptimizer
+from gemini.optim.rules.saved import MOST_STEPS, is_alike, is_count, number_of
 
 COMMON = "gemini.common"
 _GROUP = re.compile(r"param_groups\.(\d+)\.(\w+)")
@@ -182,12 +183,31 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    name, keys, *rest = state["numpy"]
-    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    numpy.random.set_state(_of_numpy(state))
+    random.setstate(_of_python(state))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def check_random_state(state: Any) -> None:
+    """Raise the error of a generator that does not take its state: others of its kind try."""
+    torch.Generator().set_state(state["torch"])
+    numpy.random.RandomState().set_state(_of_numpy(state))
+    random.Random().setstate(_of_python(state))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(state["cuda"])
+
+
+def _of_numpy(state: Mapping[str, Any]) -> Any:
+    """State of numpy's generator, of its plain numbers."""
+    name, keys, *rest = state["numpy"]
+    return (name, numpy.array(keys, dtype=numpy.uint32), *rest)
+
+
+def _of_python(state: Mapping[str, Any]) -> Any:
+    """State of Python's generator."""
+    version, internal, gauss = state["python"]
+    return (version, tuple(internal), gauss)
 
 
 def known_stores(optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, Any]:
@@ -200,8 +220,74 @@ def known_stores(optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[
     return {"began": began, "step": min((n for _, n in found if n is not None), default=0)}
 
 
+def stores_of(saved: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
+    """(step, step at which each store began) of `known_stores`. Raises the errors of values that
+    are none."""
+    if not saved:
+        return 0, {}
+    return int(saved["step"]), {str(name): int(at) for name, at in saved["began"].items()}
+
+
 def take_over_stores(saved: Mapping[str, Any], optimizer: TieredOptimizer) -> None:
     """Let the optimizer continue from a checkpoint with these `known_stores`; empty: do nothing."""
     if saved:
-        began = {str(name): int(at) for name, at in saved["began"].items()}
-        optimizer.go_on_from(int(saved["step"]), began)
+        optimizer.go_on_from(*stores_of(saved))
+
+
+# -- values that no shape tells to be wrong: each has the kind and range of what it replaces --
+
+
+def step_count(value: Any, where: str) -> Tensor:
+    """Step count [], fp32 if it was saved as a number. Raises CorruptError for anything else."""
+    if not is_count(value):
+        raise CorruptError(
+            f"{where} cannot be read: it is no number of steps; {value!r:.80}, expected a whole "
+            f"number from 0 to {MOST_STEPS - 1}"
+        )
+    return value.reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value))
+
+
+def as_corrupt(where: str, what: str, work: Callable[[], object]) -> None:
+    """Run `work`, which makes nothing; any error becomes a CorruptError.
+
+    What has no schema is wrong in any way.
+    """
+    try:
+        work()
+    except Exception as error:
+        raise CorruptError(
+            f"{where} holds {what} that cannot be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def check_schedule(scheduler: Any, saved: Any) -> None:
+    """Raise ValueError unless `saved` has the like of the schedule's own values.
+
+    torch's schedules take a state dict over as their attributes, whatever it has.
+    """
+    own = scheduler.state_dict()
+    if not isinstance(saved, Mapping) or not isinstance(own, Mapping):
+        if not isinstance(saved, type(own)):
+            raise ValueError(f"a {type(saved).__name__}, expected a {type(own).__name__}")
+        return
+    for name, value in saved.items():
+        known = isinstance(name, str) and not hasattr(type(scheduler), name)
+        if not (_fits(own[name], value) if name in own else known):
+            raise ValueError(
+                f"{name!r:.80}={value!r:.80}, expected the like of {own.get(name)!r:.80}"
+            )
+
+
+def _fits(own: Any, value: Any) -> bool:
+    """`is_alike`, but lists and dicts may be of any length, and numbers infinite."""
+    if own is None:
+        return True
+    if isinstance(own, (list, tuple)) and isinstance(value, (list, tuple)):
+        last = len(own) - 1
+        return not own or all(_fits(own[min(i, last)], one) for i, one in enumerate(value))
+    if isinstance(own, dict) and isinstance(value, dict):
+        return all(_fits(own[key], one) for key, one in value.items() if key in own)
+    numbers = number_of(own), number_of(value)
+    if None not in numbers:
+        return numbers[1] == numbers[1]  # and no NaN
+    return is_alike(own, value)

@@ -21,15 +21,16 @@ from torch.distributed.tensor import DTensor
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.dcp.reader import CheckpointSource
 from gemini.checkpoint.format.data_file import can_be_raw
-from gemini.checkpoint.format.manifest import CheckpointError
+from gemini.checkpoint.format.manifest import CheckpointError, CorruptError
 from gemini.chunk.layout import saved_params
 from gemini.module_face import saved_buffers
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.plain.target import PlainTarget
+from gemini.optim.rules.saved import is_alike
 from gemini.optim.state.lines import LINES
 from gemini.saved_names import SavedNames
 
-from .keys import Keys, check_fits, differences
+from .keys import Keys, check_fits, differences, step_count
 from .state import RunState, StatePart, cut, names_of
 
 
@@ -53,10 +54,12 @@ def load_plain(
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
     ranks: Ranks,
+    read_extras: Callable[[], None],
     *,
     weights: bool = True,
 ) -> None:
-    """Load a plain module and its optimizer. Raises MismatchError before anything is changed."""
+    """Load a plain module and its optimizer. Raises MismatchError or CorruptError before anything
+    is changed."""
     template = plain_state(model, optimizer, weights=weights)
     flat, paths = flatten_state_dict(template)
     names = [[name] for name in template["model"]] if weights else names_of(model)
@@ -84,6 +87,19 @@ def load_plain(
         and (not isinstance(value, Tensor) or sizes[key] in (value.size(), None))
     }
     ranks.together(lambda: source.load_into(loaded))
+
+    def check() -> None:
+        for name, own in flat.items():
+            key, value = key_of[name], loaded.get(key_of[name], own)
+            if name.startswith("optim.state.") and name.endswith(".step"):
+                step_count(value, f"{source.path}, {key},")
+            elif name.startswith("optim.param_groups.") and not is_alike(own, value):
+                raise CorruptError(
+                    f"{source.path}, {key}, is {value!r:.80}, expected the like of {own!r:.80}"
+                )
+
+    ranks.together(check)
+    read_extras()
     flat = {name: loaded.get(key_of[name], value) for name, value in flat.items()}
     state = unflatten_state_dict(flat, paths)
     if weights:

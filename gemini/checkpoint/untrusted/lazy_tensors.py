@@ -4,7 +4,6 @@ one."""
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.checkpoint.format.manifest import CorruptError, FormatError, is_plain_name, read_json
+from gemini import strangers
+from gemini.checkpoint.format.manifest import (
+    CorruptError,
+    FormatError,
+    is_plain_name,
+    read_json,
+    reading,
+)
 from gemini.saved_names import renamed
 
 from .torch_files import first_line, has_own_bytes, load_mapped
@@ -63,13 +69,20 @@ class LazyTensors(Mapping[str, Tensor]):
         if not names:
             raise FormatError(f"{folder} has no safetensors, and no pytorch_model*.bin")
         self._file_of: dict[str, Any] = {}
+        homes: dict[str, str] = {}
         for name in names:
             try:
                 path = folder / name
                 file = _TorchFile(path) if name.endswith(".bin") else _Safetensors(path, stack)
             except Exception as error:
                 raise FormatError(f"{folder / name} cannot be read: {first_line(error)}") from error
-            self._file_of.update((key, (file, key)) for key in file.keys())  # noqa: SIM118
+            for key in file.keys():  # noqa: SIM118
+                if key in homes:
+                    raise FormatError(
+                        f"{folder} has {key:.80} in {homes[key]} and in {name}; expected it once: "
+                        "give the file that is meant"
+                    )
+                self._file_of[key], homes[key] = (file, key), name
 
     def tie(self, tied: Iterable[Sequence[str]]) -> None:
         """Let a tied parameter be found under each of its names if it has one of them."""
@@ -141,11 +154,11 @@ class _Safetensors:
         from safetensors import safe_open
 
         self._path, self._stack = path, stack
-        with safe_open(path, framework="numpy"):  # which checks the header
-            pass
-        with path.open("rb") as file:
+        with strangers.opened(path) as file:
+            with safe_open(path, framework="numpy"):  # which checks the header
+                pass
             nbytes = int.from_bytes(file.read(8), "little")
-            entries = json.loads(file.read(nbytes))
+            entries = strangers.parsed(file.read(nbytes))
         self._start = 8 + nbytes
         self._entries = {key: entry for key, entry in entries.items() if key != "__metadata__"}
         self._mapping: Any = None
@@ -165,9 +178,10 @@ class _Safetensors:
             return self.mapped(key)
         begin, end = entry["data_offsets"]
         into = torch.empty(end - begin, dtype=torch.uint8)
-        with self._path.open("rb") as file:
+        with reading(self._path), strangers.opened(self._path) as file:
             file.seek(self._start + begin)
-            if file.readinto(into.numpy()) < end - begin:  # type: ignore[arg-type]
+            read: Any = file
+            if read.readinto(into.numpy()) < end - begin:
                 raise CorruptError(f"{self._path} ends before byte {self._start + end}")
         return into.view(dtype).reshape(entry["shape"])
 
@@ -210,8 +224,8 @@ def _names_in(index: Path) -> list[str]:
     """Sorted names of the files in an index. Raises FormatError for a damaged one, or for a name
     outside of its folder."""
     try:
-        names = sorted({*json.loads(read_json(index))["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        names = sorted({*strangers.parsed(read_json(index))["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{index} is no index of weights: {error!r:.200}") from error
     for name in names:
         if not is_plain_name(name):

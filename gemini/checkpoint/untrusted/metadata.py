@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from gemini import strangers
 from gemini.checkpoint.format.manifest import (
     METADATA,
     NAME,
@@ -34,11 +35,11 @@ from gemini.checkpoint.format.manifest import (
     SavedPart,
     SavedValue,
     check,
-    folder_bytes,
     is_plain_name,
     memory_limit,
     metadata_of,
     own_index,
+    reading,
 )
 
 from .pickles import OBJECT, PickleError, PickleMachine, no_collection
@@ -213,7 +214,7 @@ def index_of(found: Metadata) -> dict[str, SavedValue]:
 def _load(pickled: bytes, folder: Path) -> Metadata:
     path = folder / METADATA
     try:
-        limit = memory_limit(len(pickled), folder_bytes(folder))
+        limit = memory_limit(len(pickled), 0)
         found = _MetadataReader(pickled, limit).load()
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
@@ -230,7 +231,10 @@ def _index_of(found: Metadata, folder: Path, manifest: Manifest | None) -> dict[
         index = index_of(found)
         names = sorted({place.relative_path for place in found.storage_data.values()})
         if manifest is None:
-            nbytes = {name: _file_bytes(folder / name) for name in names}
+            nbytes = {}
+            for name in names:  # each is opened, so that none of them is found missing by a load
+                with reading(folder / name):
+                    nbytes[name] = strangers.size_of(folder / name)
         else:
             nbytes = manifest.sizes
         missing = [name for name in names if name not in nbytes]
@@ -274,13 +278,6 @@ def _part(places: Any, index: MetadataIndex, sizes: Sequence[int]) -> SavedPart:
     place = places[index]
     offsets = tuple(index.offset or ())
     return SavedPart(place.relative_path, place.offset, place.length, offsets, tuple(sizes))
-
-
-def _file_bytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise CorruptError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _is(value: Any, kind: type, what: str) -> Any:

@@ -14,10 +14,13 @@ from typing import Any, BinaryIO
 
 import torch
 
+from gemini import strangers
 from gemini.checkpoint.format.manifest import ROOM_BYTES, CorruptError, memory_limit
 
-from .pickles import ENTRY, PickleMachine
+from .pickles import ENTRY, PickleError, PickleMachine
 
+_ZIP = b"PK\3\4"
+_PICKLE_BYTES = 256 << 20  # most of the pickles of a file
 _ENTRY_BYTES = 600  # of memory for one file of a zip file
 _LEGACY_PICKLES = 5  # magic number, version, system, object, keys of storages
 _ITEMSIZES = {
@@ -41,7 +44,9 @@ def safe_load(file: BinaryIO, what: str) -> Any:
 
 def load_mapped(path: Path) -> Any:
     """Load a file as `safe_load` does, its tensors mapped. Raises ValueError and torch's errors."""
-    with path.open("rb") as file:
+    with strangers.opened(path) as file:
+        if file.read(4) != _ZIP:  # which torch does not map
+            raise ValueError("it is no zip file, expected a file of torch.save")
         check(file)
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
@@ -89,14 +94,14 @@ def check(file: BinaryIO) -> None:
     """Raise ValueError if loading `file` would take far more memory than it has bytes."""
     nbytes = file.seek(0, io.SEEK_END)
     file.seek(0)
-    if file.read(4) != b"PK\3\4":
+    if file.read(4) != _ZIP:
         file.seek(0)
-        gauge = _Gauge(file.read(), memory_limit(nbytes, nbytes))
+        gauge = _Gauge(file.read(), memory_limit(nbytes, 0), nbytes)
         for _ in range(_LEGACY_PICKLES):
             gauge.load()
         return
     for pickled in _pickles_of_zip(file, nbytes):
-        _Gauge(pickled, memory_limit(len(pickled), nbytes)).load()
+        _Gauge(pickled, memory_limit(len(pickled), 0), nbytes).load()
 
 
 def _pickles_of_zip(file: BinaryIO, nbytes: int) -> list[bytes]:
@@ -113,7 +118,10 @@ def _pickles_of_zip(file: BinaryIO, nbytes: int) -> list[bytes]:
             raise ValueError("it is compressed, expected a file of torch.save")
         if sum(entry.file_size for entry in found) > nbytes:
             raise ValueError("its files are larger than it is")
-        return [archive.read(entry) for entry in found if entry.filename.endswith(".pkl")]
+        pickles = [entry for entry in found if entry.filename.endswith(".pkl")]
+        if sum(entry.file_size for entry in pickles) > _PICKLE_BYTES:
+            raise ValueError("its pickle is larger than any list of tensors")
+        return [archive.read(entry) for entry in pickles]
 
 
 def _num_entries(file: BinaryIO, nbytes: int) -> int:
@@ -145,9 +153,11 @@ class _Sized:
 class _Gauge(PickleMachine):
     """Counter of the memory that torch's own reader would take; makes no object itself."""
 
-    def __init__(self, data: bytes, limit_bytes: int) -> None:
+    def __init__(self, data: bytes, limit_bytes: int, storage_bytes: int) -> None:
+        """limit_bytes: of memory for objects. storage_bytes: of the elements of tensors."""
         super().__init__(data, limit_bytes)
         self._storages: set[object] = set()
+        self._storage_bytes_left = storage_bytes
 
     def named(self, module: str, name: str) -> Any:
         return _NamedGlobal(name)
@@ -183,7 +193,10 @@ class _Gauge(PickleMachine):
             self.wrong("a storage", place)
         if key not in self._storages:
             self._storages.add(key)
-            self.take(ENTRY + max(0, numel) * _itemsize(kind.name))
+            self.take(ENTRY)
+            self._storage_bytes_left -= max(0, numel) * _itemsize(kind.name)
+            if self._storage_bytes_left < 0:
+                raise PickleError("it would take more memory than its files have bytes")
         return _Sized()
 
     def new_list(self) -> Any:

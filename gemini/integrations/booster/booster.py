@@ -17,7 +17,9 @@ from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.export import SAFETENSORS, TORCH, export_weights
 from gemini.checkpoint.format.manifest import FormatError
 from gemini.checkpoint.load import load_checkpoint
+from gemini.checkpoint.model.keys import check_schedule
 from gemini.checkpoint.save import save_checkpoint
+from gemini.checkpoint.untrusted.torch_files import load_mapped
 from gemini.integrations.parallel.pipelined import Pipelined
 from gemini.integrations.parts import accept, inner_of
 from gemini.integrations.plugins import lora
@@ -290,7 +292,8 @@ class Booster:
         """Load a file of `save_lr_scheduler`. Raises FormatError."""
         path = _absolute(checkpoint)
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = load_mapped(path)
+            check_schedule(lr_scheduler, state)
         except Exception as error:
             raise FormatError(f"{path} holds no schedule: {error}") from error
         lr_scheduler.load_state_dict(state)

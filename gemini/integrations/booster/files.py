@@ -18,7 +18,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.export import Format, WeightsWriter, spec_of
-from gemini.checkpoint.format.manifest import CheckpointError, FormatError, MismatchError, on_disk
+from gemini.checkpoint.format.manifest import (
+    CheckpointError,
+    CorruptError,
+    FormatError,
+    MismatchError,
+    on_disk,
+)
 from gemini.checkpoint.model.state import first_names, parts_of
 from gemini.checkpoint.save import in_background, settle
 from gemini.checkpoint.untrusted.lazy_tensors import TensorSpec
@@ -30,6 +36,7 @@ from gemini.integrations.plugins.optimizers import Boosted
 from gemini.nvme.files import calls
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import ScaleState
+from gemini.optim.rules.saved import check_counters, check_steps
 from gemini.saved_config import save_config, written_dtype
 from gemini.saved_names import SavedNames
 from gemini.tickets import Done, Ticket
@@ -193,6 +200,7 @@ def set_scale(optimizer: torch.optim.Optimizer, saved: Any) -> None:
     """Set the optimizer's loss scale to the saved one, if both have one."""
     scaling = optimizer._extras.scaling if isinstance(optimizer, Boosted) else None
     if scaling is not None and isinstance(saved, Mapping) and "scale" in saved:
+        check_counters(saved)
         scaling.state = ScaleState(
             float(saved["scale"]), int(saved["good_steps"]), int(saved["hysteresis_left"])
         )
@@ -207,6 +215,13 @@ def _read(path: Path) -> State:
         ) from error
     if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
         raise FormatError(f"{path} has no state of an optimizer; expected a file of save_optimizer")
+    try:
+        if not isinstance(state["state"], dict):
+            raise ValueError(f"its state is a {type(state['state']).__name__}; expected a dict")
+        check_steps(state["state"].values())
+        check_counters(state.get("counters") or {})
+    except ValueError as error:
+        raise CorruptError(f"{path} cannot be read: {error}") from error
     return state
 
 

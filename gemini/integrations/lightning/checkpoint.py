@@ -16,6 +16,7 @@ from torch import nn
 
 from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.save import save_checkpoint
+from gemini.checkpoint.untrusted.torch_files import safe_load
 from gemini.ddp import GeminiDDP
 from gemini.integrations.parts import by_position
 from gemini.optim.base import TieredOptimizer
@@ -76,7 +77,11 @@ def decoded(blob: torch.Tensor | None, path: Path, weights_only: bool | None) ->
             "saved with a Gemini strategy (gemini.load_checkpoint loads others)"
         )
     data = io.BytesIO(blob.numpy().tobytes())
-    found: dict[str, Any] = torch.load(data, map_location="cpu", weights_only=weights_only)
+    found: dict[str, Any]
+    if weights_only is False:  # as the caller asks
+        found = torch.load(data, map_location="cpu", weights_only=False)
+    else:
+        found = safe_load(data, f"{path}, what Lightning saved,")
     return found
 
 

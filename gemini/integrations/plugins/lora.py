@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gemini.checkpoint.pretrained import check_readable
 from gemini.checkpoint.quantise import config_of, quantise
 from gemini.ddp import GeminiDDP
 from gemini.integrations.parts import inner_of, rank
@@ -44,6 +46,7 @@ def enable_lora(
     if quantize or bnb_quantization_config is not None:
         quantise(model, _config_of(bnb_quantization_config))
     if pretrained_dir is not None:
+        check_readable(Path(pretrained_dir))
         wrapped = peft.PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True)
     else:
         wrapped = peft.get_peft_model(model, lora_config)

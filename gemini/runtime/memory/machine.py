@@ -40,13 +40,20 @@ def _device_bytes_left(backend: Backend) -> int:
 def memory_left() -> int:
     """Bytes of RAM that this process may still use: of the machine, and of its cgroup."""
     fields = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if line
+        line.split(":", 1)
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        if line
     )
     left = int(fields["MemAvailable"].split()[0]) * 1024
     for limit, used, stat in _CGROUP_FILES:
         try:
             cached = _file_pages(stat)  # counted as used, and given back when memory is asked for
-            left = min(left, int(limit.read_text()) - int(used.read_text()) + cached)
+            left = min(
+                left,
+                int(limit.read_text(encoding="utf-8"))
+                - int(used.read_text(encoding="utf-8"))
+                + cached,
+            )
         except (OSError, ValueError):  # no cgroup of that version, or "max"
             continue
     return max(left, 0)
@@ -54,7 +61,7 @@ def memory_left() -> int:
 
 def _file_pages(stat: Path) -> int:
     """Bytes of cached files that no process reads now."""
-    fields = dict(line.split() for line in stat.read_text().splitlines())
+    fields = dict(line.split() for line in stat.read_text(encoding="utf-8").splitlines())
     return int(fields.get("inactive_file", 0))
 
 

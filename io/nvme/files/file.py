@@ -24,6 +24,7 @@ from gemini.nvme.errors import (
     cause_of,
     transfer_error,
 )
+from gemini.strangers import open_regular
 from gemini.units import format_bytes
 
 from . import calls
@@ -88,7 +89,7 @@ def file_system(folder: Path) -> str:
     device = folder.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
             fields = line.split()
             if fields[2] == wanted:
                 return fields[fields.index("-") + 1]
@@ -210,14 +211,14 @@ def create_direct(path: Path) -> OpenFile:
 
 
 def open_direct(path: Path) -> OpenFile:
-    """Open `path` to read it with direct I/O, where its file system has that. Raises OSError."""
-    flags = os.O_RDONLY | os.O_CLOEXEC
+    """Open a regular file to read it with direct I/O, where its file system has that. Raises
+    OSError."""
     try:
-        return OpenFile(path, calls.open_file(path, flags | os.O_DIRECT), True)
+        return OpenFile(path, open_regular(path, os.O_DIRECT), True)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return OpenFile(path, calls.open_file(path, flags), False)
+        return OpenFile(path, open_regular(path), False)
 
 
 def _open_new(path: Path, mode: int = 0o600) -> OpenFile:

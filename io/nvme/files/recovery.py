@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +19,7 @@ from gemini.nvme.layout import (
     StoreLayout,
     checksum_of,
 )
+from gemini.strangers import open_regular
 
 from . import calls
 
@@ -102,15 +103,13 @@ def _fits(index: Index, layout: StoreLayout) -> bool:
 
 
 def _open(path: str | os.PathLike[str]) -> int:
-    """Open a regular file, and no link to one."""
+    """Open a regular file, and no link to one. Raises StoreFormatError."""
     try:
-        fd = calls.open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        if os.path.islink(path):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        return open_regular(path)
     except OSError as error:
-        raise StoreFormatError(f"{path} cannot be opened: {cause_of(error.errno)}") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        calls.close(fd)
-        raise StoreFormatError(f"{path} is no file")
-    return fd
+        raise StoreFormatError(f"{path} cannot be opened: {cause_of(error)}") from error
 
 
 def _header(path: str | os.PathLike[str], fd: int) -> Header:

@@ -86,6 +86,13 @@ class StateVersion:
         numel = self.blocks[i][0]
         return Block(BlockId(i), 0, 0, 0, numel, (BlockSegment(i, 0, numel, 0),))
 
+    def block_at(self, at: int) -> int:
+        """Block that has byte `at` of the stream. Raises ValueError if none has."""
+        i = bisect_right(self.starts, at) - 1
+        if not 0 <= i < len(self.blocks):
+            raise ValueError(f"byte {at} of {self.nbytes}")
+        return i
+
     def places(self, i: int, segment: BlockSegment) -> Iterator[tuple[Plane, int]]:
         """First byte, for every plane, of the run that block i has of a parameter."""
         layout = self.layout_of(i)
@@ -190,9 +197,7 @@ class VersionReader:
         """[numel] of one plane of one block; good until the next call. Raises ValueError for bytes
         that are not all of one plane."""
         version = self._version
-        i = bisect_right(version.starts, at) - 1
-        if not 0 <= i < len(version.blocks):
-            raise ValueError(f"byte {at} of {version.nbytes}")
+        i = version.block_at(at)
         layout = version.layout_of(i)
         offsets = layout.offsets(version.blocks[i][0])
         which = bisect_right(offsets, at - version.starts[i]) - 1

@@ -321,6 +321,47 @@ def test_what_an_index_says_is_compared_with_the_files(kind, saved):
     assert refused(saved, CorruptError, "manifest.json") == [1, 1, 1]
 
 
+def parts(body, *boxes):
+    """Cut the weight [3, 7] into boxes (first row, first column, rows, columns) of one place."""
+    _, _, numbers = entry(body)
+    numbers[:] = [number for box in boxes for number in (*numbers[:3], *box)]
+
+
+OVERLAPS = {
+    "rows": [(0, 0, 2, 7), (0, 0, 1, 7)],
+    "columns": [(0, 0, 3, 4), (0, 3, 3, 3)],
+    "a corner": [(0, 0, 2, 4), (1, 3, 2, 4), (0, 5, 1, 2), (2, 0, 1, 3)],
+    "one twice and one never": [(0, 0, 3, 3), (0, 4, 3, 3), (0, 0, 3, 1)],
+    "none": [(0, 0, 1, 7), (1, 0, 2, 3), (1, 3, 2, 4), (3, 7, 0, 0), (3, 0, 0, 7)],
+}
+
+
+@pytest.mark.parametrize("kind", OVERLAPS)
+@pytest.mark.parametrize("with_index", [True, False])
+def test_parts_of_a_tensor_hold_every_element_once(kind, with_index, saved):
+    """With the index of a manifest, and with that of DCP's own folders."""
+    if with_index:
+        body = manifest_of(saved)
+        parts(body, *OVERLAPS[kind])
+        put_manifest(saved, body)
+    else:
+        change(saved, lambda metadata: cut(metadata, OVERLAPS[kind]))
+    if kind != "none":
+        refused(saved, CorruptError, "overlap|elements, of which")
+    else:  # as an index: its places are of the one item
+        assert gemini.load_checkpoint(saved, *small()) == [1, "two"]
+
+
+def cut(metadata, boxes):
+    there = place(metadata)
+    offsets = [torch.Size(box[:2]) for box in boxes]
+    weight(metadata).chunks = [
+        ChunkStorageMetadata(at, torch.Size(box[2:]))
+        for at, box in zip(offsets, boxes, strict=True)
+    ]
+    metadata.storage_data |= {MetadataIndex("model.weight", at): there for at in offsets}
+
+
 def test_a_long_index_takes_little_memory(saved):
     body = manifest_of(saved)
     tensors = {f"{i:x}": ["int8", [0], []] for i in range(36_000)}

@@ -16,7 +16,7 @@ from torch import nn
 import gemini
 from gemini.checkpoint import CheckpointError
 from gemini.checkpoint.__main__ import main
-from tests.support.checkpoints import make
+from tests.support.checkpoints import assert_same, bits, make
 from tests.support.disks.sealed import put_metadata
 from tests.support.disks.taken import taken_bytes
 
@@ -43,17 +43,20 @@ def assert_takes_little(work: Callable[[], object], path: Path) -> None:
 
 
 def refused(path: Path, kind: Any = CheckpointError, match: str | None = None) -> list[int]:
-    """Assert that loading fails in words of ours, within the memory that it may take.
+    """Assert that loading fails in words of ours, within the memory that it may take, and changes
+    nothing.
 
     Returns the exit status of verify, inspect and export.
     """
     pair = small()
+    before = bits(*pair)
 
     def load() -> None:
         with pytest.raises(kind, match=match):
             gemini.load_checkpoint(path, *pair)
 
     assert_takes_little(load, path)
+    assert_same(bits(*pair), before)
     if path.is_dir():
         arguments = (["verify"], ["inspect"], ["export", f"{path}-out"])
         found = [main([name, str(path), *rest]) for name, *rest in arguments]
