@@ -49,8 +49,9 @@ def merged_groups(
     """Merge `saved` groups into `mine`: missing options are kept, options of torch alone dropped.
 
     names: of the parameters by id, where state dicts are keyed by name.
-    check: raises ValueError for unknown options.
-    Raises ValueError for other groups than `mine`, and for options that change the update.
+    check: raises ValueError for unknown options, and TypeError for a value of another type.
+    Raises as `check`, ValueError for other groups than `mine`, and for options that change the
+    update.
     """
     if len(mine) != len(saved):
         raise ValueError(
@@ -70,6 +71,10 @@ def merged_groups(
         group = {**ours, "params": list(theirs["params"])}
         dropped = {*absent, *_IMPLEMENTATION, "params", "decoupled_weight_decay"} - ours.keys()
         dropped.add("state")  # in what it is kept is this optimizer's own
+        group |= {key: value for key, value in theirs.items() if key not in dropped}
+        if "adamw_mode" in ours and "adamw_mode" not in theirs:
+            group["adamw_mode"] = theirs.get("decoupled_weight_decay", ours["adamw_mode"])
+        check(group, ours["params"])
         for option, value in theirs.items():
             rate = 1.0 if option.endswith("_lr") else None  # of a schedule, which adds `initial_lr`
             own = ours.get(option, rate)
@@ -79,10 +84,6 @@ def merged_groups(
                     f"param group {index} of the state dict has {option}={value!r:.80}; expected "
                     f"the like of {own!r:.80}"
                 )
-        group |= {key: value for key, value in theirs.items() if key not in dropped}
-        if "adamw_mode" in ours and "adamw_mode" not in theirs:
-            group["adamw_mode"] = theirs.get("decoupled_weight_decay", ours["adamw_mode"])
-        check(group, ours["params"])
         merged.append(group)
     return merged
 
