@@ -80,7 +80,7 @@ class Job:
         if self.comm.rank:
             return
         for prompt, answer in samples:
-            sys.stdout.write(_printable(f"\n{prompt}\n--> {answer}\n"))
+            sys.stdout.write(printable(f"\n{prompt}\n--> {answer}\n"))
         self.report(samples)
         sys.stdout.write(f"\nwritten: {self.out} (from_pretrained reads it), {self.out / REPORT}\n")
 
@@ -197,7 +197,7 @@ def _loaded_model(folder: Path, config: TrainConfig, options: dict[str, Any]) ->
     )  # fmt: skip
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Text that the screen takes: what its encoding lacks is escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

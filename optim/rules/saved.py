@@ -16,12 +16,15 @@ _COUNTS = ("good_steps", "hysteresis_left", "skipped_steps")
 
 
 def number_of(value: Any) -> float | int | None:
-    """Number of a value, or of a tensor or array of one element; None for others and for flags."""
+    """Number of a value, or of a tensor or array of one element; None for others, for flags, and
+    for a whole number that no float is."""
     if hasattr(value, "numel"):
         if value.numel() != 1:
             return None
         value = value.item()
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return None if isinstance(value, int) and abs(value) >= _LARGEST_SCALE else value
 
 
 def is_count(value: Any) -> bool:

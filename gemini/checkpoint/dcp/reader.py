@@ -48,6 +48,7 @@ from gemini.checkpoint.untrusted.torch_files import (
     load_mapped,
     safe_load,
 )
+from gemini.optim.rules.saved import number_of
 from gemini.saved_names import renamed
 
 from .boxes import Box, FlatRuns, Overlap, PartsOf, in_run
@@ -107,6 +108,7 @@ class Reader:
                 continue
             if not isinstance(value, Tensor):
                 raise FormatError(f"{key} is saved as a tensor, expected a {type(value).__name__}")
+            _check_kind(key, entry.dtype, value.dtype)
             if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
                 continue  # this rank has no part of it
             parts = PartsOf(entry.parts)
@@ -127,6 +129,8 @@ class Reader:
         )
         copies: dict[tuple[str, int], list[tuple[Box, list[Overlap]]]] = {}
         for key, tensor in tensors.items():
+            if (dtype := self.index[key].dtype) is not None:
+                _check_kind(key, dtype, tensor.dtype)
             parts = PartsOf(self.index[key].parts)
             for start, boxes in tensor.boxes_by_run():
                 copies[key, start] = [(b, parts.overlaps(b.offsets, b.sizes)) for b in boxes]
@@ -253,6 +257,15 @@ def _tensor_of(data: Any, what: str, sizes: tuple[int, ...]) -> Tensor:
     return found
 
 
+def _check_kind(key: str, saved: torch.dtype, wanted: torch.dtype) -> None:
+    """Raise CorruptError for flags or complex numbers in the place of numbers."""
+    alike = (saved == torch.bool) == (
+        wanted == torch.bool
+    ) and saved.is_complex == wanted.is_complex
+    if not alike:
+        raise CorruptError(f"{key} cannot be read: it is of {saved}, expected {wanted}")
+
+
 # -- whole values --
 
 
@@ -277,7 +290,19 @@ class WholeSource:
             if not isinstance(there, Tensor):
                 state[key] = value
                 continue
-            value = torch.as_tensor(value)
+            if not isinstance(value, Tensor):
+                if number_of(value) is None:
+                    raise CorruptError(
+                        f"{key} cannot be read: it is a {type(value).__name__}, expected a number"
+                    )
+                value = torch.tensor(float(value), dtype=torch.float64)
+            _check_kind(key, value.dtype, there.dtype)
+            if value.numel() != there.numel():
+                raise CorruptError(
+                    f"{key} cannot be read: it is of shape {tuple(value.shape)}, expected "
+                    f"{tuple(there.shape)}"
+                )
+            value = value.reshape(there.shape)
             if isinstance(there, DTensor):
                 mesh, value = there.device_mesh, value.to(there.device)
                 value = distribute_tensor(value, mesh, there.placements, src_data_rank=None)
@@ -285,6 +310,9 @@ class WholeSource:
 
     def filler(self, tensors: Mapping[str, FlatRuns]) -> RunFiller:
         """Filler of the runs of `tensors`; see `Reader.filler`."""
+        if isinstance(self._values, dict):  # others are files, whose tensors are read on request
+            for key, tensor in tensors.items():
+                _check_kind(key, self._values[key].dtype, tensor.dtype)
         read: dict[str, Tensor] = {}  # the last one: runs of a tensor come one after the other
 
         def put(key: str, start: int, values: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """`.metadata` and manifests from strangers: nothing is run, read elsewhere or believed."""
 
+import json
 import os
 import pickle
 import shutil
@@ -254,18 +255,79 @@ def test_a_manifest_that_is_none_is_refused_in_words(text, saved):
     assert saved.exists(), "it is none of ours"
 
 
-@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp"])
-@pytest.mark.parametrize("kind", ["pipe", "folder", "link to nothing", "device"])
-def test_what_is_no_file_is_not_waited_for(name, kind, saved):
-    path = saved / name
-    path.unlink()
+PLACES = ("pipe", "folder", "link to nothing", "device", "link outside")
+
+
+def put_in_place(kind, path):
+    """Something that is no file of its folder, in the place of one."""
+    outside = path.parent.parent / f"outside-{path.name}"
+    path.rename(outside)
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "folder":
         path.mkdir()
     else:
-        path.symlink_to("/dev/zero" if kind == "device" else "nothing")
+        path.symlink_to({"device": "/dev/zero", "link outside": outside}.get(kind, "nothing"))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("kind", PLACES)
+def test_what_is_no_file_of_the_folder_is_not_waited_for_nor_read(kind, name, saved):
+    put_in_place(kind, saved / name)
     refused(saved, (CorruptError, FormatError))
+    if name != "manifest.json":  # a folder of DCP alone
+        (saved / "manifest.json").unlink()
+        refused(saved, (CorruptError, FormatError))
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("name", ["a.safetensors", "pytorch_model.bin", "index"])
+def test_weights_are_files_of_their_folder(kind, name, tmp_path):
+    model, folder = small()[0], tmp_path / "a"
+    gemini.export_safetensors(folder, model)
+    (found,) = folder.glob("*.safetensors")
+    if name == "index":
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+        name = "model.safetensors.index.json"
+        (folder / name).write_text(json.dumps({"weight_map": {"weight": found.name}}))
+    elif name.endswith(".bin"):
+        torch.save(model.state_dict(), folder / name)
+        found.unlink()
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    else:
+        found.rename(folder / name)
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    put_in_place(kind, folder / name)
+    with pytest.raises(CheckpointError):
+        gemini.load_checkpoint(folder, model)
+    with pytest.raises(CheckpointError):
+        gemini.checkpoint.import_safetensors(folder, model)
+
+
+def test_a_tensor_that_two_files_have_is_refused(tmp_path):
+    model = small()[0]
+    gemini.export_safetensors(tmp_path / "a", model)
+    (found,) = (tmp_path / "a").glob("*.safetensors")
+    for path in (tmp_path / "a").glob("*.json"):
+        path.unlink()
+    shutil.copy(found, found.parent / "other.safetensors")
+    with pytest.raises(FormatError, match="expected it once"):
+        gemini.load_checkpoint(tmp_path / "a", model)
+
+
+def test_a_sparse_file_is_not_read_for_its_size(saved, tmp_path):
+    for name in ("manifest.json", ".metadata"):
+        folder = tmp_path / f"of-{name}"
+        shutil.copytree(saved, folder)
+        os.truncate(folder / name, 1 << 40)
+        os.truncate(folder / "__0_0.distcp", 1 << 42)
+        refused(folder, CorruptError)
+        (folder / "manifest.json").unlink()
+        if name == ".metadata":
+            refused(folder, CorruptError, "expected at most")
+    with (tmp_path / "a.pt").open("wb") as file:
+        file.truncate(1 << 40)
+    refused(tmp_path / "a.pt", FormatError, "no zip file")
 
 
 def test_latest_leads_to_a_checkpoint_beside_it(saved, tmp_path):
@@ -274,6 +336,12 @@ def test_latest_leads_to_a_checkpoint_beside_it(saved, tmp_path):
     (folder / "latest").symlink_to(saved)
     with pytest.raises(FormatError, match="latest leads out of its folder"):
         gemini.load_checkpoint(folder, *small())
+    (folder / "latest").unlink()
+    (folder / "b").symlink_to(saved)  # over another link
+    (folder / "latest").symlink_to("b")
+    with pytest.raises(FormatError, match="latest leads out of its folder"):
+        gemini.load_checkpoint(folder, *small())
+    assert gemini.load_checkpoint(folder / "b", *small()) == [1, "two"], "which its caller names"
 
 
 # -- an index from strangers --------------------------------------------------------------------

@@ -198,8 +198,7 @@ def test_files_that_were_deleted_are_named(tmp_path):
     _, optimizer, _ = pinned(tmp_path)
     (files,) = (tmp_path / "disk").glob("*.blocks")
     files.unlink()
-    with pytest.raises(CorruptError, match=f"{files} is gone, and .*a is pinned to the state"):
-        loaded(tmp_path / "a")
+    refused_whole(tmp_path / "a", f"{files} is gone, and .*a is pinned to the state")
     assert main(["verify", str(tmp_path / "a")]) == 1
     optimizer.close()
 
@@ -212,10 +211,41 @@ def test_a_block_that_was_written_over_is_refused(tmp_path):
         file.seek(extent.offset)
         file.write(b"written over")
     match = r"is pinned to, was written over or is damaged: block 5"
-    with pytest.raises(CorruptError, match=match):
-        loaded(tmp_path / "a")
+    refused_whole(tmp_path / "a", match)
     assert main(["verify", str(tmp_path / "a")]) == 1
     optimizer.close(keep_masters=False)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "cut", "another run"])
+def test_files_of_another_kind_are_refused_before_anything_is_changed(kind, tmp_path):
+    _, optimizer, _ = pinned(tmp_path)
+    (files,) = (tmp_path / "disk").glob("*.blocks")
+    away = files.rename(files.with_suffix(".away"))
+    if kind == "pipe":
+        os.mkfifo(files)
+    elif kind == "link":
+        files.symlink_to(away)
+    elif kind == "cut":
+        files.write_bytes(away.read_bytes()[:-8192])
+    else:
+        (tmp_path / "other").mkdir()
+        other = pinned(tmp_path / "other", steps=1)[1]
+        shutil.copy(other.stores[0].paths[0], files)
+        other.close()
+    refused_whole(tmp_path / "a", None)
+    files.unlink()
+    away.rename(files)
+    loaded(tmp_path / "a")
+    optimizer.close()
+
+
+def refused_whole(path, match):
+    """Refused, and the model is as it was: state in other files is looked at first."""
+    model, optimizer = make(seed=3)
+    before = bits(model, optimizer)
+    with pytest.raises(CorruptError, match=match):
+        gemini.load_checkpoint(path, model, optimizer)
+    assert_same(bits(model, optimizer), before)
 
 
 @pytest.mark.parametrize("at", [0, 20, -1])

@@ -1,11 +1,14 @@
 """Values, files of torch.save and safetensors from strangers: read in words, and little memory."""
 
+import copy
 import io
+import math
 import shutil
 import zipfile
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -13,6 +16,8 @@ import gemini
 from gemini.checkpoint import CheckpointError, CorruptError, FormatError
 from gemini.checkpoint import save as save_module
 from gemini.checkpoint.model.keys import encode
+from optim import HybridAdam
+from tests.support.checkpoints import assert_same, bits
 from tests.support.disks.hostile import assert_takes_little, change, refused, small
 
 # -- values -----------------------------------------------------------------------------------
@@ -21,7 +26,17 @@ from tests.support.disks.hostile import assert_takes_little, change, refused, sm
 VALUES = {
     "common": [5, {}, {"scheduler": None, "counters": 5}, {"scheduler": None, "counters": [[]]},
                {"scheduler": None, "counters": [{"skipped_steps": "a"}]},
-               {"scheduler": None, "memory": 5}, {"scheduler": None, "memory": {"device": "cpu"}}],
+               {"scheduler": None, "memory": 5}, {"scheduler": None, "memory": {"device": "cpu"}},
+               {"scheduler": None, "counters": [{"skipped_steps": -1}]},
+               {"scheduler": None, "counters": [{"skipped_steps": math.nan}]},
+               {"scheduler": None, "counters": [{"scale": 0.0, "good_steps": 0}]},
+               {"scheduler": None, "counters": [{"scale": math.inf, "good_steps": 0}]},
+               {"scheduler": None, "counters": [{"scale": True, "good_steps": 0}]},
+               {"scheduler": None, "counters": [{"scale": 2.0, "good_steps": 1.5}]},
+               {"scheduler": None, "counters": [{"scale": 2.0, "good_steps": 10**30}]},
+               {"scheduler": None, "counters": [{"scale": 2.0, "good_steps": 0}]},
+               {"scheduler": None, "files": {"step": "x", "began": {}}},
+               {"scheduler": None, "files": {"step": 1}}, {"scheduler": None, "files": 5}],
     "own": [5, {}, {"extra": 1, "random": {}, "buffers": {}},
             {"extra": 1, "random": {"torch": 1}, "buffers": {}},
             {"extra": 1, "random": None, "buffers": None}],
@@ -36,8 +51,117 @@ def test_values_of_another_form_are_refused_in_words(which, index, tmp_path, mon
 
     monkeypatch.setattr(save_module, "encode", lie)
     gemini.save_checkpoint(tmp_path / "a", *small())
+    pair = small()
+    before = bits(*pair)
     with pytest.raises(CorruptError):
-        gemini.load_checkpoint(tmp_path / "a", *small())
+        gemini.load_checkpoint(tmp_path / "a", *pair)
+    assert_same(bits(*pair), before)
+
+
+NO_COUNTS = [
+    -1, -1.0, math.nan, math.inf, 1.5, "3", True, 10**30, None, [1], {}, torch.tensor(-1.0),
+    torch.tensor(math.nan), torch.tensor([1.0, 2.0]), torch.tensor(True), torch.tensor(1e12),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", NO_COUNTS, ids=repr)
+def test_step_counts_are_counts(count, tmp_path):
+    """Under a wrapped module, under our optimizer of a plain one, and under torch's."""
+    wrapped = small()
+    plain = nn.Linear(7, 3)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    plain(torch.ones(2, 7)).sum().backward()
+    theirs.step()
+    pairs = [wrapped, (plain, theirs), (plain, HybridAdam(plain.parameters(), lr=1e-2))]
+    for number, (model, optimizer) in enumerate(pairs):
+        steps_of(model, optimizer)
+        path, before = tmp_path / f"{number}.pt", copy.deepcopy(optimizer.state_dict())
+        states = copy.deepcopy(before)
+        for state in states["state"].values():
+            state["step"] = count
+        torch.save({"model": model.state_dict(), "optim": states}, path)
+        with pytest.raises(CheckpointError, match=r"cannot be read|of shape|no tensor"):
+            gemini.load_checkpoint(path, model, optimizer)
+        assert_same(optimizer.state_dict(), before)
+        if number != 1:  # which is torch's own
+            with pytest.raises(ValueError, match="has step="):
+                optimizer.load_state_dict(states)
+            assert_same(optimizer.state_dict(), before)
+
+
+def steps_of(model, optimizer):
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+NO_OPTIONS = [
+    ("lr", "1"), ("lr", True), ("lr", None), ("lr", math.nan), ("lr", 10**400), ("lr", [1.0]),
+    ("lr", torch.tensor(True)), ("betas", "ab"), ("betas", (0.9,)), ("betas", 0.9),
+    ("betas", (True, 0.9)), ("eps", "1e-8"), ("weight_decay", {}), ("amsgrad", "no"),
+    ("amsgrad", 1), ("initial_lr", "1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, value", NO_OPTIONS)
+def test_options_have_the_kind_of_the_optimizers_own(name, value, tmp_path):
+    """A string that is read as a number would be one where a schedule multiplies it."""
+    model, optimizer = small()
+    steps_of(model, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    states = copy.deepcopy(before)
+    states["param_groups"][0][name] = value
+    with pytest.raises(ValueError):
+        optimizer.load_state_dict(states)
+    torch.save({"model": model.state_dict(), "optim": states}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError):
+        gemini.load_checkpoint(tmp_path / "a.pt", model, optimizer)
+    assert_same(optimizer.state_dict(), before)
+
+
+@pytest.mark.parametrize("change", [
+    {"last_epoch": "3"}, {"last_epoch": math.nan}, {"base_lrs": ["x"]}, {"step": 5},
+    {"get_lr": "a"}, {"_last_lr": 5}, {"T_max": None}, [], "a",
+])  # fmt: skip
+def test_a_schedule_takes_over_the_like_of_its_own_values(change, tmp_path):
+    model, optimizer = small()
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    gemini.save_checkpoint(tmp_path / "a", model, optimizer, schedule)
+    for _ in range(3):
+        steps_of(model, optimizer)
+        schedule.step()
+    gemini.load_checkpoint(tmp_path / "a", model, optimizer, schedule)
+    assert schedule.last_epoch == 0
+    before = copy.deepcopy(schedule.state_dict())
+
+    class Lying:
+        def state_dict(self):
+            return {**before, **change} if isinstance(change, dict) else change
+
+    gemini.save_checkpoint(tmp_path / "b", model, optimizer, Lying())
+    steps_of(model, optimizer)
+    kept = bits(model, optimizer)
+    with pytest.raises(CorruptError, match="holds a schedule"):
+        gemini.load_checkpoint(tmp_path / "b", model, optimizer, schedule)
+    assert_same(schedule.state_dict(), before)
+    assert_same(bits(model, optimizer), kept)
+
+
+def test_an_average_loads_what_an_average_saved(tmp_path):
+    model, optimizer = small()
+    average = gemini.EMA(model, decay=0.5)
+    gemini.save_checkpoint(tmp_path / "a", model, extra={"num_averaged": -1})
+    average.save(tmp_path / "b")
+    steps_of(model, optimizer)
+    average.update()
+    with average.swapped():
+        before = model.digest()
+    with pytest.raises(CorruptError, match=r"expected a checkpoint of EMA\.save"):
+        average.load(tmp_path / "a")
+    with average.swapped():
+        assert model.digest() == before
+    average.load(tmp_path / "b")
+    assert average.num_averaged == 0
 
 
 def test_steps_that_are_no_number_are_refused_in_words(saved):

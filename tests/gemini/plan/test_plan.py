@@ -408,6 +408,37 @@ def test_a_name_that_nobody_knows_and_an_absent_package_are_said(monkeypatch):
         models.build("gpt2")
 
 
+def test_a_folder_is_a_folder_whatever_its_name(tmp_path, monkeypatch):
+    """`pay:run` beside a `pay.py`: a folder of a stranger imports nothing of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "pay.py").write_text("raise SystemExit('ran')\n")
+    (tmp_path / "pay:run").mkdir()
+    (tmp_path / "pay:file").touch()
+    (tmp_path / "gpt2").mkdir()
+    for what in ("pay:run", Path("pay:run"), Path("pay:file"), Path("pay:none"), "gpt2"):
+        with pytest.raises(ValueError, match="cannot be read"):
+            models.build(what)
+    (tmp_path / "pay:run/config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
+    assert type(models.build("pay:run")).__name__ == "GPT2LMHeadModel"
+    with pytest.raises(ValueError, match=r"expected package\.module:factory"):
+        models.build("no_such_module:run")
+    with pytest.raises(SystemExit, match="ran"):
+        models.build("pay:none")  # which who types a command may ask for
+
+
+@pytest.mark.parametrize("config", [
+    "5", "[]", "{", "[" * 100_000, "{}", '{"model_type": 5}', '{"model_type": "no_such"}',
+    '{"model_type": "gpt2", "n_embd": "a"}',
+    '{"model_type": "gpt2", "dtype": "load"}', '{"model_type": "gpt2", "n_layer": 1, "n_layer": 2}',
+], ids=lambda text: text[:30])  # fmt: skip
+def test_a_config_that_describes_no_model_is_refused_in_one_line(tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=r"cannot be read|describes no model|holds a") as found:
+        models.build(str(tmp_path))
+    assert len(str(found.value).splitlines()) == 1
+
+
 def test_a_hub_id_that_cannot_be_had_names_the_sizes_that_are_known(monkeypatch):
     huggingface_hub = pytest.importorskip("huggingface_hub")
 

@@ -41,10 +41,14 @@ WRONG = {
     "data: [a, b]": "has a list as data; expected one value",
     "- model": "is a list; expected flags as keys",
     "model: [": "cannot be read as YAML",
+    "[" * 3000: "nested too deep",
+    "5: 1": "has a int as a key",
+    "when: 2026-13-45": "cannot be read as YAML",
+    "trust_remote_code: true": "a file does not let code run; expected --trust-remote-code on",
 }
 
 
-@pytest.mark.parametrize("text", WRONG)
+@pytest.mark.parametrize("text", WRONG, ids=lambda text: text[:20])
 def test_a_yaml_that_is_none_is_refused(tmp_path, text):
     file = tmp_path / "config.yaml"
     file.write_text(text)
@@ -52,6 +56,15 @@ def test_a_yaml_that_is_none_is_refused(tmp_path, text):
         parse([str(file)])
     with pytest.raises(ValueError, match="cannot be read as YAML"):
         parse([str(tmp_path / "none.yaml")])
+
+
+def test_only_the_command_line_lets_code_run(tmp_path):
+    """And a run's own config.yaml does not, so that it can be given to somebody."""
+    config, _ = parse(["--model", "m", "--trust-remote-code"])
+    assert config.trust_remote_code and "trust" not in as_yaml(config)
+    (tmp_path / "config.yaml").write_text(as_yaml(config))
+    again = read_config(tmp_path / "config.yaml")
+    assert not again.trust_remote_code and again.changed_from(config) == []
 
 
 @pytest.mark.parametrize("flags", [["--modell", "m"], ["--lora", "1.5"], ["--mod", "m"]])

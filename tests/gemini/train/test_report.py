@@ -1,8 +1,11 @@
 """`report.html`: pictures in it, and nothing that is fetched."""
 
+import io
 import re
+import sys
 
 from gemini.train.report import PICTURES, write_report
+from gemini.train.run import printable
 
 LOG = [
     {
@@ -41,3 +44,12 @@ def test_the_memory_of_a_small_run_is_in_mib(tmp_path):
 
 def test_a_run_that_logged_nothing_has_a_report(tmp_path):
     assert "<svg" not in written(tmp_path, [])
+
+
+def test_half_of_a_character_does_not_fail_what_is_written(tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    write_report(path, [], title="é\ud83d", plan="", config="", samples=[("\udc80", "→")])
+    text = path.read_bytes().decode("utf-8")
+    assert "é" in text and "→" in text and "\\ud83d" in text and "\\udc80" in text
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert printable("é\ud83d a\n") == "\\xe9\\ud83d a\n"

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from bench.shared.reference import same
 from gemini import GeminiDDP
 from gemini.checkpoint import FormatError
 from gemini.checkpoint.pretrained import load_pretrained, write_weights
+from gemini.plan import models
 from optim import HybridAdam
 from tests.integrations.cases.trainer_runs import SMALL, checkpoints, model_and_data, run
 
@@ -149,6 +151,98 @@ def test_what_does_not_fit_is_refused(saved, tmp_path):
     (tmp_path / "empty/config.json").write_text(json.dumps(config))
     with pytest.raises(FormatError, match="empty has no safetensors"):
         load_pretrained(tmp_path / "empty")
+
+
+NO_ARCHITECTURES = [
+    ["Trainer"], ["pipeline"], ["logging"], ["LlamaTokenizer"], ["TrainingArguments"], ["__name__"],
+    [5], [None], [["GPT2Model"]], "GPT2LMHeadModel", {}, ["PreTrainedModel"], ["AutoModel"], [],
+    ["a" * 10_000], ["BertModel"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", NO_ARCHITECTURES, ids=lambda names: str(names)[:30])
+def test_a_config_names_a_model_and_nothing_else_of_transformers(saved, names):
+    folder, _ = saved
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": names}))
+    with pytest.raises(ValueError) as found:
+        load_pretrained(folder)
+    said = str(found.value)
+    assert len(said) < 500 and "\n" not in said
+    assert str(folder) in said
+
+
+CODE = """
+import pathlib
+pathlib.Path("{mark}").touch()
+from transformers import GPT2Config, GPT2LMHeadModel
+class C(GPT2Config):
+    model_type = "stranger"
+class M(GPT2LMHeadModel):
+    config_class = C
+"""
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "stranger"])
+def test_code_of_a_folder_runs_only_if_the_caller_says_so(saved, tmp_path, monkeypatch, kind):
+    """No terminal is asked either: transformers' own default would."""
+    folder, model = saved
+    mark = tmp_path / "ran"
+    (folder / "code.py").write_text(CODE.format(mark=mark))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": kind, "architectures": ["M"] if kind == "stranger" else ["GPT2Model"]}
+    config["auto_map"] = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "c"))
+    monkeypatch.syspath_prepend(tmp_path / "c")
+    loads = [
+        lambda: load_pretrained(folder), lambda: models.build(folder),
+        lambda: models.build(str(folder)),
+    ]  # fmt: skip
+    for load in loads:
+        if kind == "stranger":
+            with pytest.raises(ValueError):
+                load()
+        else:
+            load()
+    assert not mark.exists()
+    if kind == "stranger":
+        loaded = load_pretrained(folder, trust_remote_code=True, precision="fp32")
+        assert mark.exists() and type(loaded.module).__name__ == "M"
+        assert torch.equal(loaded.state_dict()["lm_head.weight"], model.lm_head.weight)
+        assert isinstance(models.build(folder, trust_remote_code=True), type(loaded.module))
+
+
+@pytest.mark.parametrize("name", ["config.json", "a.safetensors", "generation_config.json"])
+@pytest.mark.parametrize("kind", ["pipe", "link outside", "deep"])
+def test_a_folder_has_files_and_no_other_things(saved, tmp_path, name, kind):
+    folder, _ = saved
+    path = folder / name
+    if path.exists():
+        path.rename(tmp_path / "away")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "deep":
+        path.write_text("[" * 100_000)
+    else:
+        path.symlink_to(tmp_path / "away" if (tmp_path / "away").exists() else "/etc/passwd")
+    if kind != "deep" or name == "config.json":  # others are read by nobody
+        with pytest.raises(FormatError if name != "config.json" else ValueError):
+            load_pretrained(folder)
+
+
+def test_the_hubs_cache_is_read_through_its_links(saved, tmp_path):
+    folder, model = saved
+    cache = tmp_path / "models--ours--model"
+    snapshot, blobs = cache / "snapshots/abc", cache / "blobs"
+    for made in (snapshot, blobs):
+        made.mkdir(parents=True)
+    for number, path in enumerate(folder.iterdir()):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    found = load_pretrained(snapshot, precision="fp32").state_dict()
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.ci
