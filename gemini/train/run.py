@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from gemini.checkpoint.pretrained import downloaded, load_pretrained
+from gemini.nvme import NvmeError
 from gemini.plan.ask import plan_for
 from gemini.plan.models import adapters_of, build
 from gemini.plan.words import five_lines
@@ -24,6 +27,8 @@ from .config import TrainConfig, as_yaml, check, parse, parser, read_config
 
 CONFIG, REPORT = "config.yaml", "report.html"
 PRECISION = "bf16"
+T = TypeVar("T")
+log = logging.getLogger("gemini")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         job = prepare(config)
     except ImportError as error:
         parser().error(f"{error}; pip install trl peft datasets matplotlib")
-    except ValueError as error:
+    except (ValueError, NvmeError) as error:
         parser().error(str(error))
     job.run()
     return 0
@@ -55,6 +60,7 @@ class Job:
     plan: str
     resumed_from: Path | None
     comm: Communicator
+    positions: int | None  # that the model has a table of
 
     @property
     def out(self) -> Path:
@@ -66,28 +72,44 @@ class Job:
         resumed = None if self.resumed_from is None else str(self.resumed_from)
         trainer.train(resume_from_checkpoint=resumed)
         log, step = trainer.state.log_history, trainer.state.global_step
+        trainer.save_model(self.config.out)
+        # The model is there: what follows is told if it fails, and fails nothing. On all ranks, as
+        # each forward gathers parameters from all of them.
         if self.data.held_out is not None and not any(
             "eval_loss" in entry and entry["step"] == step for entry in log
         ):
-            trainer.evaluate()
-        trainer.save_model(self.config.out)
-        # on all ranks: each forward gathers parameters from all of them
-        samples = self._samples()
+            self._attempt("the last evaluation", trainer.evaluate)
+        samples = self._attempt("samples", self._samples) or []
         if self.comm.rank:
             return
         for prompt, answer in samples:
-            sys.stdout.write(f"\n{prompt}\n--> {answer}\n")
-        self.report(samples)
-        sys.stdout.write(f"\nwritten: {self.out} (from_pretrained reads it), {self.out / REPORT}\n")
+            _say(f"\n{prompt}\n--> {answer}\n")
+        written = f", {self.out / REPORT}" if self.report(samples) else ""
+        _say(f"\nwritten: {self.out} (from_pretrained reads it){written}\n")
 
-    def report(self, samples: Sequence[tuple[str, str]] = ()) -> None:
+    def report(self, samples: Sequence[tuple[str, str]] = ()) -> bool:
+        """Write the report; returns whether it was written. A report that cannot be is told."""
         from .report import write_report
 
-        write_report(
-            self.out / REPORT, self.trainer.state.log_history,
-            title=f"{self.config.model} on {self.config.data}", plan=self.plan,
-            config=as_yaml(self.config), samples=samples,
-        )  # fmt: skip
+        def write() -> bool:
+            write_report(
+                self.out / REPORT, self.trainer.state.log_history,
+                title=f"{self.config.model} on {self.config.data}", plan=self.plan,
+                config=as_yaml(self.config), samples=samples,
+            )  # fmt: skip
+            return True
+
+        return self._attempt(REPORT, write) or False
+
+    def _attempt(self, what: str, work: Callable[[], T]) -> T | None:
+        """Result of what the trained model does not need; None if it fails, which is told."""
+        try:
+            return work()
+        except Exception as error:
+            if self.comm.rank == 0:
+                said = f"{type(error).__name__}: {error}".replace("\n", " ")
+                log.warning("no %s: %s. The trained model is not affected", what, said)
+            return None
 
     @torch.no_grad()
     def _samples(self) -> list[tuple[str, str]]:
@@ -96,10 +118,14 @@ class Job:
         model = self.trainer.model_wrapped.eval()
         found = []
         for ids in self.data.prompts(self.tokenizer, self.config.samples):
+            tokens = self.config.sample_tokens
+            if self.positions is not None:  # the end of a prompt, and room to go on
+                ids = ids[-max(self.positions // 2, self.positions - tokens) :]
+                tokens = min(tokens, self.positions - len(ids))
             given = torch.tensor([ids], device=self.trainer.args.device)
             out = model.generate(
                 input_ids=given, attention_mask=torch.ones_like(given), do_sample=False,
-                max_new_tokens=self.config.sample_tokens,
+                max_new_tokens=tokens,
             )[0]  # fmt: skip
             found.append((self.tokenizer.decode(ids), self.tokenizer.decode(out[len(ids) :])))
         return found
@@ -110,14 +136,12 @@ def prepare(config: TrainConfig) -> Job:
 
     Raises ValueError for a refused run; if it does not fit, with the cheapest change.
     """
-    from transformers import AutoTokenizer
-
-    from gemini.integrations.transformers import check_optim
-
     from .data import load
+    from .inputs import check_fit, check_inputs, read_tokenizer
     from .plan import hardware, training_of
     from .trainer import TuningTrainer, arguments, last_checkpoint
 
+    check_inputs(config)
     out = Path(config.out)
     resumed_from = last_checkpoint(out)
     if resumed_from is not None:
@@ -125,13 +149,14 @@ def prepare(config: TrainConfig) -> Job:
     on_cpu = not torch.cuda.is_available()
     world_size = _world_size()
     args = arguments(config, world_size, on_cpu=on_cpu)  # ranks are connected from here on
-    optim: Any = args.optim
-    check_optim(str(optim.value))
     comm = everyone(None, None)
     folder = str(downloaded(config.model))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = read_tokenizer(config, Path(folder))
+    positions, said = check_fit(config, Path(folder), tokenizer)
     with args.main_process_first():  # which leaves its rows to the others
         data = load(config, tokenizer)
+    if comm.rank == 0:
+        sys.stdout.writelines(f"{line}\n" for line in (*said, *data.said))
     machine = hardware(config, comm, torch.device(args.device))
     planned = plan_for(folder, machine, training_of(config, comm.world_size))
     if not planned.fits:
@@ -150,7 +175,7 @@ def prepare(config: TrainConfig) -> Job:
         model, args, train_dataset=data.train, eval_dataset=data.held_out,
         processing_class=tokenizer,
     )  # fmt: skip
-    job = Job(config, trainer, data, tokenizer, plan, resumed_from, comm)
+    job = Job(config, trainer, data, tokenizer, plan, resumed_from, comm, positions)
     if comm.rank == 0:
         trainer.add_callback(_reports(job))
     return job
@@ -175,6 +200,14 @@ def _loaded_model(folder: str, config: TrainConfig, options: dict[str, Any]) -> 
         folder, quantize=config.quantize, lora=adapters, precision=PRECISION,
         force_outputs_fp32=True, **options,
     )  # fmt: skip
+
+
+def _say(text: str) -> None:
+    """Write to stdout if somebody reads it, with escapes for what its encoding does not have."""
+    encoding = sys.stdout.encoding or "utf-8"
+    with suppress(OSError):
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
 
 
 def _world_size() -> int:
