@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from gemini.arguments import Parser
+
 _BENCHMARK = (
     "This package has no benchmark of the ways to split a matrix product.\n"
     "python -m gemini plan says whether a model fits and how fast it would be. From a clone,\n"
@@ -26,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from gemini.plan.command import main as plan
 
         return plan(given[1:])
-    parser = argparse.ArgumentParser(prog="python -m gemini")
+    parser = Parser(prog="python -m gemini")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, says in (
         ("doctor", "what this machine has, and what is slow"),

@@ -1,13 +1,15 @@
-"""Arguments that a function does not have: what a TypeError says of them. Pure."""
+"""Wrong arguments, of functions and of commands: what is said of them. Pure."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from types import MappingProxyType
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -58,6 +60,30 @@ def check_arguments(
         raise TypeError(
             f"{name}() takes {taken} by position, and got {args[len(placed)]!r} behind{also}"
         )
+
+
+def end(
+    parser: argparse.ArgumentParser, said: str, elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> NoReturn:
+    """End the process as `parser.error`, in one line: a usage of many flags would hide it.
+
+    elsewhere: names in other tools -> those of the flags here, with underscores.
+    """
+    unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", said)
+    if unknown is not None:
+        flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+        known = elsewhere.get(unknown[1].strip("-").replace("-", "_"))
+        near = f"--{known.replace('_', '-')}" if known else nearest(unknown[1], flags)
+        said += f"; did you mean {near}?" if near else ""
+    said = re.sub(r"\s*\n\s*", " ", said.strip())
+    parser.exit(2, f"{parser.prog}: error: {said} (see --help)\n")
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of a command line whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        end(self, message)
 
 
 def by_name(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:

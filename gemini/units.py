@@ -36,8 +36,9 @@ _UNITS = {
     "": 1,
     "b": 1,
     **{f"{p}ib": 1 << (10 * i) for i, p in enumerate("kmgt", start=1)},
-    **{f"{p}b": 1000**i for i, p in enumerate("kmgt", start=1)},
+    **{f"{p}{b}": 1000**i for i, p in enumerate("kmgt", start=1) for b in ("", "b")},
 }
+FEWEST_BYTES = 1024  # of a size without a unit: below it somebody means GiB
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -53,20 +54,31 @@ def check_block_numel(block_numel: int) -> None:
 
 
 def parse_bytes(size: int | str) -> Bytes:
-    """Parse `8GiB` (unit 2**30), `1TB` (unit 10**12), `4096` or 4096 into bytes.
+    """Parse `8GiB` (unit 2**30), `1TB` or `1T` (unit 10**12), `4096` or 4096 into bytes.
 
-    Raises ValueError for anything else, and for a negative size.
+    Raises ValueError for anything else, for a negative size, and for a number without a unit that
+    is a few bytes.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise ValueError(f"size {size!r} is a {type(size).__name__}; expected bytes or '8GiB'")
     if isinstance(size, int):
         if size < 0:
             raise ValueError(f"size {size} is negative; expected bytes or '8GiB'")
-        return Bytes(size)
+        return _without_unit(size)
     match = _SIZE.fullmatch(size)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"size {size!r} is not understood; expected bytes, '8GiB' or '1TB'")
+    if not match[2]:
+        return _without_unit(round(float(match[1])))
     return Bytes(round(float(match[1]) * _UNITS[match[2].lower()]))
+
+
+def _without_unit(size: int) -> Bytes:
+    if 0 < size < FEWEST_BYTES:
+        raise ValueError(
+            f"size {size} is {size} bytes; did you mean '{size}GiB'? ('{size}B' if not)"
+        )
+    return Bytes(size)
 
 
 def format_bytes(nbytes: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gemini.arguments import Parser
 from gemini.checkpoint.dcp.reader import Reader
 from gemini.checkpoint.format.data_file import UnitReader, verify_pinned
 from gemini.checkpoint.format.folder import find
@@ -95,7 +95,7 @@ def export(path: Path, out: Path, max_shard_size: str, dtype: str | None) -> Non
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gemini.checkpoint")
+    parser = Parser(prog="python -m gemini.checkpoint")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, work in (("inspect", inspect), ("verify", verify), ("export", export)):
         command = commands.add_parser(name, help=(work.__doc__ or "").splitlines()[0])

@@ -139,11 +139,13 @@ def _check_lora(lora: Any) -> None:
 def downloaded(model: str | os.PathLike[str], revision: str | None = None) -> Path:
     """Path of a model: a local path as it is, or the folder that an id on the hub is downloaded to.
 
-    Raises ValueError if the hub does not have the id, or, offline, the cache does not.
+    Raises ValueError if the hub does not have the id, or, offline, the cache does not; and for a
+    path that is no id, and does not exist.
     """
     path = Path(model).expanduser()
-    if path.exists() or path.is_absolute():
+    if path.exists():
         return path
+    check_id(model)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -151,10 +153,24 @@ def downloaded(model: str | os.PathLike[str], revision: str | None = None) -> Pa
         found = snapshot_download(
             str(model), revision=revision, ignore_patterns=["*.bin", "*.pth", "*.gguf"]
         )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except LocalEntryNotFoundError as error:  # neither in the cache nor within reach
+        off = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
+        why = "HF_HUB_OFFLINE is set" if off else "no network reaches the hub"
+        raise ValueError(
+            f"{model} is no folder here, and {why}; expected a folder, or an id that was "
+            "downloaded before"
+        ) from error
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
         said = str(error).strip().partition("\n")[0]
         raise ValueError(f"{model} is no folder here, and the hub says: {said}") from None
     return Path(found)
+
+
+def check_id(model: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a path, which is no id on the hub, whatever there is."""
+    name = os.fspath(model)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/"):
+        raise ValueError(f"there is no folder {name}; expected one, or an id on the hub")
 
 
 def write_weights(

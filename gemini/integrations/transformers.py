@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gemini.arguments import nearest
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.export import import_safetensors
 from gemini.checkpoint.load import load_checkpoint
@@ -218,12 +219,15 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]
         self._metrics.close()
 
 
-def check_optim(name: str) -> None:
+def check_optim(name: str, given: str = "args.optim") -> None:
     """Raise ValueError for an `args.optim` that has no sharded form."""
-    if name not in (*_TORCH_OPTIMIZERS, *_OTHERS):
+    known = (*_TORCH_OPTIMIZERS, *_OTHERS)
+    if name not in known:
+        near = nearest(name, known)
+        meant = f"did you mean {near}? " if near else ""
         raise ValueError(
-            f"args.optim={name!r} has no form whose state is sharded; expected one of "
-            f"{', '.join((*_TORCH_OPTIMIZERS, *_OTHERS))}, or optimizers=(...)"
+            f"{given}={name!r} has no form whose state is sharded; {meant}expected one of "
+            f"{', '.join(known)}, or in your own script optimizers=(...)"
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from gemini.arguments import Parser
 from gemini.optim.rules.state_layout import KINDS
 from gemini.placement.picture import write_timeline
 from gemini.placement.timeline import planned_timeline
@@ -63,14 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--ranks-per-node", type=int, help="default: at most 8")
     parser.add_argument("--device", choices=sorted(TYPICAL), default="cuda")
-    parser.add_argument("--device-mem", type=parse_bytes, help="of each device")
-    parser.add_argument("--host-mem", type=parse_bytes, help="RAM of each node")
-    parser.add_argument("--nvme", type=parse_bytes, help="disk of each node")
+    parser.add_argument("--device-mem", type=_size, help="of each device")
+    parser.add_argument("--host-mem", type=_size, help="RAM of each node")
+    parser.add_argument("--nvme", type=_size, help="disk of each node")
     parser.add_argument(
         "--nvme-fraction", type=float, default=0.0, help="of the state, at least, on NVMe"
     )
     parser.add_argument("--bandwidths", type=Path, help="JSON, bytes a second; see Bandwidths")
-    parser.add_argument("--activation-bytes", type=parse_bytes, help="of a batch of 1; not traced")
+    parser.add_argument("--activation-bytes", type=_size, help="of a batch of 1; not traced")
     parser.add_argument("--verbose", action="store_true", help="every kind, tier and link")
     parser.add_argument(
         "--print-args", action="store_true", help="only arguments of python -m gemini train"
@@ -81,6 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--timeline", type=Path, help=".svg, .png, .pdf or .json")
     parser.add_argument("--json", type=Path)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:  # whose words argparse leaves out
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -122,7 +130,7 @@ def machine_from(args: argparse.Namespace) -> Hardware:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Exit status 1: it does not fit."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m gemini plan",
         description="Does a model fit, where does everything go, how long does a step take: asked "
         "on any machine, without weights and without a GPU. Exit status 1: it does not fit.",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gemini.arguments import end, nearest
 from gemini.integrations.config import read_yaml
 from gemini.placement.timetable.updates import AUTO, UPDATES
 from gemini.plan.command import TRUST_HELP
@@ -21,6 +22,23 @@ OF_THE_MACHINE = (
 )  # fmt: skip
 # no key of a YAML file, which may be anybody's: only who types a command lets code run
 OF_THE_COMMAND = ("trust_remote_code",)
+
+# names of Trainer's, trl's and other tools' configs -> ours
+ELSEWHERE = {
+    "model_name_or_path": "model", "base_model": "model", "model_id": "model",
+    "dataset": "data", "dataset_name": "data", "datasets": "data", "train_file": "data",
+    "data_path": "data", "validation_file": "eval_data", "val_set_size": "held_out",
+    "output_dir": "out", "learning_rate": "lr", "lr_scheduler": "schedule",
+    "lr_scheduler_type": "schedule", "warmup_steps": "warmup", "optimizer": "optim",
+    "max_length": "seq", "max_seq_length": "seq", "cutoff_len": "seq", "sequence_len": "seq",
+    "per_device_train_batch_size": "batch", "micro_batch_size": "batch", "batch_size": "batch",
+    "gradient_accumulation_steps": "accumulate", "num_train_epochs": "epochs",
+    "num_epochs": "epochs", "max_steps": "steps", "max_grad_norm": "max_norm",
+    "gradient_clipping": "max_norm", "gradient_checkpointing": "checkpointing",
+    "save_steps": "save_every", "save_total_limit": "keep", "logging_steps": "log_every",
+    "eval_steps": "save_every", "lora_r": "lora", "lora_rank": "lora", "r": "lora",
+    "load_in_4bit": "quantize", "load_in_8bit": "quantize", "sample_packing": "packing",
+}  # fmt: skip
 
 
 def _says(default: Any, text: str) -> Any:
@@ -117,11 +135,12 @@ def parser() -> Any:
     from transformers.hf_argparser import HfArgumentParser
 
     kind: Any = TrainConfig
-    made = HfArgumentParser(
+    made: Any = HfArgumentParser(
         kind, prog="python -m gemini train", allow_abbrev=False,
         description="Fine-tunes a model within the memory that is given; goes on where it was "
         "killed. Ranks: python -m gemini run --nproc_per_node N -m gemini train ...",
     )  # fmt: skip
+    made.error = partial(end, made, elsewhere=ELSEWHERE)
     made.add_argument("config", nargs="?", metavar="config.yaml", help="flags as keys; flags win")
     made.add_argument("--print-config", action="store_true", help="all of it as YAML, and end")
     return made
@@ -162,8 +181,9 @@ def _read(path: Path) -> dict[str, Any]:
                 f"{_flag(name)} on the command line"
             )
         if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1)
-            also = f"; did you mean {near[0]}?" if near else f"; expected one of {', '.join(names)}"
+            near, here = nearest(name, names), ELSEWHERE.get(str(name))
+            also = f"; did you mean {near}?" if near else f"; expected one of {', '.join(names)}"
+            also = f"; {name} is {here} here" if here else also
             raise ValueError(f"{path} has the key {name!r}, which is no flag{also}")
         if isinstance(value, (dict, list)):
             raise ValueError(f"{path} has a {type(value).__name__} as {name}; expected one value")

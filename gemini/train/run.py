@@ -6,16 +6,17 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from gemini import strangers
 from gemini.checkpoint.pretrained import check_readable, downloaded, load_pretrained
+from gemini.nvme import NvmeError
 from gemini.plan.ask import plan_for
 from gemini.plan.models import adapters_of, build
 from gemini.plan.words import five_lines
@@ -24,10 +25,10 @@ from gemini.runtime.comm.connect import everyone
 
 from .config import TrainConfig, as_yaml, check, parse, parser, read_config
 
-log = logging.getLogger("gemini")
-
 CONFIG, REPORT = "config.yaml", "report.html"
 PRECISION = "bf16"
+T = TypeVar("T")
+log = logging.getLogger("gemini")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         job = prepare(config)
     except ImportError as error:
         parser().error(f"{error}; pip install trl peft datasets matplotlib")
-    except ValueError as error:
+    except (ValueError, NvmeError) as error:
         parser().error(str(error))
     job.run()
     return 0
@@ -59,6 +60,7 @@ class Job:
     plan: str
     resumed_from: Path | None
     comm: Communicator
+    positions: int | None  # that the model has a table of
 
     @property
     def out(self) -> Path:
@@ -70,28 +72,44 @@ class Job:
         resumed = None if self.resumed_from is None else str(self.resumed_from)
         trainer.train(resume_from_checkpoint=resumed)
         log, step = trainer.state.log_history, trainer.state.global_step
+        trainer.save_model(self.config.out)
+        # The model is there: what follows is told if it fails, and fails nothing. On all ranks, as
+        # each forward gathers parameters from all of them.
         if self.data.held_out is not None and not any(
             "eval_loss" in entry and entry["step"] == step for entry in log
         ):
-            trainer.evaluate()
-        trainer.save_model(self.config.out)
-        # on all ranks: each forward gathers parameters from all of them
-        samples = self._samples()
+            self._attempt("the last evaluation", trainer.evaluate)
+        samples = self._attempt("samples", self._samples) or []
         if self.comm.rank:
             return
         for prompt, answer in samples:
-            sys.stdout.write(printable(f"\n{prompt}\n--> {answer}\n"))
-        self.report(samples)
-        sys.stdout.write(f"\nwritten: {self.out} (from_pretrained reads it), {self.out / REPORT}\n")
+            _say(f"\n{prompt}\n--> {answer}\n")
+        written = f", {self.out / REPORT}" if self.report(samples) else ""
+        _say(f"\nwritten: {self.out} (from_pretrained reads it){written}\n")
 
-    def report(self, samples: Sequence[tuple[str, str]] = ()) -> None:
+    def report(self, samples: Sequence[tuple[str, str]] = ()) -> bool:
+        """Write the report; returns whether it was written. A report that cannot be is told."""
         from .report import write_report
 
-        write_report(
-            self.out / REPORT, self.trainer.state.log_history,
-            title=f"{self.config.model} on {self.config.data}", plan=self.plan,
-            config=as_yaml(self.config), samples=samples,
-        )  # fmt: skip
+        def write() -> bool:
+            write_report(
+                self.out / REPORT, self.trainer.state.log_history,
+                title=f"{self.config.model} on {self.config.data}", plan=self.plan,
+                config=as_yaml(self.config), samples=samples,
+            )  # fmt: skip
+            return True
+
+        return self._attempt(REPORT, write) or False
+
+    def _attempt(self, what: str, work: Callable[[], T]) -> T | None:
+        """Result of what the trained model does not need; None if it fails, which is told."""
+        try:
+            return work()
+        except Exception as error:
+            if self.comm.rank == 0:
+                said = f"{type(error).__name__}: {error}".replace("\n", " ")
+                log.warning("no %s: %s. The trained model is not affected", what, said)
+            return None
 
     @torch.no_grad()
     def _samples(self) -> list[tuple[str, str]]:
@@ -100,10 +118,14 @@ class Job:
         model = self.trainer.model_wrapped.eval()
         found = []
         for ids in self.data.prompts(self.tokenizer, self.config.samples):
+            tokens = self.config.sample_tokens
+            if self.positions is not None:  # the end of a prompt, and room to go on
+                ids = ids[-max(self.positions // 2, self.positions - tokens) :]
+                tokens = min(tokens, self.positions - len(ids))
             given = torch.tensor([ids], device=self.trainer.args.device)
             out = model.generate(
                 input_ids=given, attention_mask=torch.ones_like(given), do_sample=False,
-                max_new_tokens=self.config.sample_tokens,
+                max_new_tokens=tokens,
             )[0]  # fmt: skip
             found.append((self.tokenizer.decode(ids), self.tokenizer.decode(out[len(ids) :])))
         return found
@@ -114,14 +136,12 @@ def prepare(config: TrainConfig) -> Job:
 
     Raises ValueError for a refused run; if it does not fit, with the cheapest change.
     """
-    from transformers import AutoTokenizer
-
-    from gemini.integrations.transformers import check_optim
-
     from .data import load
+    from .inputs import check_fit, check_inputs, read_tokenizer
     from .plan import hardware, training_of
     from .trainer import TuningTrainer, arguments, last_checkpoint
 
+    check_inputs(config)
     out = Path(config.out)
     resumed_from = last_checkpoint(out)
     if resumed_from is not None:
@@ -129,26 +149,18 @@ def prepare(config: TrainConfig) -> Job:
     on_cpu = not torch.cuda.is_available()
     world_size = _world_size()
     args = arguments(config, world_size, on_cpu=on_cpu)  # ranks are connected from here on
-    optim: Any = args.optim
-    check_optim(str(optim.value))
     comm = everyone(None, None)
     # a path and no text: what a config says of a model is a folder or an id, and no module
     folder = downloaded(config.model).absolute()
-    if not folder.is_dir():
-        raise ValueError(f"--model {config.model} is no folder; expected one, or an id on the hub")
     check_readable(folder)
     if config.trust_remote_code and comm.rank == 0:
         log.warning("--trust-remote-code: code in %s runs with your rights; read it first", folder)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=config.trust_remote_code
-        )
-    except Exception as error:  # a folder is anybody's, and fails in any way
-        raise ValueError(
-            f"--model {config.model} has no tokenizer that can be read: {strangers.said(error)}"
-        ) from error
+    tokenizer = read_tokenizer(config, folder)
+    positions, said = check_fit(config, folder, tokenizer)
     with args.main_process_first():  # which leaves its rows to the others
         data = load(config, tokenizer)
+    if comm.rank == 0:
+        sys.stdout.writelines(f"{line}\n" for line in (*said, *data.said))
     machine = hardware(config, comm, torch.device(args.device))
     planned = plan_for(folder, machine, training_of(config, comm.world_size))
     if not planned.fits:
@@ -167,7 +179,7 @@ def prepare(config: TrainConfig) -> Job:
         model, args, train_dataset=data.train, eval_dataset=data.held_out,
         processing_class=tokenizer,
     )  # fmt: skip
-    job = Job(config, trainer, data, tokenizer, plan, resumed_from, comm)
+    job = Job(config, trainer, data, tokenizer, plan, resumed_from, comm, positions)
     if comm.rank == 0:
         trainer.add_callback(_reports(job))
     return job
@@ -201,6 +213,13 @@ def printable(text: str) -> str:
     """Text that the screen takes: what its encoding lacks is escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _say(text: str) -> None:
+    """Write to stdout if somebody reads it."""
+    with suppress(OSError):
+        sys.stdout.write(printable(text))
+        sys.stdout.flush()
 
 
 def _world_size() -> int:

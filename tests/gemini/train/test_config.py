@@ -6,6 +6,7 @@ import pytest
 
 from gemini.train import run
 from gemini.train.config import (
+    ELSEWHERE,
     OF_THE_MACHINE,
     TrainConfig,
     as_yaml,
@@ -37,6 +38,8 @@ def test_the_config_that_is_printed_is_the_run(tmp_path, capsys):
 
 WRONG = {
     "modell: m": "has the key 'modell', which is no flag; did you mean model",
+    "learning_rate: 1": "no flag; learning_rate is lr here",
+    "model_name_or_path: m": "no flag; model_name_or_path is model here",
     "zzz: 1": "no flag; expected one of model, data",
     "data: [a, b]": "has a list as data; expected one value",
     "- model": "is a list; expected flags as keys",
@@ -67,11 +70,25 @@ def test_only_the_command_line_lets_code_run(tmp_path):
     assert not again.trust_remote_code and again.changed_from(config) == []
 
 
-@pytest.mark.parametrize("flags", [["--modell", "m"], ["--lora", "1.5"], ["--mod", "m"]])
-def test_a_flag_that_is_none_ends_with_the_usage(flags, capsys):
+WRONG_FLAGS = {
+    ("--modell", "m"): "unrecognized arguments: --modell; did you mean --model?",
+    ("--learning_rate", "1"): "did you mean --lr?",
+    ("--lora", "1.5"): "argument --lora: invalid int value: '1.5'",
+    ("--zzz",): "unrecognized arguments: --zzz",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG_FLAGS)
+def test_a_flag_that_is_none_ends_with_one_line(flags, capsys):
     with pytest.raises(SystemExit) as end:
         parse(flags)
-    assert end.value.code == 2 and "usage: python -m gemini train" in capsys.readouterr().err
+    (said,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and WRONG_FLAGS[flags] in said and said.endswith("(see --help)")
+
+
+def test_what_other_tools_name_otherwise_is_a_flag_here():
+    assert set(ELSEWHERE.values()) <= {field.name for field in fields(TrainConfig)}
+    assert not ELSEWHERE.keys() & {field.name for field in fields(TrainConfig)}
 
 
 IMPOSSIBLE = {

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from gemini.plan import command
 from gemini.plan.ask import plan_for
 from gemini.plan.machine import machine_of
 from gemini.train import plan as train_plan
-from gemini.train import run
+from gemini.train import report, run
 from gemini.train.config import parse
+from gemini.train.data import Data
 from tests.support.model_folder import make_folder, rows, write_rows
 
 pytestmark = pytest.mark.ci  # trl alone takes seconds to import
@@ -189,11 +191,40 @@ def test_plan_and_train_give_one_answer_and_the_run_follows_it(
     assert wrapped.engine.update == config.update != "auto"
 
 
+def test_nothing_behind_the_save_fails_a_run(folder, tmp_path, capsys, caplog, monkeypatch):
+    """A table of 16 positions, an empty prompt; then samples and a report that fail."""
+    import transformers
+
+    model = tmp_path / "gpt2"
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=300, n_positions=16)
+    transformers.GPT2LMHeadModel(config).save_pretrained(model)
+    for file in (folder / "model").glob("token*"):
+        shutil.copy(file, model)
+    pairs = [{"prompt": "a" * (i % 3), "completion": "b"} for i in range(12)]
+    write_rows(tmp_path / "prompt.jsonl", pairs)
+    short = ("--seq", "16", "--held-out", "0.5", "--sample-tokens", "64", "--steps", "1")
+    given = [*flags(tmp_path, tmp_path / "out", *short, data="prompt"), "--model", str(model)]
+    assert run.main(given) == 0
+    assert capsys.readouterr().out.count("-->") == 3 and "not affected" not in caplog.text
+
+    def fails(*_, **__):
+        raise OSError("no space\nleft")
+
+    monkeypatch.setattr(report, "write_report", fails)
+    monkeypatch.setattr(Data, "prompts", fails)
+    assert run.main([*given, "--out", str(tmp_path / "another")]) == 0
+    assert capsys.readouterr().out.endswith("another (from_pretrained reads it)\n")
+    said = {record.getMessage() for record in caplog.records}
+    assert {f"no {what}: OSError: no space left. The trained model is not affected"
+            for what in ("samples", "report.html")} <= said  # fmt: skip
+    assert generated(tmp_path / "another").shape[1] > 3
+
+
 def test_an_optimizer_without_a_sharded_form_is_refused(folder, tmp_path, capsys):
     for name in ("lion_8bit", "galore_adafactor"):
         with pytest.raises(SystemExit):
             run.main(flags(folder, tmp_path / "out", "--optim", name))
-        assert f"args.optim='{name}' has no form whose state is sharded" in capsys.readouterr().err
+        assert f"--optim='{name}' has no form whose state is sharded" in capsys.readouterr().err
 
 
 def test_a_module_is_run_on_all_ranks(tmp_path):

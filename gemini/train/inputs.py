@@ -1,0 +1,108 @@
+"""What a user gave to a run, checked before any work: paths, names, and what fits together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gemini import nvme, strangers
+from gemini.checkpoint.pretrained import check_id
+
+from .config import TrainConfig
+from .rows import files_of
+
+_ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
+
+
+def check_inputs(config: TrainConfig) -> None:
+    """Raise ValueError for a model, data or folders that are none, and for an unknown optimizer or
+    report."""
+    from gemini.integrations.transformers import check_optim
+
+    model, out = Path(config.model).expanduser(), Path(config.out).expanduser()
+    if not model.exists():
+        check_id(config.model)
+    if model.exists() and not model.is_dir():
+        raise ValueError(
+            f"--model {config.model} is a file; expected a folder that from_pretrained reads, or "
+            "an id on the hub"
+        )
+    if model.is_dir() and not (model / "config.json").is_file():
+        raise ValueError(f"--model {config.model} has no config.json; expected one beside weights")
+    files_of(config.data, "--data")
+    if config.eval_data is not None:
+        files_of(config.eval_data, "--eval-data")
+    blocked = next((one for one in (out, *out.parents) if one.exists()), None)
+    if blocked is not None and not blocked.is_dir():
+        raise ValueError(
+            f"--out {config.out}: {blocked} is a file; expected a folder, or a new one"
+        )
+    if config.nvme is not None:
+        nvme.check_folder(config.nvme)
+    check_optim(config.optim, "--optim")
+    _check_reports(config.report_to)
+
+
+def _check_reports(names: str) -> None:
+    """Make the callbacks of --report-to once: those of packages that are missing say so."""
+    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+
+    try:
+        known = [] if names in ("none", "all") else [names]
+        for made in get_reporting_integration_callbacks(known):
+            made()
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ValueError(f"--report-to {names}: {error}; expected none, or what is here") from None
+
+
+def read_tokenizer(config: TrainConfig, folder: Path) -> Any:
+    """Tokenizer of the model's folder. Raises ValueError if transformers reads none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # a folder is anybody's, and fails in any way
+        raise ValueError(
+            f"--model {config.model} has no tokenizer that transformers reads "
+            f"({strangers.said(error)}); expected a folder of save_pretrained, with the tokenizer "
+            "beside the weights"
+        ) from None
+
+
+def check_fit(config: TrainConfig, folder: Path, tokenizer: Any) -> tuple[int | None, list[str]]:
+    """Raise ValueError where --seq or the tokenizer does not fit the model.
+
+    Returns the positions that the model has a table of, and what else is worth saying. Positions of
+    a rotary embedding go on behind the last that was trained; a table ends: there None is no limit.
+    """
+    settings = _settings(folder)
+    rows = getattr(settings, "vocab_size", None)
+    tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+    if isinstance(rows, int) and tokens > rows:
+        raise ValueError(
+            f"the tokenizer of --model {config.model} has {tokens} tokens, and its embedding "
+            f"{rows} rows; expected no more tokens than rows: model.resize_token_embeddings"
+            f"({tokens}), save_pretrained, and train that"
+        )
+    most = getattr(settings, "max_position_embeddings", None)
+    is_rotary = any(getattr(settings, name, None) for name in _ROTARY)
+    if not isinstance(most, int) or most <= 0:
+        return None, []
+    said = f"--seq {config.seq} is more than the {most} positions of the model"
+    if config.seq > most and not is_rotary:
+        raise ValueError(f"{said}; expected --seq {most} or less")
+    if not is_rotary:
+        return most, []
+    goes_on = f"{said}: its rotary embedding goes on behind them, where it was not trained"
+    return None, [goes_on] if config.seq > most else []
+
+
+def _settings(folder: Path) -> Any:
+    """Configuration of the language model in a folder; None if its type is not known here."""
+    from transformers import AutoConfig
+
+    try:
+        fields = strangers.parsed(strangers.read_text(folder / "config.json"))
+        return AutoConfig.for_model(**fields).get_text_config()
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None  # the plan says what is wrong with it
