@@ -195,7 +195,7 @@ def reads(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
     """Method that any thread may call while another one trains."""
 
     @functools.wraps(method)
-    def alone(this: S, *args: P.args, **kwargs: P.kwargs) -> R:
+    def alone(this: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with this._alone():
             return method(this, *args, **kwargs)
 
@@ -206,7 +206,7 @@ def changes(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
     """Method that changes weights, state or gradients: refused while another thread runs a pass."""
 
     @functools.wraps(method)
-    def alone(this: S, *args: P.args, **kwargs: P.kwargs) -> R:
+    def alone(this: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with this._alone(f"{method.__name__.strip('_')}()"):
             return method(this, *args, **kwargs)
 

@@ -29,7 +29,7 @@ from gemini.checkpoint.model.keys import (
     take_over_stores,
 )
 from gemini.checkpoint.model.plain import load_plain
-from gemini.checkpoint.model.state import RunState, first_names, names_of, parts_of
+from gemini.checkpoint.model.state import RunState, alone, first_names, names_of, parts_of
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 
@@ -38,6 +38,7 @@ from .save import base_of, runs_of, settle
 log = logging.getLogger("gemini")
 
 
+@alone("load_checkpoint()")
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,

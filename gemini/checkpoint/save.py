@@ -33,7 +33,14 @@ from gemini.checkpoint.dcp.writer import RankFile, Save
 from gemini.checkpoint.format.manifest import CheckpointError
 from gemini.checkpoint.model.keys import Keys, encode, known_stores, random_state
 from gemini.checkpoint.model.plain import PlainRuns, can_be_runs, plain_state
-from gemini.checkpoint.model.state import RunState, ShardedState, StagesState, first_names, parts_of
+from gemini.checkpoint.model.state import (
+    RunState,
+    ShardedState,
+    StagesState,
+    alone,
+    first_names,
+    parts_of,
+)
 from gemini.ddp import GeminiDDP
 from gemini.nvme import is_gone
 from gemini.optim.base import TieredOptimizer
@@ -49,6 +56,7 @@ log = logging.getLogger("gemini")
 _SHARE_OF_FREE_MEMORY = 0.5  # of an asynchronous save's copies, over all ranks of this machine
 
 
+@alone()
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,

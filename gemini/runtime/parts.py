@@ -266,7 +266,7 @@ def held(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], 
     """Method of a wing that holds the engine's lock."""
 
     @functools.wraps(method)
-    def holding(wing: W, *args: P.args, **kwargs: P.kwargs) -> R:
+    def holding(wing: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with wing._parts.lock:
             return method(wing, *args, **kwargs)
 
