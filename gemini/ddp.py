@@ -17,6 +17,7 @@ from gemini.chunk.sizing.search import search_chunk_configuration
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.trace import Trace
 from gemini.optim.rules.clipping import asked_norm
+from gemini.optim.target import changes, reads
 from gemini.placement.policy import Placement, parse_placement
 from gemini.placement.timetable.updates import AUTO, BEHIND, UPDATES
 from gemini.runtime.autograd.io_casts import Boundary
@@ -251,6 +252,7 @@ class GeminiDDP(ModuleFace):
         for buffer in self.module.buffers():
             self.engine.comm.broadcast(buffer)
 
+    @changes
     def unwrap(self, device: torch.device | str = "cpu") -> nn.Module:
         """Return the inner module as a plain one, with full parameters from fp32 masters on every
         rank. All ranks call.
@@ -295,6 +297,7 @@ class GeminiDDP(ModuleFace):
         with self.engine.summoned(writeback):
             yield
 
+    @reads
     def digest(self) -> str:
         """Hash of weights, step counts and loss scale, 16 hexadecimal digits. All ranks call.
 
@@ -304,6 +307,7 @@ class GeminiDDP(ModuleFace):
         self.engine.call("model.digest()")
         return digest(self.engine)
 
+    @changes
     def rewind(self, steps: int) -> None:
         """Undo the last `steps` steps. All ranks call.
 
@@ -333,6 +337,7 @@ class GeminiDDP(ModuleFace):
         self.engine.manager.release_all()
         self.engine.shards_changed()
 
+    @changes
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or make them zeros: those in chunks, where `p.grad` is only a view,
         and those of `ignored_params`."""
@@ -346,6 +351,7 @@ class GeminiDDP(ModuleFace):
         else:
             self.engine.zero_gradients()
 
+    @changes
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the coming step of this module's optimizer; see `optimizer.clip_grad_norm_`.
 
@@ -366,6 +372,7 @@ class GeminiDDP(ModuleFace):
         found = named_gradients(engine, engine.meetings, engine.gradients, full=full)
         return ((own(name), gradient) for name, gradient in found)
 
+    @changes
     def map_gradients(self, change: ChangeGradient) -> None:
         """Call `change(name, part)` for every parameter with a gradient, between backward and step.
 
@@ -385,6 +392,7 @@ class GeminiDDP(ModuleFace):
         names = (name for name, _ in self.named_parameters(remove_duplicate=False))
         return SavedNames(self.module).found(names)
 
+    @reads
     def explain(self, name: str) -> str:
         """Home of a parameter, its reason and its cost, in words. Raises ValueError for an unknown
         name."""
@@ -392,10 +400,12 @@ class GeminiDDP(ModuleFace):
         ignored = {saved(left): param for left, param in self.ignored_parameters()}
         return explain(self.engine, saved(name), ignored)
 
+    @reads
     def memory_report(self) -> MemoryReport:
         """Table of bytes by tier and kind, predicted and measured; made to be printed."""
         return memory_report(self.engine, (param for _, param in self.ignored_parameters()))
 
+    @reads
     def memory_timeline(self, path: str | Path, title: str | None = None) -> None:
         """Draw device, host and NVMe over one iteration: `.svg`, `.png`, `.pdf`, or `.json` in
         Chrome's trace format. title: model and batch, say; None is the number of parameters.

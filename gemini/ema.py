@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -108,6 +108,10 @@ class EMA:
         Call it after a step; the first call copies the weights. Raises RuntimeError inside
         `swapped`, and the error of the last step's tail.
         """
+        with self._model.engine.alone():
+            self._update()
+
+    def _update(self) -> None:
         self._ready("update()")
         if self.num_averaged:
             for chunk in self._chunks:
@@ -128,22 +132,27 @@ class EMA:
         The model's weights come back bit for bit, also if the body raises. Weights that the body
         loads become the average; a step is refused.
         """
-        self._ready("swapped()")
-        self._model.engine.call("ema.swapped()")
+        engine = self._model.engine
         swapped: list[Chunk] = []
-        with self._model.engine.lent():
+        with ExitStack() as stack:
+            with engine.alone("ema.swapped()"):
+                self._ready("swapped()")
+                engine.call("ema.swapped()")
+                stack.enter_context(engine.lent())
             try:
-                for chunk in self._chunks:
-                    self._exchange(chunk)
-                    swapped.append(chunk)
-                self._follow()
+                with engine.alone():
+                    for chunk in self._chunks:
+                        self._exchange(chunk)
+                        swapped.append(chunk)
+                    self._follow()
                 yield
             finally:
-                self._model.engine.write_back_changes()
-                # Only chunks that were exchanged: any other would get the average for good.
-                for chunk in swapped:
-                    self._exchange(chunk)
-                self._follow()
+                with engine.alone():
+                    engine.write_back_changes()
+                    # Only chunks that were exchanged: any other would get the average for good.
+                    for chunk in swapped:
+                        self._exchange(chunk)
+                    self._follow()
 
     @torch.no_grad()
     def _exchange(self, chunk: Chunk) -> None:

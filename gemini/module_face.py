@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from gemini.callers import torchs_wrapper, wants_dtensors
 from gemini.chunk.parameter import handle_of
+from gemini.optim.target import changes, reads
 from gemini.runtime.engine import GeminiEngine, check_stays
 from gemini.runtime.inspect.full_parameters import (
     cut_parameters,
@@ -39,6 +40,9 @@ class ModuleFace(nn.Module):
         super().__init__()
         self._inner_prefix = "module."  # by which a parent's load_state_dict knows the inner module
         self.register_load_state_dict_post_hook(_forget_inner_names)
+
+    def _alone(self, changes: str = "") -> AbstractContextManager[None]:
+        return self.engine.alone(changes)
 
     def __getattr__(self, name: str) -> Any:
         """Attribute of the inner module that the wrapper lacks: `config`, `generate`, ..."""
@@ -124,6 +128,7 @@ class ModuleFace(nn.Module):
         yield prefix, self
         yield from self._root.named_modules(memo, prefix, remove_duplicate)
 
+    @reads
     def state_dict(  # type: ignore[override]
         self,
         *,
@@ -213,6 +218,7 @@ class ModuleFace(nn.Module):
         if said is not None:
             raise RuntimeError(f"save_pretrained() failed on rank 0: {said}")
 
+    @reads
     def salvage(self) -> dict[str, Tensor]:
         """Parameters that this rank has in memory, in the compute dtype, for when files are lost.
 
@@ -220,6 +226,7 @@ class ModuleFace(nn.Module):
         """
         return salvageable(self.engine)
 
+    @changes
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
@@ -244,6 +251,7 @@ class ModuleFace(nn.Module):
         self._take(given)
         return keys
 
+    @changes
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],

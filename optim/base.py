@@ -31,7 +31,7 @@ from gemini.saved_names import renamed, without_wrappers
 from .binding import BoundOptimizer
 from .binding import Folders as Folders
 from .groups import as_torchs, merged_groups
-from .target import AmpInputs, Target
+from .target import AmpInputs, Target, changes, reads
 
 log = logging.getLogger("gemini")
 
@@ -61,6 +61,11 @@ class TieredOptimizer(BoundOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with self._alone("optimizer.step()"):
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         self._bind()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         amp = AmpInputs(scale, found_inf) if found_inf is not None else None
@@ -73,8 +78,8 @@ class TieredOptimizer(BoundOptimizer):
         except NonFiniteGradientError as error:
             self.last_report = error.report
             raise
-        return loss
 
+    @changes
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or make them zeros, which a step takes as gradients."""
         if self._owner is None:
@@ -88,6 +93,7 @@ class TieredOptimizer(BoundOptimizer):
         """Call `loss.backward(**options)`: a wrapped module applies its loss scale by itself."""
         loss.backward(**options)
 
+    @changes
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -109,6 +115,7 @@ class TieredOptimizer(BoundOptimizer):
 
     clip_grad_by_norm = clip_grad_norm_
 
+    @changes
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clip every element of the coming step's gradients to [-clip_value, clip_value]."""
         clip = Clip(max_value=float(clip_value))
@@ -116,11 +123,13 @@ class TieredOptimizer(BoundOptimizer):
         clip_together(self._targets, clip)
 
     @property
+    @reads
     def skipped_steps(self) -> int:
         """Number of steps skipped for a gradient that was not finite. Waits for the device."""
         counters = [target.counters for target in self._targets]  # a step skips on all
         return max((c.skipped_steps for c in counters if c is not None), default=0)
 
+    @reads
     def visit_state(self, look: StateVisitor) -> None:
         """Show this process's state, run by run, never all at once; see `optim.state.state_stream`.
 
@@ -130,6 +139,7 @@ class TieredOptimizer(BoundOptimizer):
         for target in self._targets:
             target.visit_state(partial(_looking, look, self._naming(target)))
 
+    @changes
     def fill_state(self, source: StateSource) -> None:
         """Replace state run by run: `source` gives new values for a run, or None to keep it."""
         self._bind()
@@ -144,6 +154,7 @@ class TieredOptimizer(BoundOptimizer):
         names = [str(position[id(param)]) for param in target.params]
         return lambda run: replace(run, name=names[int(run.name)])
 
+    @reads
     def state_dict(self) -> dict[str, Any]:
         """State dict in torch's format; state on disk is read back for it, one block at a time.
 
@@ -177,6 +188,7 @@ class TieredOptimizer(BoundOptimizer):
                 found["counters"] = target.counters.state_dict()
         return found
 
+    @changes
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict in torch's format, also as torch.optim's own optimizers make it.
 
@@ -246,19 +258,20 @@ class TieredOptimizer(BoundOptimizer):
         self._refuse_unusable()
         self._bind()
         # A signal while tensors move would leave some of them without memory.
-        with DeferredSignals():
+        with self._alone("optimizer.parked()"), DeferredSignals():
             tensors = [tensor for target in self._targets for tensor in target.movable()]
             away = park(tensors, where, self._config.nvme)
         self._is_parked = True
         try:
             yield
         finally:
-            with DeferredSignals():
+            with self._alone(), DeferredSignals():
                 away.bring_back()
                 away.close()
                 self._is_parked = False
 
     @property
+    @reads
     def nvme_bytes(self) -> int:
         """Bytes that this optimizer's state takes on disk, all versions of every block."""
         return sum(store.file_bytes for store in self.stores)
@@ -268,6 +281,7 @@ class TieredOptimizer(BoundOptimizer):
         """Stores on disk, of this optimizer and of the module that it updates."""
         return [store for target in self._targets for store in target.stores]
 
+    @reads
     def stores_of_run(self) -> tuple[dict[str, int], int | None]:
         """Steps of stores, for a checkpoint: (begins, common).
 
@@ -279,6 +293,7 @@ class TieredOptimizer(BoundOptimizer):
         held = min((store.committed_step for store in own), default=None)
         return began, None if held is None else self._steps_before + held
 
+    @changes
     def go_on_from(self, step: int, began: Mapping[str, int]) -> None:
         """Go on from a step of a run that has left stores, and remove those with no later step.
 
@@ -289,6 +304,7 @@ class TieredOptimizer(BoundOptimizer):
         self._left_stores = {name: began[name] for name in sorted(left)}
         self._steps_before = step - max((s.committed_step for s in self.stores), default=0)
 
+    @reads
     def close(self, *, keep_masters: bool = True) -> None:
         """Remove the files and threads. The optimizer cannot step any more.
 

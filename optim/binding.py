@@ -7,6 +7,7 @@ import os
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.rule import UpdateRule, scalar
 from gemini.units import parse_bytes
 
-from .target import OWNER_ATTRIBUTE, ParameterOwner, Target, owner_of, speaker_of
+from .target import OWNER_ATTRIBUTE, ParameterOwner, Target, new_lock, owner_of, speaker_of
 
 # A module that is wrapped after its optimizer was made finds it here.
 _alive: weakref.WeakKeyDictionary[BoundOptimizer, None] = weakref.WeakKeyDictionary()
@@ -79,6 +80,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         self._is_parked = False
         self._bound: dict[int, UpdateRule] = {}  # by id: parameters that a target has
         self._closed = False
+        self._lock = new_lock()  # of plain parameters
         self.last_report: StepReport | None = None
         _alive[self] = None
 
@@ -86,6 +88,10 @@ class BoundOptimizer(torch.optim.Optimizer):
     def own_name(cls) -> str:
         """Name of the class that updates, also where it goes on for another optimizer."""
         return cls.__mro__[1 if cls.in_place_of else 0].__name__
+
+    def _alone(self, changes: str = "") -> AbstractContextManager[None]:
+        """See `ParameterOwner.alone`."""
+        return self._lock if self._owner is None else self._owner.alone(changes)
 
     def waits_for(self, params: set[int]) -> bool:
         """Whether this optimizer has these parameters (ids), and no state of them is made yet."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -17,6 +22,8 @@ from gemini.optim.rules.state_layout import Plane
 from gemini.optim.state.state_stream import RunSpec, StateSnapshot, StateSource, StateVisitor
 
 Group = dict[str, Any]  # a torch.optim param group
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +160,13 @@ class ParameterOwner(Protocol):
         """
         ...
 
+    def alone(self, changes: str = "") -> AbstractContextManager[None]:
+        """Context in which no other thread reads or changes weights, gradients or state.
+
+        changes: a call that changes them; RuntimeError while another thread runs a pass.
+        """
+        ...
+
 
 OWNER_ATTRIBUTE = "_gemini_owner"  # the one attribute that wrapping adds to a parameter
 
@@ -166,3 +180,54 @@ def owner_of(param: Tensor) -> ParameterOwner | None:
 def speaker_of(owner: ParameterOwner) -> ParameterOwner:
     """Owner that attaches optimizers for an engine: the engine, or the joint owner of several."""
     return getattr(owner, "together", None) or owner
+
+
+class Shared(Protocol):
+    """Object whose methods several threads may call; see `ParameterOwner.alone`."""
+
+    def _alone(self, changes: str = "") -> AbstractContextManager[None]: ...
+
+
+S = TypeVar("S", bound=Shared)
+
+
+def reads(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Method that any thread may call while another one trains."""
+
+    @functools.wraps(method)
+    def alone(this: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with this._alone():
+            return method(this, *args, **kwargs)
+
+    return alone
+
+
+def changes(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Method that changes weights, state or gradients: refused while another thread runs a pass."""
+
+    @functools.wraps(method)
+    def alone(this: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with this._alone(f"{method.__name__.strip('_')}()"):
+            return method(this, *args, **kwargs)
+
+    return alone
+
+
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def new_lock() -> AbstractContextManager[Any]:
+    """Lock that one thread may take several times. A forked child has it free: whoever held it in
+    the parent, in another thread, is not there to give it back."""
+    lock = threading.RLock()
+    _locks.add(lock)
+    return lock
+
+
+def _free_in_child() -> None:
+    for lock in _locks:
+        if not lock._is_owned():
+            lock._at_fork_reinit()
+
+
+os.register_at_fork(after_in_child=_free_in_child)

@@ -28,7 +28,7 @@ from gemini.checkpoint.format.folder import (
     remove_folder,
 )
 from gemini.checkpoint.format.manifest import CheckpointError, is_plain_name, on_disk
-from gemini.checkpoint.model.state import inside, names_of
+from gemini.checkpoint.model.state import alone, inside, names_of
 from gemini.checkpoint.untrusted.lazy_tensors import (
     DTYPE_NAMES,
     INDEX,
@@ -250,6 +250,7 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
 # -- of a module --
 
 
+@alone()
 def export_safetensors(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -319,6 +320,7 @@ def export_weights(
     ranks.together(finish)
 
 
+@alone("import_safetensors()")
 def import_safetensors(
     path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True
 ) -> None:

@@ -33,7 +33,14 @@ from gemini.checkpoint.model.keys import (
     take_over_stores,
 )
 from gemini.checkpoint.model.plain import load_plain
-from gemini.checkpoint.model.state import RunState, first_names, inside, names_of, parts_of
+from gemini.checkpoint.model.state import (
+    RunState,
+    alone,
+    first_names,
+    inside,
+    names_of,
+    parts_of,
+)
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.saved import check_counters
@@ -79,6 +86,7 @@ def load_checkpoint(
     )
 
 
+@alone("load_checkpoint()")
 def load_accepted(
     path: str | os.PathLike[str],
     model: nn.Module,

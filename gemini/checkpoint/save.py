@@ -37,6 +37,7 @@ from gemini.checkpoint.model.state import (
     RunState,
     ShardedState,
     StagesState,
+    alone,
     first_names,
     inside,
     parts_of,
@@ -56,6 +57,7 @@ log = logging.getLogger("gemini")
 _SHARE_OF_FREE_MEMORY = 0.5  # of an asynchronous save's copies, over all ranks of this machine
 
 
+@alone()
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,

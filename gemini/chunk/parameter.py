@@ -27,6 +27,8 @@ class EngineHandle:
     """Requests of an engine's parameters to it.
 
     all_gathered: no chunk is ever released, so there is nothing to fetch.
+    is_elsewhere: whether this thread is another one than the one that trains.
+    borrowed: context of an operator that reads parameters in such a thread.
     arrive: a parameter of an engine that is `all_gathered` is about to be read: a gather may be
         under way.
     fetch: an operator is about to read parameters: fetch those that no module has in use. Returns
@@ -42,6 +44,8 @@ class EngineHandle:
     """
 
     all_gathered: bool
+    is_elsewhere: Callable[[], bool]
+    borrowed: Callable[[list[ParamId]], AbstractContextManager[tuple[ChunkId, ...]]]
     arrive: Callable[[ParamId], None]
     fetch: Callable[[list[ParamId]], tuple[ChunkId, ...]]
     check_address: Callable[[], None]
@@ -138,6 +142,13 @@ class GatheredParameter(ChunkParameter):
     def grad(self) -> None:
         _call(_SET_GRAD, (self, None), {})
 
+    def detach(self) -> Tensor:
+        """Values without a graph; in a thread that does not train they wait for a step."""
+        handle = None if torch.compiler.is_compiling() else handle_of(self)
+        if handle is not None and handle.engine.is_elsewhere():
+            return cast(Tensor, _call(Tensor.detach, (self,), {}))
+        return Tensor.detach(self)
+
 
 class ChunkView(Leaving, Tensor):
     """View of a ChunkParameter: an operator that reads it fetches the chunk again."""
@@ -171,6 +182,7 @@ def learn_dtensors() -> None:
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
         data = GatheredParameter.data  # type: ignore[assignment]
         grad = GatheredParameter.grad  # type: ignore[assignment]
+        detach = GatheredParameter.detach
 
     class ChunkDTensorView(Leaving, DTensor):
         """View of a ChunkDTensor that is a DTensor: an operator that reads it fetches the chunk
@@ -263,13 +275,17 @@ def call_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return handles[0].engine.assign(handles[0].param, args[1])
     may_write = func == _GET_DATA or works_in_place(func, kwargs)
     fetched = []
-    for handle in handles:
-        if func in _GIVES_ADDRESS:
-            handle.engine.check_address()
-        if may_write:
-            handle.engine.written(handle.param)
-        fetched.append((handle.engine, handle.engine.fetch([handle.param])))
     with ExitStack() as stack:
+        for handle in handles:
+            if func in _GIVES_ADDRESS:
+                handle.engine.check_address()
+            if may_write:
+                handle.engine.written(handle.param)
+            if handle.engine.is_elsewhere():
+                chunks = stack.enter_context(handle.engine.borrowed([handle.param]))
+            else:
+                chunks = handle.engine.fetch([handle.param])
+            fetched.append((handle.engine, chunks))
         for handle in handles:
             stack.enter_context(handle.shown())
         result = func(*args, **kwargs)
@@ -311,6 +327,8 @@ def _compute(
     gives_views: bool,
 ) -> Any:
     """Fetch what an operator reads, run it, and let the engines know of what came out."""
+    if handles[0].engine.is_elsewhere() and func not in _RUNS_BACKWARD:
+        return _compute_elsewhere(func, args, kwargs, handles)
     used: dict[EngineHandle, list[ParamId]] = {}
     for handle in handles:
         if handle.engine.all_gathered:
@@ -335,6 +353,35 @@ def _compute(
             result = _mark_views(result, handle)
     for engine, chunks in fetched:
         engine.fetched(chunks, (args, kwargs), result)
+    return result
+
+
+def _compute_elsewhere(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    handles: list[ParamHandle],
+) -> Any:
+    """Run an operator in a thread that does not train: nothing changes what it reads."""
+    used: dict[EngineHandle, list[ParamId]] = {}
+    for handle in handles:
+        used.setdefault(handle.engine, []).append(handle.param)
+    if func in _GIVES_ADDRESS:
+        for engine in used:
+            if not engine.all_gathered:
+                engine.check_address()
+    with ExitStack() as stack:
+        # in one order: two threads may take two locks
+        there = {e: stack.enter_context(e.borrowed(used[e])) for e in sorted(used, key=id)}
+        if func in _GIVES_MEMORY_AWAY:
+            result = _given_away(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        for handle in handles:
+            result = _mark_views(result, handle)
+        for engine, chunks in there.items():
+            if not engine.all_gathered:
+                engine.fetched(chunks, (args, kwargs), result)
     return result
 
 
@@ -429,4 +476,6 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GIVES_ADDRESS = frozenset(
     {Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage}
 )
+# which other threads may carry out, with hooks that wait for the lock
+_RUNS_BACKWARD = frozenset({Tensor.backward, torch.autograd.grad, torch.autograd.backward})
 _GIVES_MEMORY_AWAY = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})

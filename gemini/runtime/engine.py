@@ -7,6 +7,7 @@ Calls of forward and backward come in through `Calls`, which meets the other ran
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -35,7 +36,7 @@ from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.target import Group
+from gemini.optim.target import Group, new_lock
 from gemini.placement.tiers import Tier
 from gemini.runtime.autograd.calls import Calls
 from gemini.runtime.comm.communicator import Communicator
@@ -66,7 +67,7 @@ from gemini.runtime.wrap.specs import Collected
 from gemini.units import ChunkId, ParamId
 
 from .meetings import Meetings, describe
-from .parts import EngineEvents, Parts, in_pass
+from .parts import EngineEvents, Parts, alone, in_pass
 from .step import weights
 from .step.state.shard_state import StepCalls
 
@@ -148,6 +149,7 @@ class GeminiEngine(Parts):
             updating=Updating(chunks, params, watches=manager.releases_nothing),
             tail_communicator=tail_communicator, update=update,
             all_gathered=manager.releases_nothing, present=[False] * len(params),
+            lock=new_lock() if together is None else together.lock,
         )  # fmt: skip
         self.dtype = DTYPES[precision_settings.dtype]
         self.together, self.ignored = together, found.ignored
@@ -181,6 +183,8 @@ class GeminiEngine(Parts):
             learn_dtensors()
         handle = EngineHandle(
             all_gathered=self.all_gathered,
+            is_elsewhere=self.calls.is_elsewhere,
+            borrowed=self.calls.borrowed,
             arrive=self.calls.arrive,
             fetch=self.calls.fetch,
             check_address=self.check_address,
@@ -233,6 +237,9 @@ class GeminiEngine(Parts):
             self._has_said_start = True
             say_start(self, config, self.target.executor.path, len(groups))
         return self.target
+
+    def alone(self, changes: str = "") -> AbstractContextManager[None]:
+        return alone(self, changes)
 
     def detach(self) -> None:
         self.target = None
@@ -369,6 +376,7 @@ class GeminiEngine(Parts):
                 "step() inside a backward: other gradients are still to come, and to be reduced "
                 "over ranks and clipped together; call it behind loss.backward()"
             )
+        self.thread = threading.get_ident()
         self.window.end()
         self.gradients.check_complete()
         # Ranks may have come here by other calls, and collectives follow.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, ParamSpec, Protocol
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +19,7 @@ from gemini.memtracer.module_calls import in_backward
 from gemini.mesh.roles import WORLD
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
-from gemini.optim.target import Target
+from gemini.optim.target import Target, new_lock
 from gemini.placement.plan import Plan
 from gemini.placement.timetable.allowed import OverlapFacts, against, allowed
 from gemini.placement.timetable.updates import AUTO
@@ -39,6 +42,7 @@ from gemini.runtime.wrap.precision import PrecisionSettings
 from gemini.units import ChunkId, ParamId
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class EngineEvent(Generic[P]):
@@ -147,8 +151,15 @@ class Parts:
     Invariants: a parameter is a view of its chunk's payload for the whole life of the engine; a
     payload that a module call is using is never released; between a step and the next gather the
     shards alone hold the weights.
+
+    lock: held by whoever looks at, or changes, anything here: by the thread that trains in each
+        event of a pass and in a step, by others for an operator or a call. No thread of ours (a
+        tail, a speculation, a disk) takes it, so it may be held while one of these is waited for.
+    thread: that began the last forward or step: it trains.
     """
 
+    lock: AbstractContextManager[Any] = field(default_factory=new_lock)
+    thread: int = field(default_factory=threading.get_ident)
     params: Sequence[nn.Parameter]
     layout: ChunkLayout  # another one where parameters are thawed
     chunks: list[Chunk]
@@ -214,8 +225,52 @@ def settle(parts: Parts) -> None:
 
 
 def in_pass(parts: Parts) -> bool:
-    """Whether a forward, or a backward, of the root module is under way."""
-    return parts.forward_depth > 0 or in_backward()
+    """Whether this thread runs a forward, or a backward, of the root module."""
+    return in_backward() or (parts.forward_depth > 0 and threading.get_ident() == parts.thread)
+
+
+def is_elsewhere(parts: Parts) -> bool:
+    """Whether this thread is another one than the one that trains."""
+    return threading.get_ident() != parts.thread and not in_backward()
+
+
+def has_pass_elsewhere(parts: Parts) -> bool:
+    """Whether another thread runs a forward or a backward. One that has ended does not."""
+    if not (is_elsewhere(parts) and (parts.forward_depth > 0 or parts.reducer.active)):
+        return False
+    return any(thread.ident == parts.thread for thread in threading.enumerate())
+
+
+@contextmanager
+def alone(parts: Parts, changes: str = "") -> Iterator[None]:
+    """See `ParameterOwner.alone`."""
+    with parts.lock:
+        if changes and has_pass_elsewhere(parts):
+            raise RuntimeError(
+                f"{changes} while another thread runs a forward or a backward of this module; call "
+                "it there, or between iterations. Any thread may read weights and state meanwhile"
+            )
+        yield
+
+
+class HasParts(Protocol):
+    """Wing of an engine."""
+
+    _parts: Parts
+
+
+W = TypeVar("W", bound=HasParts)
+
+
+def held(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
+    """Method of a wing that holds the engine's lock."""
+
+    @functools.wraps(method)
+    def holding(wing: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with wing._parts.lock:
+            return method(wing, *args, **kwargs)
+
+    return holding
 
 
 def asked_update(parts: Parts) -> str:

@@ -102,7 +102,7 @@ def _settings(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        fields = strangers.parsed(strangers.read_text(folder / "config.json"))
+        fields = strangers.read_json(folder / "config.json")
         return AutoConfig.for_model(**fields).get_text_config()
     except (OSError, ValueError, TypeError, AttributeError):
         return None  # the plan says what is wrong with it

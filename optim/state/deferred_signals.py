@@ -54,10 +54,10 @@ class Deferral:
                 handler = getsignal(number)
                 if handler not in (None, signal.SIG_IGN):  # None: not Python's, cannot be put back
                     self._replace(number, handler)
-            for number in OTHERS:
-                handler = getsignal(number)
+            for other in OTHERS:
+                handler = getsignal(other)
                 if callable(handler):
-                    self._replace(number, handler)
+                    self._replace(other, handler)
         except BaseException:  # one that is not held yet came, and its handler has raised
             self._is_over = True
             raise

@@ -27,7 +27,9 @@ PYTEST = ("-m", "pytest", "-q", "--tb=short")
 ROUNDS = 20  # of new examples: 10 000 files of checkpoints and stores that were changed
 CERTIFICATES = 200
 PROGRAMS = {1: 2000, 2: 500}  # drawn, by ranks
+BESIDE_READERS = 500  # drawn
 INTERRUPTED = 400  # drawn, a place
+TIME_OUTS = "400"
 SOME_LINES = "500"  # where one takes two seconds
 
 
@@ -66,12 +68,16 @@ def jobs() -> Iterator[Job]:
     for ranks, count in PROGRAMS.items():
         drawn = ("-m", "tests.support.loops.programs", f"--ranks={ranks}", f"--count={count}")
         yield Job("fuzz", f"programs at {ranks} ranks", drawn, count)
+    drawn = ("-m", "tests.support.loops.programs", "--readers=2", f"--count={BESIDE_READERS}")
+    yield Job("fuzz", "programs beside readers", drawn, BESIDE_READERS)
     drawn = ("-m", "bench.certificate", f"--draws={CERTIFICATES}")
     yield Job("certificate", f"{CERTIFICATES} plans", drawn, 1)
     for name, place in PLACES.items():
         some = (SOME_LINES,) if place.ranks > 1 and place.home == "files" else ()
         yield Job("lines", name, ("-m", "tests.support.lines", name, *some))
         if place.ranks == 1:
+            timed = ("-m", "tests.support.lines", name, TIME_OUTS, "--sent=time-out")
+            yield Job("lines", f"{name}, time-outs", timed)
             drawn = ("-m", "tests.support.loops.interrupted", name, f"--count={INTERRUPTED}")
             yield Job("interrupted", name, drawn, INTERRUPTED)
     mutants = ("-m", "tests.mutate", "--ledger", str(FOLDER / "mutants.toml"))

@@ -7,10 +7,12 @@ written one block at a time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,8 @@ from gemini.units import BLOCK_NUMEL
 
 from .keys import Keys
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 RunVisitor = Callable[[str, Region, int, Tensor], None]  # (key, region, first element of it, [n])
 
@@ -406,6 +410,25 @@ def parts_of(model: nn.Module) -> list[GeminiDDP]:
         if parts and len(parts) == len(model) and all(p.engine.together for p in parts):
             return parts
     return []
+
+
+def alone(changes: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a function of a model and an optimizer; see `ParameterOwner.alone`."""
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def taking_turns(*args: P.args, **kwargs: P.kwargs) -> R:
+            with ExitStack() as stack:
+                for given in (*args, *kwargs.values()):
+                    for part in parts_of(inside(given)) if isinstance(given, nn.Module) else ():
+                        stack.enter_context(part.engine.alone(changes))
+                    if isinstance(given, TieredOptimizer):
+                        stack.enter_context(given._alone(changes))
+                return function(*args, **kwargs)
+
+        return taking_turns
+
+    return decorated
 
 
 class StagesState(RunState):

@@ -7,6 +7,7 @@ its steps; `Reducer`, which knows what is reduced when; and `Sampler`.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -33,7 +34,14 @@ from gemini.nvme import NvmeError
 from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.meetings import Meetings
-from gemini.runtime.parts import Parts, in_pass, settle
+from gemini.runtime.parts import (
+    Parts,
+    has_pass_elsewhere,
+    held,
+    in_pass,
+    is_elsewhere,
+    settle,
+)
 from gemini.runtime.schedule.tensor_mgr import TensorState
 from gemini.runtime.step.promotion import Promotion
 from gemini.runtime.step.weights import take_replaced
@@ -99,6 +107,7 @@ class Calls:
         if self._parts.control_vector.active:
             handles.append(tensor.register_hook(_unscaling_hook(self, param)))
 
+    @held
     def thaw_what_is_trained(self) -> None:
         """Thaw frozen parameters that require a gradient by now; see `thaw`."""
         params = self._parts.params
@@ -127,6 +136,7 @@ class Calls:
     # -- passes --
 
     @_disable_dynamo
+    @held
     def begin_iteration(self, inputs: Any) -> None:
         """Begin to sample, where needed, as the wrapper is called from outside with `inputs`."""
         parts = self._parts
@@ -140,12 +150,14 @@ class Calls:
         return self._sampler.tracking(module, lambda: [chunk.payload for chunk in chunks])
 
     @_disable_dynamo
+    @held
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         """Begin a forward of the root module, by whichever entry point it is called."""
         parts = self._parts
         parts.forward_depth += 1
         if parts.forward_depth > 1 or in_backward():
             return
+        parts.thread = threading.get_ident()
         if not torch.is_grad_enabled():
             settle(parts)  # there may be no backward that would say so
         self._promotion.graph_is_open |= torch.is_grad_enabled()
@@ -178,6 +190,7 @@ class Calls:
         self._manager.begin_cycle("train" if torch.is_grad_enabled() else "eval", signature)
 
     @_disable_dynamo
+    @held
     def _end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._parts.forward_depth = max(0, self._parts.forward_depth - 1)
         if not in_pass(self._parts):
@@ -186,6 +199,7 @@ class Calls:
             if not self._parts.in_schedule:
                 self.unpin()
 
+    @held
     def begin_backward(self, scaled: bool = False) -> None:
         """Begin the backward in which this module takes part: arm its end, once.
 
@@ -221,15 +235,20 @@ class Calls:
     @contextmanager
     def microbatch(self) -> Iterator[None]:
         """Run a backward, or a part of one, in the body, and reduce nothing at its end."""
-        self._check_backward()
+        lock = self._parts.lock
+        with lock:
+            self._check_backward()
         with self._reducer.holding():
-            self._start_backward()
+            with lock:
+                self._start_backward()
             yield
-            if self._parts.all_gathered:
-                self._sampler.at_root("leave")
-            self._reducer.finish()
-        self._parts.ledger.note()
-        self.forget()
+            with lock:
+                if self._parts.all_gathered:
+                    self._sampler.at_root("leave")
+                self._reducer.finish()
+        with lock:
+            self._parts.ledger.note()
+            self.forget()
 
     @contextmanager
     def taken_by_stage(self) -> Iterator[None]:
@@ -240,6 +259,7 @@ class Calls:
         finally:
             self._for_stage = False
 
+    @held
     def _end_backward(self) -> None:
         """Reduce the rest and end the backward: all its gradients have arrived."""
         self._entered = False
@@ -272,12 +292,14 @@ class Calls:
 
     # -- calls --
 
+    @held
     def begins(self, caller: Caller) -> None:
         if self._collector.collecting:
             self._sampler.record("enter", caller)
         self._make_there(caller.chunks)
         self._manager.begin_use(caller.chunks, caller.params)
 
+    @held
     def ends(self, caller: Caller, outputs: Sequence[Tensor], *, recorded: bool) -> bool:
         for tensor in outputs:  # a plain view of a payload keeps its chunk for this pass
             if type(tensor) is not ChunkView:
@@ -297,6 +319,7 @@ class Calls:
             self._reducer.announce(caller.chunks)
         return is_in_pass
 
+    @held
     def backward_begins(self, caller: Caller, *, in_pass: bool) -> None:
         if not self._reducer.active:
             self.begin_backward()
@@ -310,6 +333,7 @@ class Calls:
         if in_pass:
             self._reducer.opened(caller.chunks, caller.whole)
 
+    @held
     def backward_ends(self, caller: Caller, *, in_pass: bool) -> None:
         self._manager.end_use(caller.chunks, caller.params, TensorState.HOLD_AFTER_BACKWARD)
         if in_pass:
@@ -318,6 +342,7 @@ class Calls:
         if in_pass and self._collector.collecting:
             self._sampler.record("leave", caller)
 
+    @held
     def gradient_arrived(self, param: ParamId, grad: Tensor) -> None:
         """Pack the whole gradient of a parameter, as autograd has accumulated it."""
         parts = self._parts
@@ -348,6 +373,7 @@ class Calls:
 
     # -- operators that use parameters outside their modules; see `gemini.chunk.parameter` --
 
+    @held
     def arrive(self, param: ParamId) -> None:
         """Wait for what is under way before `param` is read, where nothing is released.
 
@@ -361,6 +387,7 @@ class Calls:
         else:
             settle(self._parts)
 
+    @held
     def fetch(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
         """Make parameters readable that no module has in use; returns their chunks."""
         idle: set[ChunkId] = set()
@@ -376,6 +403,7 @@ class Calls:
             self._make_there(chunks)
         return chunks
 
+    @held
     def fetched(self, chunks: tuple[ChunkId, ...], arguments: Any, result: Any) -> None:
         """End an operator's use of `chunks`; the backward of its `result` may read them again."""
         is_in_pass = in_pass(self._parts)
@@ -391,6 +419,49 @@ class Calls:
         if results:
             others = [t for t in tensors_in(arguments) if handle_of(t) is None]
             self._modules.watch(caller, results, others, in_pass=is_in_pass)
+
+    def is_elsewhere(self) -> bool:
+        """Whether this thread is another one than the one that trains."""
+        return is_elsewhere(self._parts)
+
+    @contextmanager
+    def borrowed(self, params: Sequence[ParamId]) -> Iterator[tuple[ChunkId, ...]]:
+        """Context of an operator in a thread that does not train: parameters are those of the last
+        step, and stay so.
+
+        Chunks that are released are gathered for the body alone, one after the other for all
+        threads: no plan sees them. Raises RuntimeError where other ranks had to gather too, while
+        this rank runs a pass.
+        """
+        parts = self._parts
+        parts.updating.behind.wait()  # without the lock: whoever trains goes on meanwhile
+        with parts.lock:
+            settle(parts)
+            parts.regather.end()
+            ids = tuple(sorted({parts.chunk_of[param] for param in params}))
+            chunks = [parts.chunks[chunk] for chunk in ids]
+            missing = [chunk for chunk in chunks if not chunk.gathered]
+            if missing and parts.comm.world_size > 1:
+                if has_pass_elsewhere(parts):
+                    said = self._meetings.in_words([missing[0].spec.id])
+                    raise RuntimeError(
+                        f"{' '.join(said.values())} is released, and read while another thread "
+                        "runs a forward or a backward, in which ranks gather in one order; read it "
+                        "between iterations, or in the thread that trains"
+                    )
+                self._make_readable(ids)
+                missing = []
+            try:
+                for chunk in missing:
+                    chunk.gather()
+                for chunk in chunks:
+                    chunk.wait_gathered()
+                yield ids
+            finally:
+                for chunk in missing:
+                    if chunk.gathered:
+                        self._manager.before_release(chunk)
+                        chunk.release()
 
     def owns_memory_of(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of a chunk."""

@@ -15,7 +15,7 @@ from gemini.memtracer.module_calls import in_backward
 from gemini.mesh.roles import WORLD
 from gemini.optim.rules.clipping import Clip
 from gemini.runtime.meetings import Meetings
-from gemini.runtime.parts import Parts, PendingClip, in_pass
+from gemini.runtime.parts import Parts, PendingClip, has_pass_elsewhere, held, in_pass, is_elsewhere
 from gemini.tickets import Done, Ticket
 from gemini.units import ParamId
 
@@ -76,6 +76,7 @@ class Gradients:
 
     # -- which gradients exist --
 
+    @held
     def of(self, param: ParamId) -> GradientView | None:
         """`.grad`: None where no rank has a gradient."""
         self.notice_broken_backward()
@@ -123,7 +124,8 @@ class Gradients:
 
     def notice_broken_backward(self) -> None:
         """Drop gradients of a backward that an error ended."""
-        if self._parts.reducer.active and not in_backward():
+        parts = self._parts
+        if parts.reducer.active and not (in_backward() or is_elsewhere(parts)):
             self.drop_broken()
 
     def drop_broken(self) -> None:
@@ -141,6 +143,7 @@ class Gradients:
                 "call zero_grad() before you go on"
             )
 
+    @held
     def zero_all(self) -> None:
         """Set all gradients to zero; a step takes zeros as gradients."""
         self.notice_broken_backward()
@@ -149,6 +152,7 @@ class Gradients:
         for chunk in self._parts.chunks:
             chunk.gradient.zero()
 
+    @held
     def drop(self) -> None:
         """Drop all gradients."""
         parts = self._parts
@@ -177,6 +181,7 @@ class Gradients:
 
     # -- changes of one gradient --
 
+    @held
     def clear_but(self, spared: Sequence[int], set_to_none: bool) -> None:
         """Drop gradients of all parameters but `spared`, or set them to zero."""
         self.notice_broken_backward()
@@ -186,6 +191,7 @@ class Gradients:
             if param not in spared and self.exists(param):
                 self._drop(param) if set_to_none else self.zero(param)
 
+    @held
     def set(self, param: ParamId, value: Tensor | None) -> None:
         """`p.grad = value`."""
         self.notice_broken_backward()
@@ -195,6 +201,7 @@ class Gradients:
             self._check_not_split(param)
             self.assign(param, value)
 
+    @held
     def scale(self, param: ParamId, factor: float | Tensor) -> None:
         self._check(param)
         self._spell_out_clip()
@@ -204,6 +211,7 @@ class Gradients:
             edit = Edit()
         self._edits[param] = replace(edit, factors=(*edit.factors, factor))
 
+    @held
     def clamp(self, param: ParamId, low: float, high: float) -> None:
         self._check(param)
         if self._values.are_local:
@@ -214,6 +222,7 @@ class Gradients:
         edit = self._edits.get(param, Edit())
         self._edits[param] = replace(edit, low=max(edit.low, low), high=min(edit.high, high))
 
+    @held
     def zero(self, param: ParamId) -> None:
         if param in self._parts.broken:
             self.assign(param, torch.zeros(self._parts.layout.params[param].shape))
@@ -224,6 +233,7 @@ class Gradients:
         self._note(param, "zeroes")
         self._change(param, Tensor.zero_, wide=False)  # a product would keep what is not finite
 
+    @held
     @torch.no_grad()
     def assign(self, param: ParamId, values: Tensor) -> None:
         parts, spec = self._parts, self._parts.layout.params[param]
@@ -369,6 +379,7 @@ class Gradients:
 
     # -- values --
 
+    @held
     def values(self, param: ParamId) -> Tensor:
         """Copy in fp32, of the parameter's shape. Collective where gradients are reduced."""
         self._check(param)
@@ -386,6 +397,7 @@ class Gradients:
         self._edits.get(param, Edit()).carried_out(total, parts.control_vector.read().scale)
         return total.mul_(factor).clamp_(-limit, limit).view(spec.shape)
 
+    @held
     def norm(self, param: ParamId, order: float) -> Tensor:
         """Norm of a gradient, fp64 0-d. Collective; ranks may ask for different parameters."""
         self._check(param)
@@ -430,6 +442,11 @@ class Gradients:
     def _check_time(self) -> None:
         parts = self._parts
         self.check_complete()
+        if has_pass_elsewhere(parts):
+            raise RuntimeError(
+                "gradients are read or changed while another thread runs a forward or a backward; "
+                "look at them there, or behind it"
+            )
         if parts.comm.world_size > 1 and in_pass(parts):
             raise RuntimeError(
                 "gradients are not reduced before a backward has ended; look at them behind it"

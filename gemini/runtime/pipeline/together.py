@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.target import OWNER_ATTRIBUTE, Group, ParameterOwner
+from gemini.optim.target import OWNER_ATTRIBUTE, Group, ParameterOwner, new_lock
 from gemini.runtime.comm.ballot import Ballot
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.machine import ranks_here
@@ -44,6 +45,7 @@ class PipelineOwner:
         self.comm = Communicator()
         self.ranks_here = ranks_here(self.comm)
         self.ties = Ties(self.pipeline, self.place)
+        self.lock = new_lock()  # of all parts
 
     def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> JointTarget:
         """Make the state of each part's parameters; see `optim.target`."""
@@ -58,6 +60,9 @@ class PipelineOwner:
             assert isinstance(member, ShardTarget)
             members.append(member)
         return JointTarget(members, [*owners.values()], self)
+
+    def alone(self, changes: str = "") -> AbstractContextManager[Any]:
+        return self.lock
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank. Collective."""

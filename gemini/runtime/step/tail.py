@@ -13,7 +13,6 @@ then nothing counts on any rank. A rank whose disk failed goes on to the vote, s
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from gemini.placement.timetable.updates import BEHIND
 from gemini.ranges import named
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.leaving import ask_at_the_end, was_asked
-from gemini.runtime.parts import Parts, update_of
+from gemini.runtime.parts import Parts, has_pass_elsewhere, update_of
 from gemini.tickets import Ticket
 from gemini.units import BlockId, ChunkId, ParamId
 
@@ -74,7 +73,6 @@ class StepTail:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._under_way: _UnderWay | None = None
-        self._ending = threading.RLock()  # an undo settles; an evaluation may run in another thread
         self._signals: TailSignals | None = (
             None  # deferred, or whose handlers the main thread is to put back
         )
@@ -151,9 +149,10 @@ class StepTail:
     def settle(self) -> None:
         """Wait until the last step counts. Raises the error of a step that failed, once undone.
 
-        Any thread may call it; of several that wait, one ends the step and raises.
+        Any thread may call it; of several that wait, one ends the step and raises. While another
+        thread runs a pass, that one undoes the step, whose weights it uses, and raises too.
         """
-        with self._ending:
+        with self._parts.lock:
             self._settle_held()
 
     def _settle_held(self) -> None:
@@ -167,6 +166,11 @@ class StepTail:
         asked, tail = clock(), under_way.tail
         with named("wait for", "tail"):
             tail.behind.wait()
+        if tail.error is not None and has_pass_elsewhere(self._parts):
+            raise RuntimeError(
+                "the last step failed, and is undone where another thread trains: read again "
+                f"then. It ended with {type(tail.error).__name__}: {tail.error}"
+            ) from tail.error
         self.times = under_way.times(asked)
         self._put_signals_back()
         # An undo that a signal cuts off would leave weights of two steps.
@@ -182,7 +186,7 @@ class StepTail:
 
     def end(self) -> None:
         """Wait for the tail and ignore its error: the state that it works on is about to go."""
-        with self._ending:
+        with self._parts.lock:
             if self.side_stream is not None:
                 self.side_stream.order()
                 self._ended()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from gemini.runtime.parts import Parts, settle
+from torch import Tensor
+
+from gemini.chunk.storage import Chunk
+from gemini.runtime.parts import Parts, alone, settle
 
 
 def take_replaced(parts: Parts) -> None:
@@ -50,6 +53,17 @@ def after_step(parts: Parts, *, trained: bool = True) -> None:
 @contextmanager
 def summoned(parts: Parts, writeback: bool) -> Iterator[None]:
     """Gather all chunks and keep them so in the body; then shards follow writes, or not."""
+    with alone(parts, "summon_full_params()"):
+        shards = _summon(parts, writeback)
+    try:
+        yield
+    finally:
+        with alone(parts):
+            _dismiss(parts, shards)
+
+
+def _summon(parts: Parts, writeback: bool) -> dict[Chunk, Tensor] | None:
+    """Gather all chunks. Returns shards that are payloads, where writes are to be undone."""
     if parts.is_summoned:
         raise RuntimeError("parameters are summoned already")
     write_back_changes(parts)
@@ -58,18 +72,20 @@ def summoned(parts: Parts, writeback: bool) -> Iterator[None]:
     parts.ledger.judges = False  # it is the user who asks for all of it
     manager.pin(everything)
     manager.prepare(everything, in_cycle=False)
-    shards = {} if writeback else {c: c.shard.clone() for c in parts.chunks if c.in_payload}
+    shards = None if writeback else {c: c.shard.clone() for c in parts.chunks if c.in_payload}
     parts.is_summoned = True
-    try:
-        yield
-    finally:
-        parts.is_summoned = False
-        if not writeback:
-            for chunk in parts.chunks:
-                parts.user_writes.forget(chunk)
-                if chunk.in_payload:
-                    chunk.shard.copy_(shards[chunk])
-        write_back_changes(parts)
-        manager.release_all()
-        parts.ledger.judges = True
-        after_step(parts, trained=False)
+    return shards
+
+
+def _dismiss(parts: Parts, shards: Mapping[Chunk, Tensor] | None) -> None:
+    """Release what was summoned. shards: those of before, where writes are undone."""
+    parts.is_summoned = False
+    if shards is not None:
+        for chunk in parts.chunks:
+            parts.user_writes.forget(chunk)
+            if chunk.in_payload:
+                chunk.shard.copy_(shards[chunk])
+    write_back_changes(parts)
+    parts.manager.release_all()
+    parts.ledger.judges = True
+    after_step(parts, trained=False)

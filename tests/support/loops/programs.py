@@ -1,6 +1,6 @@
 """Short training programs, drawn at random: on plain torch and on a wrapped module.
 
-    python -m tests.support.loops.programs --count 1000 [--ranks 2] [--seed 0] [--places ...]
+    python -m tests.support.loops.programs --count 1000 [--ranks 2 | --readers 2] [--seed 0]
 
 A program is a list of public calls, as any loop may make them. Both sides run it; the updates are
 the same, or the wrapped side refuses a call with words. What differs without an error is a defect:
@@ -16,7 +16,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from bench.shared.workers import run_ranks
 from tests.support.loops.cases import HalfFrozen
+from tests.support.loops.readers import readers
 from tests.support.loops.sides import ADAM, BESIDE, PLACEMENTS, Net, batch, plain, updates, wrapped
 
 PLACES = ("resident", "host", "nvme", "nvme, both", "cpu, tail")
@@ -338,15 +339,17 @@ def build_of(program: list[Call]) -> Callable[..., nn.Module]:
     return HalfFrozen if name == "begin" and args[1] else Net
 
 
-def run_program(program: list[Call], place: str) -> Outcome:
-    """Both sides, call by call."""
+def run_program(program: list[Call], place: str, num_readers: int = 0) -> Outcome:
+    """Both sides, call by call; so many threads read the wrapped one meanwhile."""
     build = build_of(program)
     torch_model, torch_optimizer = plain(build, place)
     want = Run(torch_model, torch_optimizer)
     model, optimizer = wrapped(build, place)
     got = Run(model, optimizer)
     said = None
-    try:
+    with ExitStack() as stack:
+        stack.callback(lambda: got.optimizer.close(keep_masters=False))
+        beside = stack.enter_context(readers(got, count=num_readers, interval=1e-5))
         for name, args in program:
             theirs = _error_of(CALLS[name], want, args)
             ours = _error_of(CALLS[name], got, args)
@@ -356,12 +359,12 @@ def run_program(program: list[Call], place: str) -> Outcome:
                 said = f"{name}: {ours}"
                 break
         ours, theirs = updates(model, build, place), updates(torch_model, build, place)
-        if ours is None or theirs is None:
-            return Outcome(_apart(want.seen, got.seen), said)
-        moved = 0.0 if said else float((ours - theirs).norm() / theirs.norm().clamp(min=1e-3))
-        return Outcome(max(moved, _apart(want.seen, got.seen)), said)
-    finally:
-        optimizer.close(keep_masters=False)
+    if beside.errors:
+        raise AssertionError(f"a reader of {beside.errors[0][0]}: {beside.errors[0][1]!r}")
+    if ours is None or theirs is None:
+        return Outcome(_apart(want.seen, got.seen), said)
+    moved = 0.0 if said else float((ours - theirs).norm() / theirs.norm().clamp(min=1e-3))
+    return Outcome(max(moved, _apart(want.seen, got.seen)), said)
 
 
 def _error_of(function: Callable[..., None], run: Run, args: tuple[Any, ...]) -> str | None:
@@ -378,10 +381,10 @@ def _apart(want: list[float], got: list[float]) -> float:
     )
 
 
-def is_wrong(program: list[Call], place: str) -> str | None:
+def is_wrong(program: list[Call], place: str, num_readers: int = 0) -> str | None:
     """What differs without an error, or None."""
     try:
-        outcome = run_program(program, place)
+        outcome = run_program(program, place, num_readers)
     except AssertionError as error:
         return str(error)
     if not outcome.difference < BOUND:
@@ -461,15 +464,17 @@ class Report:
     numbers: tuple[int, ...]  # of what was wrong
 
 
-def run_many(rank: int, seed: int, count: int, places: Sequence[str] = PLACES) -> Report:
-    """Programs `seed` to `seed + count`, each at one of the places."""
+def run_many(
+    rank: int, seed: int, count: int, places: Sequence[str] = PLACES, num_readers: int = 0
+) -> Report:
+    """Programs `seed` to `seed + count`, each at one of the places, beside so many readers."""
     torch.set_num_threads(1)
     ran, refused, wrong = 0, {}, {}
     for number in range(seed, seed + count):
         rng = random.Random(number)
         program, place = draw(rng), places[number % len(places)]
         try:
-            outcome = run_program(program, place)
+            outcome = run_program(program, place, num_readers)
         except AssertionError as error:
             wrong[number] = f"program {number} at {place}: {error}"
             continue
@@ -489,6 +494,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--places", nargs="+", choices=(*PLACEMENTS, *BESIDE), default=PLACES)
+    parser.add_argument("--readers", type=int, default=0, help="threads that read, at one rank")
     parser.add_argument("--show", type=int, help="cut this program down and print it")
     args = parser.parse_args()
     if args.show is not None:
@@ -502,7 +508,7 @@ def main() -> None:
     for seed in range(args.seed, args.seed + args.count, 100):
         count = min(100, args.seed + args.count - seed)
         if args.ranks == 1:
-            reports.append(run_many(0, seed, count, args.places))
+            reports.append(run_many(0, seed, count, args.places, args.readers))
         else:
             reports.append(run_ranks(run_many, args.ranks, seed, count, args.places)[0])
         print(f"{seed + count}: {sum(len(r.wrong) for r in reports)} wrong", flush=True)
