@@ -108,7 +108,7 @@ def save_checkpoint(
         keeper = None
     save = Save(ranks, target, keep_last)
     with save.or_nothing():
-        common = {
+        common: dict[str, Any] = {
             "files": known_stores(optimizer, ranks) if weights else {},
             "base": base_of(model, ranks) if weights else {},
         }

@@ -230,6 +230,8 @@ def test_parameters_that_were_not_wrapped_are_refused_where_they_are_set():
             root.bias = value
     with pytest.raises(RuntimeError, match="parameter bias is gone"):
         del root.bias
+    with pytest.raises(RuntimeError, match=r"module\.weight is new"):
+        root.module = nn.Linear(2, 2)
     root(torch.ones(1, 2))  # nothing was changed
 
 
@@ -247,6 +249,9 @@ def test_a_module_inside_is_converted_no_more_than_the_wrapper(precision):
             with pytest.raises(ValueError, match="a wrapped module stays in"):
                 getattr(one, change)()
     model.module[0].to("cpu")
+    for one in (model, model.module, *model.module):
+        with pytest.raises(ValueError, match=r"to_empty\(\) leaves a module without values"):
+            one.to_empty(device="cpu")
     assert before == [(p.dtype, p.device) for p in (*model.parameters(), *model.buffers())]
     model(torch.ones(2, 3))
 

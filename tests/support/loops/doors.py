@@ -21,6 +21,7 @@ from gemini.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from gemini.trees import tensors_in
 
 PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 DOORS = ("export", "checkpoint", "file", "back")
@@ -62,7 +63,7 @@ def _attribute(module: Any) -> Any:
 
 
 def _buffer(module: Any) -> Any:
-    module.layers[0].register_buffer("kept", module.layers[0].bias.data)
+    module.register_buffer("kept", module.layers[0].bias.data)
     return module
 
 
@@ -97,6 +98,11 @@ ALIASES: dict[str, Callable[[Any], Any]] = {
     "attribute": _attribute,
     "buffer": _buffer,
 }
+
+
+def kept_of(module: Any) -> list[float]:
+    """Norms of what a module of `ALIASES` keeps beside its parameters."""
+    return [float(value.double().norm()) for value in tensors_in(getattr(module, "kept", ()))]
 
 
 def built(build: Build, kind: str) -> Build:

@@ -28,7 +28,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from bench.shared.workers import run_ranks
 from gemini.saved_names import peeled
 from tests.support.loops.cases import HalfFrozen
-from tests.support.loops.doors import ALIASES, DOORS, WRAPPERS, built
+from tests.support.loops.doors import ALIASES, DOORS, WRAPPERS, built, kept_of
 from tests.support.loops.doors import through as state_through
 from tests.support.loops.sides import ADAM, BESIDE, PLACEMENTS, Net, batch, plain, updates, wrapped
 
@@ -387,6 +387,8 @@ def run_program(program: list[Call], place: str) -> Outcome:
                     raise AssertionError(f"torch refuses {name}{args}, and we do not: {theirs}")
                 said = f"{name}: {ours}"
                 break
+        for run in (want, got):
+            run.seen += kept_of(run.inner)
         ours, theirs = updates(model, build, place), updates(torch_model, build, place)
         if ours is None or theirs is None:
             return Outcome(_apart(want.seen, got.seen), said)
