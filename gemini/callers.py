@@ -29,9 +29,11 @@ def torch_averages() -> bool:
     return any(frame.f_code.co_qualname == "AveragedModel.__init__" for frame in _callers())
 
 
-def converts_module() -> bool:
-    """Whether `half()`, `to()` or the like of a module is on the stack."""
-    return any(frame.f_code.co_qualname == "Module._apply" for frame in _callers())
+def module_conversion() -> str | None:
+    """Method by which a module converts its tensors, if that is on the stack: `to_empty`, or
+    `_apply`, which `half()`, `to()` and the like call."""
+    methods = [frame.f_code.co_qualname for frame in _callers()]
+    return next((name for name in ("to_empty", "_apply") if f"Module.{name}" in methods), None)
 
 
 def wants_dtensors() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +17,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 from gemini.callers import torchs_wrapper, wants_dtensors
 from gemini.chunk.parameter import handle_of
 from gemini.optim.target import changes, reads
-from gemini.runtime.engine import GeminiEngine, check_stays
+from gemini.runtime.engine import TO_EMPTY, GeminiEngine, check_stays
 from gemini.runtime.inspect.full_parameters import (
     cut_parameters,
     full_parameters,
@@ -58,6 +58,8 @@ class ModuleFace(nn.Module):
 
         Raises ModuleChanged for a parameter, or a module with parameters, that was not wrapped.
         """
+        if self._is_wrapped and name == "module":
+            _check_wrapped(((f"module.{below}", p) for below, p in value.named_parameters()), "new")
         if self._owns(name):
             super().__setattr__(name, value)
         else:
@@ -100,14 +102,11 @@ class ModuleFace(nn.Module):
         before = inner._parameters.get(name)
         if before is not None and before is not value and handle_of(before) is not None:
             raise changed(name, "is gone" if value is None else "is another")
-        new: list[tuple[str, nn.Parameter]] = []
         if isinstance(value, nn.Parameter) and before is None:
-            new = [(name, value)]
+            _check_wrapped([(name, value)], "new")
         elif isinstance(value, nn.Module) and value is not inner._modules.get(name):
-            new = [(f"{name}.{below}", param) for below, param in value.named_parameters()]
-        for full, param in new:
-            if handle_of(param) is None:
-                raise changed(full, "is another" if name in inner._modules else "is new")
+            new = ((f"{name}.{below}", param) for below, param in value.named_parameters())
+            _check_wrapped(new, "another" if name in inner._modules else "new")
 
     def named_modules(
         self,
@@ -365,6 +364,10 @@ class ModuleFace(nn.Module):
         next(self.parameters()).share_memory_()
         raise AssertionError("a wrapped parameter was shared")
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
+        """Raise ValueError: a wrapped module keeps its values."""
+        raise ValueError(TO_EMPTY)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleFace:
         """Apply `to`, `cuda` and the like to buffers, which keep dtypes. Raises ValueError for a
         change of dtype or device."""
@@ -448,6 +451,13 @@ def _renamed(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, A
         for hook in child._load_state_dict_pre_hooks.values():
             hook(changed, prefix, metadata.get(prefix[:-1], {}), True, [], [], [])
     return changed
+
+
+def _check_wrapped(named: Iterable[tuple[str, nn.Parameter]], what: str) -> None:
+    """Raise ModuleChanged, which says what it is, for the first parameter that was not wrapped."""
+    for name, param in named:
+        if handle_of(param) is None:
+            raise changed(name, f"is {what}")
 
 
 def _refuse_assign(assign: bool) -> None:

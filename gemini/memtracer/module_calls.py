@@ -134,8 +134,10 @@ def _using(
     whole = is_compiled(module) or gather_whole(module)
     yield name, module, whole
     if not whole:
+        around = wrapped_child(module)  # which has the name of the wrapper
         for child_name, child in module.named_children():
-            yield from _using(child, f"{name}.{child_name}" if name else child_name, gather_whole)
+            below = f"{name}.{child_name}" if name else child_name
+            yield from _using(child, name if child_name == around else below, gather_whole)
 
 
 def has_experts(module: nn.Module) -> bool:

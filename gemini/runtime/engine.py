@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gemini.callers import converts_module, torch_averages
+from gemini.callers import module_conversion, torch_averages
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.local import is_dtensor
 from gemini.chunk.parameter import (
@@ -318,7 +318,10 @@ class GeminiEngine(Parts):
                 f"{self.layout.params[param].name} of shape {tuple(mine.shape)} cannot be given "
                 f"data of shape {tuple(value.shape)}: a wrapped parameter keeps its size"
             )
-        if (value.dtype, value.device) != (mine.dtype, mine.device) and converts_module():
+        conversion = module_conversion()
+        if conversion == "to_empty":
+            raise ValueError(TO_EMPTY)
+        if conversion is not None:
             check_stays(mine, value)
         self.calls.fetch([param])
         with torch.no_grad():
@@ -413,6 +416,12 @@ def _files_of(name: str, rank: int, planning: Planning, backend: Backend) -> Fil
     label = f"{of_model}-rank{rank}-"
     numel = planning.inputs.block_numel
     return FileConfig(planning.nvme_folder, numel, label=label, memory=backend)
+
+
+TO_EMPTY = (
+    "to_empty() leaves a module without values, and a wrapped one keeps its own; expected the "
+    "module as it is, or parameters on the meta device before it is wrapped"
+)
 
 
 def check_stays(tensor: Tensor, moved: Tensor) -> None:

@@ -28,6 +28,7 @@ ROUNDS = 20  # of new examples: 10 000 files of checkpoints and stores that were
 CERTIFICATES = 200
 PROGRAMS = {1: 2000, 2: 500}  # drawn, by ranks
 BESIDE_READERS = 500  # drawn
+DOORS = 500  # drawn with wrappers and files
 INTERRUPTED = 400  # drawn, a place
 TIME_OUTS = "400"
 SOME_LINES = "500"  # where one takes two seconds
@@ -70,6 +71,8 @@ def jobs() -> Iterator[Job]:
         yield Job("fuzz", f"programs at {ranks} ranks", drawn, count)
     drawn = ("-m", "tests.support.loops.programs", "--readers=2", f"--count={BESIDE_READERS}")
     yield Job("fuzz", "programs beside readers", drawn, BESIDE_READERS)
+    drawn = ("-m", "tests.support.loops.programs", "--doors", f"--count={DOORS}")
+    yield Job("fuzz", "programs under wrappers, through files", drawn, DOORS)
     drawn = ("-m", "bench.certificate", f"--draws={CERTIFICATES}")
     yield Job("certificate", f"{CERTIFICATES} plans", drawn, 1)
     for name, place in PLACES.items():

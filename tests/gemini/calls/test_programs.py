@@ -9,6 +9,7 @@ from tests.support.loops.programs import (
     PLACES,
     Found,
     all_found,
+    draw_doors,
     found_again,
     is_wrong,
     keep,
@@ -32,6 +33,13 @@ def test_drawn_programs_have_the_updates_of_torch_or_are_refused(first, count):
 def test_drawn_programs_where_kernels_update_beside_the_pass():
     report = run_many(0, 0, 10, IN_KERNELS)
     assert report.wrong == () and report.ran > 8
+
+
+@pytest.mark.ci
+def test_drawn_programs_under_wrappers_through_files_have_the_updates_of_torch():
+    report = run_many(0, 0, 40, PLACES, drawn=draw_doors)
+    assert report.wrong == ()
+    assert report.ran > 0.6 * 40 and report.ran + sum(report.refused.values()) == 40
 
 
 @pytest.mark.parametrize(("found", "place"), FOUND, ids=[f"{f.name}-{place}" for f, place in FOUND])

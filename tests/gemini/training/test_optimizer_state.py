@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bench.shared.models import Tower, token_batches
+from optim.groups import merged_groups
 from tests.support.checkpoints import train
 from tests.support.towers import wrapped
 
@@ -42,3 +43,15 @@ def test_groups_go_by_name_and_others_are_refused():
     _, swapped = wrapped(groups=other_two)
     with pytest.raises(ValueError, match="param group 0 of the state dict has"):
         swapped.load_state_dict(saved)
+
+
+def test_a_group_of_another_stage_of_unfreezing_names_what_differs_and_the_way():
+    ours, names = [torch.zeros(1) for _ in range(5)], ["a", "b", "c", "d", "e"]
+    named = {id(param): name for param, name in zip(ours, names, strict=True)}
+    for saved, here, said in (
+        (["a", "b"], ours, r"2 parameters .* has 5 \(c, d and 1 more only in this optimizer's\)"),
+        (["a", "z"], ours[:1], r"2 parameters .* has 1 \(z only in the saved one\)"),
+        ([0, 1], ours[:1], r"2 parameters and this optimizer's has 1; make it with the groups"),
+    ):
+        with pytest.raises(ValueError, match=said + ".*add_param_group"):
+            merged_groups([{"params": here}], [{"params": saved}], named, lambda *_: None)

@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import pickle
+import warnings
 import weakref
 from collections import OrderedDict
 
@@ -14,6 +15,7 @@ from torch import nn
 from bench.shared.models import Tower
 from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
+from gemini.runtime.autograd.io_casts import lost_number
 from optim import HybridAdam
 from tests.support.loops.sides import (
     HOMES,
@@ -165,6 +167,95 @@ def test_a_parent_moves_trains_and_drops_gradients_of_a_wrapped_child():
     assert not any(chunk.gradient.exists for chunk in model.engine.chunks)
 
 
+# -- writes ----------------------------------------------------------------------------------
+
+
+class Tempered(Net):
+    """A module whose attributes change what it computes."""
+
+    temperature = 1.0
+
+    def __init__(self, depth=3):
+        super().__init__(depth)
+        self.register_buffer("shift", torch.zeros(1))
+        self._gain = 1.0
+
+    @property
+    def gain(self):
+        return self._gain
+
+    @gain.setter
+    def gain(self, value):
+        self._gain = value
+
+    def forward(self, x):
+        return super().forward(x) * self.temperature * self.gain + self.shift
+
+
+def test_what_is_set_on_the_wrapper_is_the_inner_modules():
+    model, plain = GeminiDDP(Tempered(), precision="fp32"), Tempered()
+    for one in (model, plain):
+        one.temperature, one.gain, one.shift, one._gain_of_old = 2.0, 3.0, torch.ones(1), None
+        one.register_buffer("kept", torch.ones(2))
+        one.act, one.known = nn.GELU(), one.layers
+        one.added = 1
+        del one.added
+    inner = model.module
+    assert (inner.temperature, inner._gain, inner.shift.item()) == (2.0, 3.0, 1.0)
+    assert not hasattr(inner, "added") and inner.known is inner.layers
+    assert torch.equal(model(torch.ones(1, 24)), plain(torch.ones(1, 24)))
+    assert model.state_dict().keys() >= {"kept", "shift"}
+    model.training = False
+    assert inner.training  # it is an attribute of both, and the wrapper's own is set
+    with pytest.raises(AttributeError, match="no attribute 'added'"):
+        del model.added
+
+
+def test_parameters_that_were_not_wrapped_are_refused_where_they_are_set():
+    model = GeminiDDP(Net(), precision="fp32")
+    layer = model.layers[0]
+    model.first = layer  # its parameters were wrapped
+    for name, value, said in (
+        ("layers", nn.ModuleList([nn.Linear(2, 2)]), "layers.0.weight is another"),
+        ("head", nn.Linear(2, 2), "head.weight is new"),
+        ("scale", nn.Parameter(torch.ones(1)), "scale is new"),
+    ):
+        for write in (setattr, lambda m, n, v: m.add_module(n, v)):
+            if write is setattr or isinstance(value, nn.Module):
+                with pytest.raises(RuntimeError, match=said):
+                    write(model, name, value)
+    root = GeminiDDP(nn.Linear(2, 2), precision="fp32")
+    for value, said in ((None, "gone"), (torch.ones(2), "another"), (layer.bias, "another")):
+        with pytest.raises(RuntimeError, match=f"parameter bias is {said}"):
+            root.bias = value
+    with pytest.raises(RuntimeError, match="parameter bias is gone"):
+        del root.bias
+    with pytest.raises(RuntimeError, match=r"module\.weight is new"):
+        root.module = nn.Linear(2, 2)
+    root(torch.ones(1, 2))  # nothing was changed
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_a_module_inside_is_converted_no_more_than_the_wrapper(precision):
+    model = GeminiDDP(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), precision=precision)
+    before = [(p.dtype, p.device) for p in (*model.parameters(), *model.buffers())]
+    for change in ("half", "float", "double", "bfloat16"):
+        kept = getattr(torch.empty(0), change)().dtype
+        for one in (model, model.module, *model.module):
+            own = {model.engine.dtype} if one is model else {p.dtype for p in one.parameters()}
+            if own == {kept}:
+                getattr(one, change)()
+                continue
+            with pytest.raises(ValueError, match="a wrapped module stays in"):
+                getattr(one, change)()
+    model.module[0].to("cpu")
+    for one in (model, model.module, *model.module):
+        with pytest.raises(ValueError, match=r"to_empty\(\) leaves a module without values"):
+            one.to_empty(device="cpu")
+    assert before == [(p.dtype, p.device) for p in (*model.parameters(), *model.buffers())]
+    model(torch.ones(2, 3))
+
+
 # -- copies ----------------------------------------------------------------------------------
 
 
@@ -258,6 +349,43 @@ def test_targets_keep_their_bits_where_inputs_are_not_cast():
     model = GeminiDDP(Inner())
     model(x, y)
     assert model.module.seen[0] == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "lost"),
+    [
+        (torch.tensor([500.0, 997.0]), torch.bfloat16, (997.0, 996.0)),
+        (torch.tensor([[4.0, 257.0]] * 2), torch.bfloat16, (257.0, 256.0)),
+        (torch.tensor(0.3), torch.bfloat16, (0.3, 0.30078125)),
+        (torch.full((2, 2), 70000.5), torch.float16, (70000.5, float("inf"))),
+        (torch.tensor([1.7e9 + 1], dtype=torch.float64), torch.float32, (1.7e9 + 1, 1.7e9)),
+        (torch.tensor([500.0, float("inf"), float("nan")]), torch.bfloat16, None),
+        (torch.full((2, 3), 0.3), torch.bfloat16, None),  # features lose bits
+        (torch.tensor([997.0]), torch.float32, None),
+        (torch.tensor([997]), torch.bfloat16, None),
+        (torch.empty(2, 0), torch.bfloat16, None),
+        (torch.empty(3, device="meta"), torch.bfloat16, None),
+    ],
+)
+def test_a_number_that_a_cast_changes_is_found(values, dtype, lost):
+    assert lost_number(values, dtype) == (lost and pytest.approx(lost, rel=1e-7))
+
+
+def test_numbers_that_the_cast_of_arguments_changes_are_told_once():
+    class Timed(Net):
+        def forward(self, x, t):
+            return super().forward(x)
+
+    x, exact, lost = batch(0)[0], torch.tensor([4.0, 500.0]), torch.tensor([997.0, 4.0])
+    model = GeminiDDP(Timed())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GeminiDDP(Timed(), cast_inputs=False)(x.bfloat16(), lost)
+        model(x, exact)
+    with pytest.warns(UserWarning, match=r"997.0.* becomes 996.0.* cast_inputs=False") as told:
+        model(x, t={"inside": (lost,)})
+        model(x, lost)
+    assert len(told) == 1 and told[0].filename == __file__
 
 
 def test_a_loss_scale_may_be_a_number_that_stays():

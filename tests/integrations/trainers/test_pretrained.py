@@ -373,3 +373,40 @@ def test_a_trainer_of_trl_takes_the_mixin(tmp_path):
     assert len(losses[0]) == 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert type(model).from_pretrained(tmp_path).config.vocab_size == 97
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("door", ["save_pretrained", "its state dict", "export", "export in fp16"])
+def test_a_config_names_the_dtype_of_the_weights_beside_it(tmp_path, own, door):
+    """Whatever the model computes in; and its own config says what it said."""
+    plain, _ = model_and_data()
+    plain.to(own)
+    plain.config.dtype = torch.float16  # of the folder that it came from, say
+    model = GeminiDDP(copy.deepcopy(plain), precision="bf16" if own is torch.float32 else "fp32")
+    config, said = model.config, model.config.to_dict()
+    written = torch.float16 if door == "export in fp16" else own
+    if door == "save_pretrained":
+        model.save_pretrained(tmp_path / "a")
+    elif door == "its state dict":
+        model.save_pretrained(tmp_path / "a", state_dict=model.state_dict())
+    else:
+        asked = None if written is own else written
+        gemini.export_safetensors(tmp_path / "a", model, dtype=asked)
+    assert model.config is config and config.to_dict() == said
+    assert json.loads((tmp_path / "a/config.json").read_text())["dtype"] == str(written)[6:]
+    again = type(plain).from_pretrained(tmp_path / "a")
+    assert same_weights(again.state_dict(), plain.to(written))
+
+
+def test_a_config_inside_a_config_names_the_dtype_too(tmp_path):
+    from transformers import CLIPConfig, CLIPTextConfig
+
+    class Model(torch.nn.Linear):
+        config = CLIPConfig(text_config=CLIPTextConfig(hidden_size=8), dtype="bfloat16")
+
+    Model.config.text_config.dtype = "float16"
+    model = GeminiDDP(Model(2, 2), precision="bf16")
+    gemini.export_safetensors(tmp_path / "a", model)
+    said = json.loads((tmp_path / "a/config.json").read_text())
+    assert (said["dtype"], said["text_config"]["dtype"]) == ("float32", "float32")
+    assert str(Model.config.text_config.dtype).endswith("float16")

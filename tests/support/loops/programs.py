@@ -1,6 +1,7 @@
 """Short training programs, drawn at random: on plain torch and on a wrapped module.
 
-    python -m tests.support.loops.programs --count 1000 [--ranks 2 | --readers 2] [--seed 0]
+    python -m tests.support.loops.programs --count 1000 [--doors] [--ranks 2 | --readers 2]
+        [--seed 0] [--places]
 
 A program is a list of public calls, as any loop may make them. Both sides run it; the updates are
 the same, or the wrapped side refuses a call with words. What differs without an error is a defect:
@@ -26,7 +27,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from bench.shared.workers import run_ranks
+from gemini.saved_names import peeled
 from tests.support.loops.cases import HalfFrozen
+from tests.support.loops.doors import ALIASES, DOORS, WRAPPERS, built, kept_of
+from tests.support.loops.doors import through as state_through
 from tests.support.loops.readers import readers
 from tests.support.loops.sides import ADAM, BESIDE, PLACEMENTS, Net, batch, plain, updates, wrapped
 
@@ -40,6 +44,7 @@ FOUND = Path(__file__).resolve().parents[2] / "corpus" / "programs"
 REFUSALS = (RuntimeError, ValueError)
 
 Call = tuple[str, tuple[Any, ...]]
+Draw = Callable[[random.Random], list[Call]]
 
 
 @dataclass
@@ -166,10 +171,11 @@ def step(run: Run) -> None:
     run.optimizer.step()
 
 
-def begin(run: Run, late: bool, frozen: bool) -> None:
+def begin(run: Run, late: bool, frozen: bool, kind: str = "") -> None:
     """An optimizer over all parameters, or over all but the last layer's.
 
-    `frozen`: all but the last layer are, when the module is wrapped; see `build_of`.
+    `frozen`: all but the last layer are, when the module is wrapped; `kind`: of `WRAPPERS` or
+    `ALIASES`; see `build_of`.
     """
     if not late:
         return
@@ -242,6 +248,16 @@ def change_lr(run: Run, lr: float) -> None:
         group["lr"] = lr
 
 
+def through(run: Run, door: str) -> None:
+    """The wrapped side's state by a door of saving, which changes nothing."""
+    if run.inner is run.model:
+        return
+    pending = bool(run.losses) or any(p.grad is not None for p in run.params)
+    inner = peeled(run.inner)
+    fresh = type(inner)(len(inner.layers))
+    state_through(run.model, run.optimizer, door, fresh, pending=pending)
+
+
 CALLS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
@@ -249,7 +265,7 @@ CALLS: dict[str, Callable[..., None]] = {
         scale_gradients,
         drop_gradient, assign_gradient, step, zero_grad, evaluate, read_weights, write_weights,
         freeze, save, load, reload_optimizer, bad_forward, change_lr, begin, add_group,
-        spoil_gradient, read_gradients,
+        spoil_gradient, read_gradients, through,
     )
 }  # fmt: skip
 
@@ -323,6 +339,16 @@ def draw(rng: random.Random) -> list[Call]:
     return [*program, ("step", ())]
 
 
+def draw_doors(rng: random.Random) -> list[Call]:
+    """A program of a module under wrappers, or with memory that is shared, whose state goes through
+    files."""
+    (_, args), *program = draw(rng)
+    for _ in range(rng.randint(1, 3)):
+        program.insert(rng.randrange(len(program) + 1), ("through", (rng.choice(DOORS),)))
+    kind = rng.choice([*WRAPPERS, *WRAPPERS, *ALIASES])
+    return [("begin", (*args, kind)), *program]
+
+
 # -- both sides ------------------------------------------------------------------------------
 
 
@@ -334,17 +360,24 @@ class Outcome:
     said: str | None = None
 
 
-def build_of(program: list[Call]) -> Callable[..., nn.Module]:
+def build_of(program: list[Call]) -> tuple[Callable[..., nn.Module], str]:
+    """Builder of a program's module, and what is done to it before it is wrapped."""
     name, args = program[0]
-    return HalfFrozen if name == "begin" and args[1] else Net
+    build = HalfFrozen if name == "begin" and args[1] else Net
+    return build, args[2] if name == "begin" and len(args) > 2 else ""
 
 
 def run_program(program: list[Call], place: str, num_readers: int = 0) -> Outcome:
     """Both sides, call by call; so many threads read the wrapped one meanwhile."""
-    build = build_of(program)
-    torch_model, torch_optimizer = plain(build, place)
+    build, kind = build_of(program)
+    torch_model, torch_optimizer = plain(built(build, kind), place)
     want = Run(torch_model, torch_optimizer)
-    model, optimizer = wrapped(build, place)
+    try:
+        model, optimizer = wrapped(built(build, kind), place)
+    except ValueError as error:
+        if kind in ALIASES and "share memory" in str(error):
+            return Outcome(0.0, f"{kind}: {error}")
+        raise AssertionError(f"a module under {kind!r} is refused: {error}") from error
     got = Run(model, optimizer)
     said = None
     with ExitStack() as stack:
@@ -358,6 +391,8 @@ def run_program(program: list[Call], place: str, num_readers: int = 0) -> Outcom
                     raise AssertionError(f"torch refuses {name}{args}, and we do not: {theirs}")
                 said = f"{name}: {ours}"
                 break
+        for run in (want, got):
+            run.seen += kept_of(run.inner)
         ours, theirs = updates(model, build, place), updates(torch_model, build, place)
     if beside.errors:
         raise AssertionError(f"a reader of {beside.errors[0][0]}: {beside.errors[0][1]!r}")
@@ -465,14 +500,18 @@ class Report:
 
 
 def run_many(
-    rank: int, seed: int, count: int, places: Sequence[str] = PLACES, num_readers: int = 0
+    rank: int,
+    seed: int,
+    count: int,
+    places: Sequence[str] = PLACES,
+    num_readers: int = 0,
+    drawn: Draw = draw,
 ) -> Report:
     """Programs `seed` to `seed + count`, each at one of the places, beside so many readers."""
     torch.set_num_threads(1)
     ran, refused, wrong = 0, {}, {}
     for number in range(seed, seed + count):
-        rng = random.Random(number)
-        program, place = draw(rng), places[number % len(places)]
+        program, place = drawn(random.Random(number)), places[number % len(places)]
         try:
             outcome = run_program(program, place, num_readers)
         except AssertionError as error:
@@ -495,10 +534,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--places", nargs="+", choices=(*PLACEMENTS, *BESIDE), default=PLACES)
     parser.add_argument("--readers", type=int, default=0, help="threads that read, at one rank")
+    parser.add_argument("--doors", action="store_true", help="wrappers of torch, and files")
     parser.add_argument("--show", type=int, help="cut this program down and print it")
     args = parser.parse_args()
+    drawn = draw_doors if args.doors else draw
     if args.show is not None:
-        program = draw(random.Random(args.show))
+        program = drawn(random.Random(args.show))
         place = args.places[args.show % len(args.places)]
         print(place, is_wrong(program, place))
         for call in smallest(program, place):
@@ -508,7 +549,7 @@ def main() -> None:
     for seed in range(args.seed, args.seed + args.count, 100):
         count = min(100, args.seed + args.count - seed)
         if args.ranks == 1:
-            reports.append(run_many(0, seed, count, args.places, args.readers))
+            reports.append(run_many(0, seed, count, args.places, args.readers, drawn))
         else:
             reports.append(run_ranks(run_many, args.ranks, seed, count, args.places)[0])
         print(f"{seed + count}: {sum(len(r.wrong) for r in reports)} wrong", flush=True)
@@ -517,7 +558,7 @@ def main() -> None:
         for said, times in report.refused.items():
             refused[said] = refused.get(said, 0) + times
         for number, text in zip(report.numbers, report.wrong, strict=True):
-            program, place = draw(random.Random(number)), args.places[number % len(args.places)]
+            program, place = drawn(random.Random(number)), args.places[number % len(args.places)]
             if args.ranks == 1:
                 program = smallest(program, place)
             print(text, "is kept in", keep(f"{text}, {args.ranks} ranks", place, program))

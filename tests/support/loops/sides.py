@@ -16,6 +16,7 @@ from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
+from tests.support.loops.doors import without_wrappers
 from tests.support.loops.tails import on_host, update_early
 
 WIDTH = 24
@@ -120,7 +121,7 @@ def updates(
     model: nn.Module, build: Callable[..., nn.Module] = Net, place: str = "resident"
 ) -> Tensor | None:
     """fp64 [n]: by how much training moved every weight; None on ranks without a state dict."""
-    state = model.state_dict()
+    state = without_wrappers(model.state_dict())
     if not state:
         return None
     start = dict(build(depth_at(place)).named_parameters())
