@@ -104,7 +104,10 @@ def crossed(rank, work):
 
 
 SAID = {
-    experts: ("sends 0.up__weight [2, 6, 4] torch.float32", "sends 0.down__bias [2, 4] torch.float32"),
+    experts: (
+        "sends 0.up__weight [2, 6, 4] torch.float32",
+        "sends 0.down__bias [2, 4] torch.float32",
+    ),
     layers: (
         "sends up.weight, ColwiseParallel, [6, 4]",
         "sends down.weight, ColwiseParallel, [4, 6]",
