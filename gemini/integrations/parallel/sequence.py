@@ -40,30 +40,52 @@ def in_sequence(
     layers = _repeated(model, styles)
     around: list[tuple[str, ParallelStyle]] = []
     for layer in layers:
-        children = dict(model.get_submodule(layer).named_children())
         # what a layer itself reads the shape of is a DTensor, which has that of the whole
-        local = not any(f"{layer}.{name}" in styles for name in children)
-        for name, child in children.items():
-            where = f"{layer}.{name}"
-            inside = [key for key in styles if key == where or key.startswith(f"{where}.")]
-            if inside and inside != [where]:
-                around.append((where, _Hooked(_gathered)))
-            for key in inside:
-                styles[key] = _of_parts(key, styles[key], alone=key == where)
-            if inside or not any(True for _ in child.parameters()):
-                continue
-            if not type(child).__name__.endswith("Norm"):
-                raise ValueError(
-                    f"{where} is a {type(child).__name__} that the plan does not split, in a layer "
-                    "whose sequence is split; expected norms beside split layers. Leave "
-                    "enable_sequence_parallelism away, or give custom_policy= with SequenceParallel"
-                )
-            around.append((where, SequenceParallel(sequence_dim=TIME, use_local_output=local)))
+        children = model.get_submodule(layer).named_children()
+        local = not any(f"{layer}.{name}" in styles for name, _ in children)
+        around += _between(model, styles, layer, local=local)
     for stage in stages or [model]:
         here = {id(module) for module in stage.modules()}
         mine = [layer for layer in layers if id(model.get_submodule(layer)) in here]
         around += [(mine[0], _Hooked(_part)), (mine[-1], _Hooked(_whole, gives=True))]
     return around
+
+
+def _between(
+    model: nn.Module, styles: dict[str, ParallelStyle], layer: str, *, local: bool
+) -> Iterator[tuple[str, ParallelStyle]]:
+    """Styles around the children of a layer whose input is a part; changes those of split ones.
+
+    local: its norms give local tensors.
+    """
+    for name, child in model.get_submodule(layer).named_children():
+        where = f"{layer}.{name}"
+        inside = [key for key in styles if key == where or key.startswith(f"{where}.")]
+        if any(_adds(module, at, styles) for at, module in child.named_modules(prefix=where)):
+            yield from _between(model, styles, where, local=True)
+            continue
+        if inside and inside != [where]:
+            yield where, _Hooked(_gathered)
+        for key in inside:
+            styles[key] = _of_parts(key, styles[key], alone=key == where)
+        if inside or not any(True for _ in child.parameters()):
+            continue
+        if not type(child).__name__.endswith("Norm"):
+            raise ValueError(
+                f"{where} is a {type(child).__name__} that the plan does not split, in a layer "
+                "whose sequence is split; expected norms beside split layers. Leave "
+                "enable_sequence_parallelism away, or give custom_policy= with SequenceParallel"
+            )
+        yield where, _Norm(sequence_dim=TIME, use_local_output=local)
+
+
+def _adds(module: nn.Module, where: str, styles: Mapping[str, ParallelStyle]) -> bool:
+    """Whether a module adds its layer's input, a part, to the output of a layer split by rows, and
+    normalises the sum, as in BERT. Norms between split layers, as of heads, are none of these."""
+    names = [name for name, _ in module.named_children()]
+    split = [styles[key] for name in names if (key := f"{where}.{name}") in styles]
+    has_norm = any(type(child).__name__.endswith("Norm") for child in module.children())
+    return has_norm and [type(style) for style in split] == [RowwiseParallel]
 
 
 def _repeated(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[str]:
@@ -85,16 +107,44 @@ def _of_parts(name: str, style: ParallelStyle, *, alone: bool) -> ParallelStyle:
     """Style of a split layer between parts. `alone`: no module around it gathers its input."""
     if isinstance(style, RowwiseParallel):
         (layout,) = style.input_layouts
-        return RowwiseParallel(input_layouts=layout, output_layouts=_PART)
+        return _Rows(input_layouts=layout, output_layouts=_PART)
     if isinstance(style, ColwiseParallel):
         (layout,) = style.output_layouts
-        return ColwiseParallel(input_layouts=_PART if alone else _WHOLE, output_layouts=layout)
+        kind = _Columns if alone else ColwiseParallel
+        return kind(input_layouts=_PART if alone else _WHOLE, output_layouts=layout)
     if isinstance(style, (SequenceParallel, Divided)):
         return style
     raise ValueError(
         f"the plan splits {name} by a {type(style).__name__}, in a layer whose sequence is split; "
         "expected ColwiseParallel, RowwiseParallel or SequenceParallel"
     )
+
+
+# A layer may flatten [batch, time, width] to [batch * time, width], as OPT's do: a rank's rows are
+# then a part of all rows. These styles find the dimension of the part in what comes.
+
+
+def _part_of(x: Tensor) -> Shard:
+    return Shard(x.dim() - 2)
+
+
+class _Rows(RowwiseParallel):
+    @staticmethod
+    def _prepare_output_fn(layouts: Any, local: Any, mod: Any, x: Any, mesh: Any) -> Any:
+        return RowwiseParallel._prepare_output_fn((_part_of(x),), local, mod, x, mesh)
+
+
+class _Columns(ColwiseParallel):
+    @staticmethod
+    def _prepare_input_fn(layouts: Any, wanted: Any, mod: Any, inputs: Any, mesh: Any) -> Any:
+        own = (_part_of(inputs[0]),)
+        return ColwiseParallel._prepare_input_fn(own, wanted, mod, inputs, mesh)
+
+
+class _Norm(SequenceParallel):
+    @staticmethod
+    def _prepare_input_fn(layout: Any, mod: Any, inputs: Any, mesh: Any) -> Any:
+        return SequenceParallel._prepare_input_fn((_part_of(inputs[0]),), mod, inputs, mesh)
 
 
 class _Hooked(ParallelStyle):

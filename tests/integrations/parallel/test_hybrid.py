@@ -110,6 +110,7 @@ def saves(rank, kind, folder):
     return weights, loaded, shown, counts
 
 
+@pytest.mark.unlike
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_checkpoint_loads_at_any_sizes_and_by_plain_transformers(kind, tmp_path):
     results = run_ranks(saves, 4, kind, str(tmp_path))

@@ -32,7 +32,7 @@ CASES = {
         *((f"{kind} split", kind, SPLIT) for kind in KINDS if kind not in DROPPED),
         *((f"{kind} cut", kind, CUT) for kind in ("Mistral", "ViT", "OPT", "Mixtral")),
         ("ZeRO-3, chunked loss", "Llama", {"plugin": GeminiPlugin, "tp_size": 2, "tokens": 5}),
-        *((f"{kind} sequence", kind, SEQUENCE) for kind in ("Llama tied", "Qwen3")),
+        *((f"{kind} sequence", kind, SEQUENCE) for kind in ("Llama tied", "Qwen3", "BERT", "OPT")),
         ("Mixtral shared out", "Mixtral", {"tp_size": 1, "pp_size": 1, "ep_size": 2}),
     ],
     4: [

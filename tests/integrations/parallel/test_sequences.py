@@ -129,6 +129,7 @@ def drawn(heads, few):
     return [torch.randn(BATCH, n, TIME, WIDTH, generator=draw) for n in (heads, few, few, heads)]
 
 
+@pytest.mark.one_process("what is sent is counted in this process")
 @pytest.mark.parametrize("name", HEADS)
 def test_attention_of_parts_is_that_of_the_whole_and_sends_what_the_formula_says(name, monkeypatch):
     """Sums are fp32 in another order."""
