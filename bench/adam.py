@@ -279,7 +279,7 @@ def shape(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cpu or sim"
     )

@@ -259,7 +259,7 @@ def is_good(result: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="default: gpt2-xl, or llama-3.2-3b with --qlora")
     parser.add_argument("--steps", type=int, help="default: 4, or 6 with --qlora")
     parser.add_argument("--qlora", action="store_true")

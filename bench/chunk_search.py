@@ -197,7 +197,7 @@ def draw(found: list[tuple[str, ChunkConfiguration]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--model", default="gpt2", help=f"{', '.join(models.MODELS)}, all, or PATH-to-config.json"

@@ -138,7 +138,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--every", type=int, default=50, help="steps between losses")
     parser.add_argument("--seeds", type=int, default=3)

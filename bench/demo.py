@@ -129,7 +129,7 @@ def draw(results: dict[str, dict[str, Any]], rows: list[dict[str, Any]], out: Pa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="gpt2")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=ROOT / "runs/demo")

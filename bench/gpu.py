@@ -160,7 +160,7 @@ def run_all(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dry", action="store_true", help="small, on the CPU")

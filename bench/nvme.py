@@ -352,7 +352,7 @@ def show(rows: list[dict[str, Any]], ratios: dict[str, float], step: dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dir", type=Path, help="default: a temporary folder on a disk")
     parser.add_argument("--size", default="4GiB")
     parser.add_argument("--numel", type=int, default=500_000_000, help="of the step; 0: none")

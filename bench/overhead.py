@@ -265,7 +265,7 @@ MEASURES: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="add the results to this file")
     parser.add_argument("--only", choices=MEASURES, nargs="+", default=list(MEASURES))
     parser.add_argument("--rounds", type=int, help="default: as many as are needed")

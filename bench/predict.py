@@ -191,7 +191,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", help="rows whose name begins like this")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # one process: prints its rows
     parser.add_argument("--json", type=Path)

@@ -246,7 +246,7 @@ def _rss_bytes() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-3b")
     parser.add_argument("--steps", type=int, default=5)

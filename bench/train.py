@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None, load: Callable[[], float] = busy_fra
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--peers", nargs="+", help="rows, or peers (torch, ours, ...); all")
     parser.add_argument("--model", default="gpt2", help="see gemini.plan.models")
     parser.add_argument("--batch", type=int, default=4, help="sequences a step, over all ranks")

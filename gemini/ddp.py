@@ -418,7 +418,8 @@ class GeminiDDP(ModuleFace):
         return self.engine.sampler.collector
 
 
-GeminiDDP.__doc__ = f"{GeminiDDP.__doc__}\n{field_docs()}    "
+if GeminiDDP.__doc__:  # `python -OO` has none
+    GeminiDDP.__doc__ += f"\n{field_docs()}    "
 
 
 def _backend(device: torch.device | str | Backend | None) -> Backend:

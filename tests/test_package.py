@@ -1,4 +1,4 @@
-"""What is installed: the wheel, its types, what an import imports, and -O and -W error."""
+"""What is installed: the wheel, its types, what an import imports, and -O, -OO and -W error."""
 
 import os
 import shutil
@@ -232,6 +232,45 @@ def test_nothing_depends_on_asserts(tmp_path):
         [*command, *OPTIMIZED], cwd=ROOT, env=_environment(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
+
+
+BARE = """
+import contextlib, importlib, io, sys, traceback
+import gemini
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ValueError as error:  # transformers reads docstrings of its own, too
+        if "transformers" not in traceback.extract_tb(error.__traceback__)[-1].filename:
+            raise
+from gemini.__main__ import main
+from gemini.checkpoint.__main__ import main as of_checkpoints
+for command, words in (
+    (main, []), (main, ["train"]), (main, ["plan"]), (main, ["run"]), (of_checkpoints, []),
+):
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        command([*words, "--help"])
+    if "--help" not in said.getvalue():
+        raise SystemExit(f"no help of {command.__module__} {words}")
+import torch
+model = gemini.GeminiDDP(torch.nn.Linear(8, 8))
+optimizer = gemini.HybridAdam(model.parameters(), nvme_offload_fraction=1.0)
+before = model.digest()
+model(torch.ones(2, 8)).float().square().mean().backward()
+optimizer.step()
+if gemini.GeminiDDP.__doc__ or model.digest() == before:
+    raise SystemExit("it has docstrings, or did not train")
+"""
+
+
+@pytest.mark.ci
+def test_everything_is_imported_helps_and_trains_without_docstrings():
+    """Under `python -OO`."""
+    done = subprocess.run(
+        [sys.executable, "-OO", "-c", BARE, *modules()],
+        env=_environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("module", ["gemini.runtime.x", "gemini.optim.x", "bench.x"])

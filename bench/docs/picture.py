@@ -82,7 +82,7 @@ def train(name: str, budget: str, folder: Path, drawing: Path) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="gpt2")
     parser.add_argument("--device-budget", default="1280MiB")
     parser.add_argument("--nvme-dir", type=Path, help="default: a temporary folder on a disk")

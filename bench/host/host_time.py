@@ -140,7 +140,7 @@ def found_in(cases: Sequence[str], num_layers: int, steps: int) -> dict[str, dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, default=1000 // BLOCKS_PER_LAYER)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)

@@ -262,7 +262,7 @@ SECTIONS: dict[str, Callable[[Runs], Rows]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("name", choices=list(SECTIONS))
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
     parser.add_argument("--out", type=Path, required=True)

@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m gemini.checkpoint")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, work in (("inspect", inspect), ("verify", verify), ("export", export)):
-        command = commands.add_parser(name, help=(work.__doc__ or "").splitlines()[0])
+        command = commands.add_parser(name, help=(work.__doc__ or "").partition("\n")[0])
         command.add_argument("path", type=Path)
         command.set_defaults(work=work)
         if name == "export":
