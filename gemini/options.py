@@ -36,9 +36,9 @@ T = TypeVar("T")
 class PrecisionPolicy:
     """Dtypes of computing, of communication and of masters, and the reaction to an overflow.
 
-    precision: `"bf16"`, `"fp16"` or `"fp32"`: dtype of parameters, activations and gradients.
-        Floating inputs are cast to it; buffers keep their dtype, except in spectral norms. fp16
-        has a dynamic loss scale, and its outputs are cast to fp32.
+    precision: `"bf16"`, `"fp16"` or `"fp32"`, or that dtype of torch: dtype of parameters,
+        activations and gradients. Floating inputs are cast to it; buffers keep their dtype, except
+        in spectral norms. fp16 has a dynamic loss scale, and its outputs are cast to fp32.
     keep_fp32: predicate of (qualified name, module): true for modules that stay in fp32 with all
         modules below them; their inputs and outputs are cast. Batch norms always stay in fp32,
         except with `cast_buffers`.
@@ -78,7 +78,9 @@ class PrecisionPolicy:
     on_nonfinite: str = "skip"
 
     def __post_init__(self) -> None:
-        self.settings()
+        settings = self.settings()
+        for name in ("precision", "communication_dtype"):
+            object.__setattr__(self, name, getattr(settings, name))
 
     def settings(self, max_norm: float = 0.0, norm_type: float = 2.0) -> PrecisionSettings:
         """Settings of every step, with clipping. Raises ValueError."""

@@ -76,7 +76,7 @@ def parse_bytes(size: int | str) -> Bytes:
 def _without_unit(size: int) -> Bytes:
     if 0 < size < FEWEST_BYTES:
         raise ValueError(
-            f"size {size} is {size} bytes; did you mean '{size}GiB'? ('{size}B' if not)"
+            f"size {size} is {size} bytes; did you mean '{size}GiB'? Bytes are '{size}B'"
         )
     return Bytes(size)
 

@@ -18,6 +18,7 @@ from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
+from gemini.runtime.wrap.precision import as_precision
 
 from .parts import PRECISIONS
 from .torch_optimizers import convert
@@ -126,6 +127,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         self._gemini = dict(gemini or {})
         self._adam = dict(adam or {})
         own = self._gemini.get("precision", self.mixed_precision)
+        own = own if own == "no" else as_precision(own)
         if self.mixed_precision not in ("no", own):
             raise ValueError(
                 f"mixed_precision={self.mixed_precision!r} and gemini=dict(precision={own!r}); "

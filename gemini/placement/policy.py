@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -140,15 +141,21 @@ def has_budgets(policy: Placement) -> bool:
 
 
 def parse_placement(policy: str | Placement) -> Placement:
-    """Policy of a name, or the policy itself. Raises ValueError for an unknown name."""
+    """Policy of a name, also as `"ZeRO-3"`, or the policy itself. Raises ValueError for an unknown
+    name."""
     if isinstance(policy, Placement):
         return policy
-    if policy not in NAMED:
+    near = {_plain(name): found for name, found in NAMED.items()}
+    if _plain(str(policy)) not in near:
         raise ValueError(
             f"placement_policy={policy!r} is unknown; expected one of {sorted(NAMED)}, "
             "or a placement dataclass (ConstPlacement needs its bytes)"
         )
-    return NAMED[policy]
+    return near[_plain(str(policy))]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_ ]", "", name.lower())
 
 
 def never_released(policy: Placement, payload_bytes: Sequence[int]) -> frozenset[ChunkId]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gemini.placement.sizes import Bandwidths, Budgets
-from gemini.units import GIB, format_bytes
+from gemini.units import GIB, Bytes, format_bytes
 
 # Where nothing was measured: an accelerator on PCIe 4, one disk; and a desktop's cores
 TYPICAL = {
@@ -84,11 +84,10 @@ class Hardware:
 
     def budgets(self) -> Budgets:
         """Budgets of one rank. On `cpu` the device is the node's RAM."""
-        if self.device == "cpu":
-            node = Budgets.parse(min(self.device_mem, self.host_mem), self.host_mem, self.nvme)
-            return node.divided(self.ranks_per_node, self.ranks_per_node)
-        node = Budgets.parse(self.device_mem, self.host_mem, self.nvme)
-        return node.divided(self.ranks_per_node)
+        on_cpu = self.device == "cpu"
+        device = min(self.device_mem, self.host_mem) if on_cpu else self.device_mem
+        node = Budgets(Bytes(device), Bytes(self.host_mem), Bytes(self.nvme))
+        return node.divided(self.ranks_per_node, self.ranks_per_node if on_cpu else 1)
 
     def assumptions(self, what: Mapping[str, str]) -> Iterator[str]:
         """Each number with its source. what: numbers that mattered, name to words."""

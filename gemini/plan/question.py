@@ -80,7 +80,8 @@ class Question:
     def policy(self) -> AutoPlacement:
         """Policy with which a module is wrapped to be placed so."""
         machine = self.machine
-        return AutoPlacement(machine.device_mem, machine.host_mem, machine.nvme, machine.folder)
+        sizes = (machine.device_mem, machine.host_mem, machine.nvme)
+        return AutoPlacement(*(one and f"{one}B" for one in sizes), machine.folder)
 
     @property
     def trace(self) -> Trace:

@@ -41,7 +41,7 @@ from gemini.options import takes_fields
 from gemini.placement.policy import Placement, StaticPlacement
 from gemini.runtime.wrap.keep_fp32 import find_fp32_modules, param_dtypes
 from gemini.runtime.wrap.materialise import init_empty
-from gemini.runtime.wrap.precision import DTYPE_OF
+from gemini.runtime.wrap.precision import DTYPE_OF, as_precision
 from gemini.runtime.wrap.specs import collect_params
 
 from .sharded_v2 import static_copy
@@ -313,9 +313,8 @@ def init_chunk_manager(
 
     Raises ValueError for an unknown precision.
     """
-    dtype = DTYPE_OF.get(precision)
-    if dtype is None:
-        raise ValueError(f"precision={precision!r}; expected one of {sorted(DTYPE_OF)}")
+    precision = as_precision(precision)
+    dtype = DTYPE_OF[precision]
     dtypes = param_dtypes(model, find_fp32_modules(model, None, cast_buffers=False), dtype)
     specs = collect_params(model, dtypes).specs
     found = search_chunk_configuration(specs, search_range_mb, hidden_dim, min_chunk_size_mb)

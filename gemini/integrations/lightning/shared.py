@@ -18,7 +18,7 @@ from gemini.integrations.options import TORCH_SCALE
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.placement.policy import Placement, parse_placement
-from gemini.runtime.wrap.precision import DTYPE_OF
+from gemini.runtime.wrap.precision import DTYPE_OF, as_precision
 from gemini.trees import map_tensors
 
 # Lightning's name -> the engine's. Masters are fp32, so "true" and "mixed" bf16 are the same here
@@ -130,16 +130,15 @@ class Asked:
     def precision_by(self, plugin: FabricPrecision) -> str:
         """Precision of the strategy, or else of the plugin. Raises ValueError if they differ."""
         asked = engine_precision(str(plugin.precision))
-        if self.precision is None or self.precision == asked:
+        given = asked if self.precision is None else as_precision(self.precision)
+        if given == asked:
             return asked
-        if self.precision not in DTYPE_OF:
-            raise ValueError(f"precision={self.precision!r}; expected one of {sorted(DTYPE_OF)}")
         if asked != "fp32":
             raise ValueError(
                 f"the strategy has precision={self.precision!r} and Lightning "
                 f"{plugin.precision!r}; expected one of the two"
             )
-        return self.precision
+        return given
 
     def wrap(
         self, module: nn.Module, device: torch.device, precision: str, *, cast_inputs: bool

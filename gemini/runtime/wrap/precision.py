@@ -11,7 +11,20 @@ from gemini.optim.rules.loss_scale import LossScale
 from gemini.placement.sizes import Budgets
 
 DTYPE_OF = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_SHORT = {**{name: short for short, name in DTYPE_OF.items()}, "half": "fp16", "float": "fp32"}
 MAX_SEED = 2**53  # it travels in an fp64 table
+
+
+def as_precision(given: object, option: str = "precision") -> str:
+    """Key of `DTYPE_OF` for `"bf16"`, `"bfloat16"` or torch.bfloat16. Raises ValueError."""
+    name = str(given).removeprefix("torch.").lower()
+    name = _SHORT.get(name, name)
+    if name not in DTYPE_OF:
+        raise ValueError(
+            f"{option}={given!r}; expected one of {sorted(DTYPE_OF)}, or a dtype of torch that is "
+            "one of them"
+        )
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +45,10 @@ class PrecisionSettings:
     fp8_communication: bool = False
 
     def __post_init__(self) -> None:
-        if self.precision not in DTYPE_OF:
-            raise ValueError(f"precision={self.precision!r}; expected one of {sorted(DTYPE_OF)}")
-        if self.communication_dtype not in (None, *DTYPE_OF):
-            raise ValueError(
-                f"communication_dtype={self.communication_dtype!r}; expected None or one of "
-                f"{sorted(DTYPE_OF)}"
-            )
+        object.__setattr__(self, "precision", as_precision(self.precision))
+        if self.communication_dtype is not None:
+            sent = as_precision(self.communication_dtype, "communication_dtype")
+            object.__setattr__(self, "communication_dtype", sent)
         if not 0 <= self.max_norm < math.inf:
             raise ValueError(f"max_norm={self.max_norm} is negative; 0 does not clip")
         _ = self.clip  # a norm of no positive order is refused there

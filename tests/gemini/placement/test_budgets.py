@@ -95,7 +95,7 @@ def allocated(folder):
 def test_a_disk_budget_holds_while_backwards_add_up(tmp_path):
     """What is added up is in fp32, in a file of its own; originals are in one before that."""
     with pytest.raises(BudgetError) as info:
-        wrapped(AutoPlacement("130KiB", nvme_budget=1))
+        wrapped(AutoPlacement("130KiB", nvme_budget="1B"))
     limit = 1 + info.value.missing_bytes
     model, optimizer = wrapped(AutoPlacement("130KiB", nvme_budget=limit, nvme_dir=str(tmp_path)))
     found = [allocated(tmp_path)]

@@ -15,21 +15,26 @@ from gemini.placement.tiers import Tier
 
 GPUS = Machine(4, 1, has_host_tier=True, device_bytes_left=1000, host_bytes_left=4000)
 CPU = Machine(4, 4, has_host_tier=False, device_bytes_left=1000)
+MORE = replace(CPU, host_bytes_left=4000)
 
 
 @pytest.mark.parametrize(
     ("policy", "machine", "wanted"),
     [
         (StaticPlacement(), CPU, Budgets()),
-        (ConstPlacement(400), GPUS, Budgets(device=400, host=900)),
-        (ConstPlacement(400), CPU, Budgets(device=100)),
-        (AutoPlacement(400, 800, 1200), GPUS, Budgets(400, 200, 300)),
-        (AutoPlacement(400, 800, 1200), CPU, Budgets(100, 200, 300)),
-        (AutoPlacement(800, 400), CPU, Budgets(100, 100)),
+        (ConstPlacement("400B"), GPUS, Budgets(device=400, host=900)),
+        (ConstPlacement("400B"), CPU, Budgets(device=100)),
+        (AutoPlacement("400B", "800B", 1200), GPUS, Budgets(400, 200, 300)),
+        (AutoPlacement("400B", "800B", 1200), CPU, Budgets(100, 200, 300)),
+        (AutoPlacement("800B", "400B"), CPU, Budgets(100, 100)),
         (AutoPlacement(), GPUS, Budgets(device=900, host=900)),
         (AutoPlacement(), CPU, Budgets(device=225)),
         (AutoPlacement(host_budget=8000), GPUS, Budgets(device=900, host=2000)),
-        (AutoPlacement(nvme_budget=80), replace(CPU, host_bytes_left=4000), Budgets(225, nvme=20)),
+        (
+            AutoPlacement(nvme_budget="80B"),
+            replace(CPU, host_bytes_left=4000),
+            Budgets(225, nvme=20),
+        ),
     ],
 )
 def test_every_pool_is_divided_among_the_ranks_that_share_it(policy, machine, wanted):

@@ -87,7 +87,7 @@ def test_what_is_refused_names_the_budget_that_was_given():
 def test_what_ranks_share_is_asked_for_all_of_them():
     machine = Machine(ranks_per_node=3, ranks_per_device=3, has_host_tier=False)
     refused = BudgetError.missing(D, 5, 33, "moment 1", "raise device_budget by as much")
-    said = in_words_of(AutoPlacement(100), machine, refused)
+    said = in_words_of(AutoPlacement("100B"), machine, refused)
     assert said.missing_bytes == 14 and (100 + 14) // 3 == 33 + 5
     assert str(said).startswith("device_budget of 100 B is 14 B (14 bytes) too small for moment 1")
     assert ", on each of 3 ranks; raise device_budget" in str(said)
