@@ -110,7 +110,7 @@ def _codes(
         code = tl.where(bits == 0, 0, code)
         code = tl.where(bits < _INF, code, tl.where(bits == _INF, 255, 254))
         return code, shared
-    elif UNDER_ROOT:
+    if UNDER_ROOT:
         size = tl.abs(values)
         ratio = tl.where(root > 0.0, tl.div_rn(size, tl.where(root > 0.0, root, 1.0)), size * 0.0)
         bits = (ratio + 0.0625).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -118,12 +118,11 @@ def _codes(
         code = tl.where(bits < _LEAST_RATIO, 0, code)
         code = tl.where(values < 0.0, -code, code)
         return tl.where(bits < _INF, code, -128), code
-    else:
-        upper = (bits + (other << 4)) >> 20
-        base, below = _window(upper, live, 3, 14, 1, BLOCK)
-        code = tl.minimum(tl.maximum(upper - _wide(base << 3, BLOCK), 0), 127)
-        code = tl.where(bits == 0, 0, tl.where(values < 0.0, -code, code))
-        return tl.where(bits < _INF, code, -128), tl.where(below == 255, 0, base)
+    upper = (bits + (other << 4)) >> 20
+    base, below = _window(upper, live, 3, 14, 1, BLOCK)
+    code = tl.minimum(tl.maximum(upper - _wide(base << 3, BLOCK), 0), 127)
+    code = tl.where(bits == 0, 0, tl.where(values < 0.0, -code, code))
+    return tl.where(bits < _INF, code, -128), tl.where(below == 255, 0, base)
 
 
 @triton.jit

@@ -204,9 +204,7 @@ def _load_planes(
     """Load three planes in fp32; the first stands in for a plane that the rule does not have."""
     root = i
     if UNDER_ROOT != 0:
-        keeper = load_plane(
-            codes[KEEPER], shared[KEEPER], i, mask, i, KIND, True, False, MASKED
-        )
+        keeper = load_plane(codes[KEEPER], shared[KEEPER], i, mask, i, KIND, True, False, MASKED)
         root = tl.sqrt_rn(keeper)
     s0 = load_plane(
         codes[0], shared[0], i, mask, root, KIND, KEEPER == 0, UNDER_ROOT & 1 != 0, MASKED
@@ -229,28 +227,28 @@ def _store_planes(
     NUM_PLANES: tl.constexpr, KEEPER: tl.constexpr, UNDER_ROOT: tl.constexpr, KIND: tl.constexpr,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store three planes, rounded by `random` where they are quantised; that of KEEPER first, as
-    others are coded by its root."""
+    """Store three planes, rounded by `random` where they are quantised; what others are coded by
+    the root of is stored first."""
     root = i
-    if KEEPER >= 0:
+    if UNDER_ROOT != 0:
         root = store_plane(
             codes[KEEPER], shared[KEEPER], i, new[KEEPER], random, mask, left, i,
             KIND, True, False, MASKED, BLOCK,
         )  # fmt: skip
-    if KEEPER != 0:
+    if UNDER_ROOT == 0 or KEEPER != 0:
         store_plane(
             codes[0], shared[0], i, new[0], random, mask, left, root,
-            KIND, False, UNDER_ROOT & 1 != 0, MASKED, BLOCK,
+            KIND, KEEPER == 0, UNDER_ROOT & 1 != 0, MASKED, BLOCK,
         )  # fmt: skip
-    if NUM_PLANES >= 2 and KEEPER != 1:
+    if NUM_PLANES >= 2 and (UNDER_ROOT == 0 or KEEPER != 1):
         store_plane(
             codes[1], shared[1], i, new[1], random, mask, left, root,
-            KIND, False, UNDER_ROOT & 2 != 0, MASKED, BLOCK,
+            KIND, KEEPER == 1, UNDER_ROOT & 2 != 0, MASKED, BLOCK,
         )  # fmt: skip
-    if NUM_PLANES == 3 and KEEPER != 2:
+    if NUM_PLANES == 3 and (UNDER_ROOT == 0 or KEEPER != 2):
         store_plane(
             codes[2], shared[2], i, new[2], random, mask, left, root,
-            KIND, False, UNDER_ROOT & 4 != 0, MASKED, BLOCK,
+            KIND, KEEPER == 2, UNDER_ROOT & 4 != 0, MASKED, BLOCK,
         )  # fmt: skip
 
 
@@ -302,9 +300,7 @@ def _update_tile(
         p = load(master, i, mask, tl.float32, MASKED)
     else:
         p = load(param, i, mask, PARAM_DTYPE, MASKED)
-    s0, s1, s2 = _load_planes(
-        codes, shared, i, mask, NUM_PLANES, KEEPER, UNDER_ROOT, KIND, MASKED
-    )
+    s0, s1, s2 = _load_planes(codes, shared, i, mask, NUM_PLANES, KEEPER, UNDER_ROOT, KIND, MASKED)
     if SPLIT and KIND == 0:
         keeper = _plane(s0, s1, s2, KEEPER)
         p = join_master(high, low, keeper)

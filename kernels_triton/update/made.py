@@ -35,7 +35,9 @@ class RuleKernel:
     def shared(self, slabs: list[Any]) -> list[Any]:
         """Slab of what the groups of each plane share; where they share nothing, its own."""
         others = iter(slabs[self.num_planes :])
-        shares = [self.kind == "8bit" and not self.under_root >> i & 1 for i in range(self.num_planes)]
+        shares = [
+            self.kind == "8bit" and not self.under_root >> i & 1 for i in range(self.num_planes)
+        ]
         return [next(others) if has else slabs[i] for i, has in enumerate(shares)]
 
 

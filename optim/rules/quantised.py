@@ -66,7 +66,9 @@ def decoded(stored: Sequence[Tensor], layout: StateLayout) -> list[Tensor]:
             if of_group is None:
                 values = _under_root(one, root)
             elif layout.is_linear:
-                values = (_root_squared if planes[i].keeps_ties else _expanded)(one, of_group[groups])
+                values = (_root_squared if planes[i].keeps_ties else _expanded)(
+                    one, of_group[groups]
+                )
             elif planes[i].keeps_ties:
                 values = _positive(one, of_group[groups])
                 root = _root(values)

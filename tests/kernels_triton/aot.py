@@ -78,8 +78,9 @@ def sources():
             constants = {
                 "FORMULA": kernel.formula, "NUM_PLANES": kernel.num_planes, "PARAM_DTYPE": param,
                 "GRAD_DTYPE": grad, "HAS_MASTER": master, "SPLIT": split,
-                "KEEPER": kernel.keeper, "UNDER_ROOT": kernel.under_root, "KIND": KIND_CODES[kernel.kind],
-                "STOCHASTIC": stochastic, "BLOCK": launch.block,
+                "KEEPER": kernel.keeper, "UNDER_ROOT": kernel.under_root,
+                "KIND": KIND_CODES[kernel.kind], "STOCHASTIC": stochastic,
+                "BLOCK": launch.block,
             }  # fmt: skip
             name = (
                 f"update-{rule.name}-{param}-{grad}{'-stochastic' * stochastic}{'-split' * split}"
