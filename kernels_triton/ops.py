@@ -126,7 +126,7 @@ def update_now(
     rule: a key of `KERNELS`.
     planes: the slabs [N], the master first where there is one more than the rule's own; an int16
         master is the remainder that bf16 parameters lack, and fp32 parameters have none. For planes
-        of 8 bits, scales fp32 [N / 64] come last; see `quantised.py`.
+        of 8 bits, what groups share comes last, uint8 [N / 8]; see `quantised.py`.
     stochastic: bf16 parameters without a master are rounded at random, by control[SEED].
     params, grads: tensors that addresses in `segments` point into; may be empty for a plain module.
     Raises ValueError, before anything is written, for what the kernel cannot take.
@@ -154,8 +154,8 @@ def update_now(
     numel = planes[0].numel()
     for i, (plane, dtype) in enumerate(zip(planes, dtypes, strict=True)):
         _check(f"planes[{i}]", plane, dtype, None)
-        has_scales = i >= has_master + kernel.num_planes
-        if plane.numel() != (-(-numel // GROUP) if has_scales else numel):
+        is_shared = i >= has_master + kernel.num_planes
+        if plane.numel() != (-(-numel // GROUP) if is_shared else numel):
             raise ValueError(f"planes[{i}] has {plane.numel()} elements, others differ")
         for j in range(i):
             if plane.numel() and plane.data_ptr() == planes[j].data_ptr():
@@ -170,15 +170,15 @@ def update_now(
     state = planes[1:] if has_master else planes
     if kernel.kind == "bf16":
         state = [plane.view(torch.int16) for plane in state]
-    codes, scales = state[: kernel.num_planes], state[kernel.num_planes :] or state
+    codes, shared = state[: kernel.num_planes], kernel.shared(state)
     with on(tiles.device):
         update_kernel[(tiles.shape[0],)](
             tiles, segments, coefficients, control, planes[0],
             codes[0], codes[min(1, len(codes) - 1)], codes[-1],
-            scales[0], scales[min(1, len(scales) - 1)], scales[-1],
+            shared[0], shared[min(1, len(shared) - 1)], shared[-1],
             kernel.formula, kernel.num_planes, TRITON_DTYPES[param_dtype],
             TRITON_DTYPES[grad_dtype], has_master and not is_split, is_split,
-            kernel.keeper, KIND_CODES[kernel.kind],
+            kernel.keeper, kernel.under_root, KIND_CODES[kernel.kind],
             stochastic and param_dtype is torch.bfloat16, block, num_warps=num_warps,
             **_EXACT,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """State planes of one or two bytes, decoded and encoded in a kernel's tile.
 
-The formulas, and why second moments are rounded at random, are in `optim.rules.quantised`; the bits
-are the same. Bytes per element of both moments, read and written: 4 of bf16, 2.125 of 8 bits with a
-scale of 64 elements.
+The formulas, and why values are rounded at random, are in `optim.rules.quantised`; the bits are the
+same. Bytes per element of both moments of Adam, read and written: 4 of bf16, 2.125 of 8 bits with
+an exponent for 8 elements.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import triton.language as tl
 from gemini.kernels_triton.rounding import round_bf16, store_stochastic
 
 KIND_CODES = {"fp32": 0, "bf16": 1, "8bit": 2}
-GROUP = 64  # elements of one scale
+GROUP = 8  # elements that share an exponent
 _BF16, _8BIT, _GROUP = tl.constexpr(1), tl.constexpr(2), tl.constexpr(GROUP)
 # see `optim.rules.quantised`
 NOISE_KEY = tl.constexpr(1 << 32)
-_LEAST_SIGNED, _LEAST_ROOT = tl.constexpr(2.0**-100), tl.constexpr(2.0**-52)
+_INF, _NAN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
+_RATIO_BASE, _LEAST_RATIO = tl.constexpr(1968), tl.constexpr(1969 << 19)
 
 
 @triton.jit
 def load_plane(
-    codes, scales, i, mask, KIND: tl.constexpr, POSITIVE: tl.constexpr, MASKED: tl.constexpr
-):
-    """Elements of a plane as fp32, 0 where masked. codes: fp32, bf16 as int16, int8 or uint8."""
+    codes, shared, i, mask, root,
+    KIND: tl.constexpr, POSITIVE: tl.constexpr, UNDER_ROOT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Elements of a plane as fp32, 0 where masked. codes: fp32, bf16 as int16, int8 or uint8.
+    root: fp32, of the plane that an UNDER_ROOT one is under."""
     if MASKED:
         found = tl.load(codes + i, mask=mask, other=0)
     else:
@@ -32,37 +35,104 @@ def load_plane(
     if KIND == _BF16:
         values = (found.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif KIND == _8BIT:
-        if MASKED:
-            scale = tl.load(scales + i // _GROUP, mask=mask, other=0.0)
+        code = found.to(tl.int32)
+        size = tl.abs(code)
+        if UNDER_ROOT:
+            ratio = ((size + _RATIO_BASE) << 19).to(tl.float32, bitcast=True) - 0.0625
+            values = tl.where(code == 0, 0.0, tl.where(code < 0, -ratio, ratio) * root)
+            bits = tl.where(code == -128, _NAN, values.to(tl.int32, bitcast=True))
         else:
-            scale = tl.load(scales + i // _GROUP)
-        x = found.to(tl.float32)
-        if POSITIVE:
-            root = tl.div_rn(x, 255.0) * scale
-            values = root * root
-        else:
-            y = tl.div_rn(x, 127.0)
-            values = tl.div_rn(y, 2.0 - tl.abs(y)) * scale
+            if MASKED:
+                of_group = tl.load(shared + i // _GROUP, mask=mask, other=0).to(tl.int32)
+            else:
+                of_group = tl.load(shared + i // _GROUP).to(tl.int32)
+            if POSITIVE:
+                bits = _positive_bits(code, of_group)
+            else:
+                bits = tl.where(code == 0, 0, (size + (of_group << 3)) << 20)
+                bits = tl.where(code == -128, _NAN, bits)
+                value = bits.to(tl.float32, bitcast=True)
+                bits = tl.where(code < 0, -value, value).to(tl.int32, bitcast=True)
+        values = bits.to(tl.float32, bitcast=True)
     else:
         values = found
     return values
 
 
 @triton.jit
-def store_plane(
-    codes,
-    scales,
-    i,
-    values,
-    random,
-    mask,
-    remaining,
-    KIND: tl.constexpr,
-    POSITIVE: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _positive_bits(code, of_group):
+    """Bits of fp32 of codes that never are negative, and what their groups share."""
+    kept = 2 + (of_group >> 7)
+    bits = (code + (((of_group & 127) * 2) << kept)) << (23 - kept)
+    return tl.where(code == 0, 0, tl.where(code == 255, _INF, tl.where(code == 254, _NAN, bits)))
+
+
+@triton.jit
+def _window(
+    upper, live, KEPT: tl.constexpr, OCTAVES: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Store fp32 values in a plane. random: int32 of 16 bits an element, for a POSITIVE plane."""
+    """Exponent from which the codes of each group count, and the least exponent of what is live."""
+    exponent = upper >> KEPT
+    high = tl.reshape(tl.where(live, exponent, 0), (BLOCK // _GROUP, _GROUP))
+    low = tl.reshape(tl.where(live, exponent, 255), (BLOCK // _GROUP, _GROUP))
+    base = tl.maximum(tl.max(high, axis=1) - OCTAVES, LEAST)
+    return (base + (LEAST - 1)) & -LEAST, tl.min(low, axis=1)
+
+
+@triton.jit
+def _wide(of_groups, BLOCK: tl.constexpr):
+    found = tl.broadcast_to(tl.expand_dims(of_groups, 1), (BLOCK // _GROUP, _GROUP))
+    return tl.reshape(found, (BLOCK,))
+
+
+@triton.jit
+def _codes(
+    values, random, mask, root,
+    POSITIVE: tl.constexpr, UNDER_ROOT: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Codes of fp32 values as int32, and what their groups share; of UNDER_ROOT anything."""
+    every = values.to(tl.int32, bitcast=True)
+    bits = every & 0x7FFFFFFF
+    live = (bits > 0) & (bits < _INF)
+    if MASKED:
+        live = live & mask
+    other = ((random & 0xFF) << 8) | (random >> 8)
+    if POSITIVE:
+        fine, coarse = (bits + (random << 4)) >> 20, (bits + (random << 5)) >> 21
+        fine_base, below = _window(fine, live, 3, 30, 2, BLOCK)
+        coarse_base, _ = _window(coarse, live, 2, 62, 2, BLOCK)
+        is_fine = below > fine_base
+        kept = tl.where(is_fine, 3, 2)
+        base = tl.where(is_fine, fine_base, coarse_base)
+        shared = tl.where(below == 255, 0, (base >> 1) + ((kept - 2) << 7))
+        upper = tl.where(_wide(kept, BLOCK) == 3, fine, coarse)
+        code = tl.minimum(tl.maximum(upper - _wide(base << kept, BLOCK), 1), 253)
+        code = tl.where(bits == 0, 0, code)
+        code = tl.where(bits < _INF, code, tl.where(bits == _INF, 255, 254))
+        return code, shared
+    if UNDER_ROOT:
+        size = tl.abs(values)
+        ratio = tl.where(root > 0.0, tl.div_rn(size, tl.where(root > 0.0, root, 1.0)), size * 0.0)
+        bits = (ratio + 0.0625).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        code = tl.minimum(((bits + (other << 3)) >> 19) - _RATIO_BASE, 127)
+        code = tl.where(bits < _LEAST_RATIO, 0, code)
+        code = tl.where(values < 0.0, -code, code)
+        return tl.where(bits < _INF, code, -128), code
+    upper = (bits + (other << 4)) >> 20
+    base, below = _window(upper, live, 3, 14, 1, BLOCK)
+    code = tl.minimum(tl.maximum(upper - _wide(base << 3, BLOCK), 0), 127)
+    code = tl.where(bits == 0, 0, tl.where(values < 0.0, -code, code))
+    return tl.where(bits < _INF, code, -128), tl.where(below == 255, 0, base)
+
+
+@triton.jit
+def store_plane(
+    codes, shared, i, values, random, mask, remaining, root,
+    KIND: tl.constexpr, POSITIVE: tl.constexpr, UNDER_ROOT: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store fp32 values in a plane, and give the root of what a POSITIVE one of 8 bits is decoded
+    to. random: int32 of 16 bits an element, for planes of 8 bits and POSITIVE ones of bf16."""
     if KIND == _BF16:
         if POSITIVE:
             store_stochastic(codes, i, values, random, mask, MASKED)
@@ -71,36 +141,27 @@ def store_plane(
         else:
             tl.store(codes + i, round_bf16(values))
     elif KIND == _8BIT:
-        x = tl.sqrt_rn(values) if POSITIVE else values
-        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # NaN is the largest of all
-        if MASKED:
-            bits = tl.where(mask, bits, 0)
-        largest = tl.max(tl.reshape(bits, (BLOCK // _GROUP, _GROUP)), axis=1)
-        scale = largest.to(tl.float32, bitcast=True)
-        scale = tl.where(scale < (_LEAST_ROOT if POSITIVE else _LEAST_SIGNED), 0.0, scale)
-        wide = tl.broadcast_to(tl.expand_dims(scale, 1), (BLOCK // _GROUP, _GROUP))
-        s = tl.reshape(wide, (BLOCK,))
-        z = tl.where(s > 0.0, tl.div_rn(x, tl.where(s > 0.0, s, 1.0)), 0.0)
-        if POSITIVE:
-            code = tl.floor(255.0 * z + random.to(tl.float32) * (2.0**-16))
-        else:
-            code = tl.floor(127.0 * tl.div_rn(2.0 * z, 1.0 + tl.abs(z)) + 0.5)
-        out = tl.where(code == code, code, 0.0).to(tl.int32)
+        code, of_group = _codes(values, random, mask, root, POSITIVE, UNDER_ROOT, MASKED, BLOCK)
         group = tl.arange(0, BLOCK // _GROUP)
         if POSITIVE:
-            out = out.to(tl.uint8)
+            out = code.to(tl.uint8)
+            bits = _positive_bits(code, _wide(of_group, BLOCK))
+            root = tl.sqrt_rn(bits.to(tl.float32, bitcast=True))
         else:
-            out = out.to(tl.int8)
+            out = code.to(tl.int8)
         if MASKED:
             tl.store(codes + i, out, mask=mask)
-            tl.store(scales + group, scale, mask=group * _GROUP < remaining)
+            if not UNDER_ROOT:
+                tl.store(shared + group, of_group.to(tl.uint8), mask=group * _GROUP < remaining)
         else:
             tl.store(codes + i, out)
-            tl.store(scales + group, scale)
+            if not UNDER_ROOT:
+                tl.store(shared + group, of_group.to(tl.uint8))
     elif MASKED:
         tl.store(codes + i, values, mask=mask)
     else:
         tl.store(codes + i, values)
+    return root
 
 
 @triton.jit

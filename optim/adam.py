@@ -19,11 +19,18 @@ from .base import Folders, TieredOptimizer
 
 
 class AdamRule(UpdateRule):
-    """Adam: m and v in fp32, and with `amsgrad` the largest v so far for groups that ask for it."""
+    """Adam: m and v in fp32, and with `amsgrad` the largest v so far for groups that ask for it.
+
+    Of 8 bits, v is at least what makes no step longer than exact moments could; see
+    `formulas.adam_8bit_coefficients`.
+    """
 
     name = "adam"
     layout = StateLayout(
-        (Plane("exp_avg", "float32"), Plane("exp_avg_sq", "float32", keeps_ties=True))
+        (
+            Plane("exp_avg", "float32", under_root=True),
+            Plane("exp_avg_sq", "float32", keeps_ties=True),
+        )
     )
     optional: ClassVar = {"amsgrad": Plane("max_exp_avg_sq", "float32")}
     options: ClassVar = {
@@ -32,6 +39,12 @@ class AdamRule(UpdateRule):
     }  # fmt: skip
     coefficients = staticmethod(formulas.adam_coefficients)
     formula = staticmethod(formulas.adam)
+
+    def __init__(self, *wanted: str, state: str = "fp32") -> None:
+        if state == "8bit":
+            self.coefficients = formulas.adam_8bit_coefficients
+            self.formula = formulas.adam_8bit
+        super().__init__(*wanted, state=state)
 
     def update(
         self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: Any, step: int
@@ -42,6 +55,10 @@ class AdamRule(UpdateRule):
         multiply-adds, and its square root is not correctly rounded.
         """
         exp_avg, exp_avg_sq, *largest = planes
+        if self.layout.kind == "8bit":
+            inverse_bound = self.coefficients(hyper, step)["inverse_bound"]
+            least = formulas.least_square(exp_avg, inverse_bound)
+            torch.maximum(exp_avg_sq, least, out=exp_avg_sq)
         fused = torch._fused_adamw_ if hyper.adamw_mode else torch._fused_adam_
         # beta^inf = 0: the bias corrections become 1 exactly
         count = float(step) if hyper.bias_correction else float("inf")

@@ -197,37 +197,59 @@ def _with_plane(plane, s0, s1, s2, NUMBER: tl.constexpr):
 
 @triton.jit
 def _load_planes(
-    codes, scales, i, mask,
-    NUM_PLANES: tl.constexpr, KEEPER: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+    codes, shared, i, mask,
+    NUM_PLANES: tl.constexpr, KEEPER: tl.constexpr, UNDER_ROOT: tl.constexpr, KIND: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Load three planes in fp32; the first stands in for a plane that the rule does not have."""
-    s0 = load_plane(codes[0], scales[0], i, mask, KIND, KEEPER == 0, MASKED)
+    root = i
+    if UNDER_ROOT != 0:
+        keeper = load_plane(codes[KEEPER], shared[KEEPER], i, mask, i, KIND, True, False, MASKED)
+        root = tl.sqrt_rn(keeper)
+    s0 = load_plane(
+        codes[0], shared[0], i, mask, root, KIND, KEEPER == 0, UNDER_ROOT & 1 != 0, MASKED
+    )
     s1, s2 = s0, s0
     if NUM_PLANES >= 2:
-        s1 = load_plane(codes[1], scales[1], i, mask, KIND, KEEPER == 1, MASKED)
+        s1 = load_plane(
+            codes[1], shared[1], i, mask, root, KIND, KEEPER == 1, UNDER_ROOT & 2 != 0, MASKED
+        )
     if NUM_PLANES == 3:
-        s2 = load_plane(codes[2], scales[2], i, mask, KIND, KEEPER == 2, MASKED)
+        s2 = load_plane(
+            codes[2], shared[2], i, mask, root, KIND, KEEPER == 2, UNDER_ROOT & 4 != 0, MASKED
+        )
     return s0, s1, s2
 
 
 @triton.jit
 def _store_planes(
-    codes, scales, new, i, random, mask, left,
-    NUM_PLANES: tl.constexpr, KEEPER: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    codes, shared, new, i, random, mask, left,
+    NUM_PLANES: tl.constexpr, KEEPER: tl.constexpr, UNDER_ROOT: tl.constexpr, KIND: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store three planes, rounded by `random` where they are quantised."""
-    store_plane(
-        codes[0], scales[0], i, new[0], random, mask, left, KIND, KEEPER == 0, MASKED, BLOCK
-    )
-    if NUM_PLANES >= 2:
+    """Store three planes, rounded by `random` where they are quantised; what others are coded by
+    the root of is stored first."""
+    root = i
+    if UNDER_ROOT != 0:
+        root = store_plane(
+            codes[KEEPER], shared[KEEPER], i, new[KEEPER], random, mask, left, i,
+            KIND, True, False, MASKED, BLOCK,
+        )  # fmt: skip
+    if UNDER_ROOT == 0 or KEEPER != 0:
         store_plane(
-            codes[1], scales[1], i, new[1], random, mask, left, KIND, KEEPER == 1, MASKED, BLOCK
-        )
-    if NUM_PLANES == 3:
+            codes[0], shared[0], i, new[0], random, mask, left, root,
+            KIND, KEEPER == 0, UNDER_ROOT & 1 != 0, MASKED, BLOCK,
+        )  # fmt: skip
+    if NUM_PLANES >= 2 and (UNDER_ROOT == 0 or KEEPER != 1):
         store_plane(
-            codes[2], scales[2], i, new[2], random, mask, left, KIND, KEEPER == 2, MASKED, BLOCK
-        )
+            codes[1], shared[1], i, new[1], random, mask, left, root,
+            KIND, KEEPER == 1, UNDER_ROOT & 2 != 0, MASKED, BLOCK,
+        )  # fmt: skip
+    if NUM_PLANES == 3 and (UNDER_ROOT == 0 or KEEPER != 2):
+        store_plane(
+            codes[2], shared[2], i, new[2], random, mask, left, root,
+            KIND, KEEPER == 2, UNDER_ROOT & 4 != 0, MASKED, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -237,8 +259,8 @@ def _update_tile(
     start,
     remaining,
     master,
-    codes,  # of three planes, and their scales
-    scales,
+    codes,  # of three planes, and what their groups share
+    shared,
     row,
     factor,
     limit,
@@ -250,6 +272,7 @@ def _update_tile(
     HAS_MASTER: tl.constexpr,
     SPLIT: tl.constexpr,
     KEEPER: tl.constexpr,
+    UNDER_ROOT: tl.constexpr,
     KIND: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -277,7 +300,7 @@ def _update_tile(
         p = load(master, i, mask, tl.float32, MASKED)
     else:
         p = load(param, i, mask, PARAM_DTYPE, MASKED)
-    s0, s1, s2 = _load_planes(codes, scales, i, mask, NUM_PLANES, KEEPER, KIND, MASKED)
+    s0, s1, s2 = _load_planes(codes, shared, i, mask, NUM_PLANES, KEEPER, UNDER_ROOT, KIND, MASKED)
     if SPLIT and KIND == 0:
         keeper = _plane(s0, s1, s2, KEEPER)
         p = join_master(high, low, keeper)
@@ -289,12 +312,12 @@ def _update_tile(
     if KIND > 0 and (SPLIT or HAS_MASTER):
         p = untied(p)
     random = i
-    if KIND > 0 and KEEPER >= 0:
+    if KIND == 2 or (KIND == 1 and KEEPER >= 0):
         count = tl.load(row + _STEP).to(tl.int32, bitcast=True).to(tl.int64)
         random = noise(drawn[0], drawn[1] + NOISE_KEY, count, drawn[2] + start, BLOCK)
     _store_planes(
-        codes, scales, (s0, s1, s2), i, random, mask, remaining,
-        NUM_PLANES, KEEPER, KIND, MASKED, BLOCK,
+        codes, shared, (s0, s1, s2), i, random, mask, remaining,
+        NUM_PLANES, KEEPER, UNDER_ROOT, KIND, MASKED, BLOCK,
     )  # fmt: skip
     if SPLIT:
         store_low(master, i, p, mask, MASKED)
@@ -318,9 +341,9 @@ def update_kernel(
     state0,  # slab of the KIND
     state1,  # slab, or anything where NUM_PLANES is 1
     state2,  # slab, or anything where NUM_PLANES is less than 3
-    scale0,  # fp32, one for 64 elements of state0, or anything where planes are not of 8 bits
-    scale1,
-    scale2,
+    shared0,  # uint8, one for 8 elements of state0, or anything where they share nothing
+    shared1,
+    shared2,
     FORMULA: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
@@ -328,6 +351,7 @@ def update_kernel(
     HAS_MASTER: tl.constexpr,
     SPLIT: tl.constexpr,  # `master` is int16: what bf16 parameters lack of theirs
     KEEPER: tl.constexpr,  # the plane that is never negative and so may keep ties; or -1
+    UNDER_ROOT: tl.constexpr,  # bit i: plane i is coded by the root of KEEPER
     KIND: tl.constexpr,  # in what planes are kept: see `quantised.py`
     STOCHASTIC: tl.constexpr,  # bf16 without a master: round at random, see `rounding.noise`
     BLOCK: tl.constexpr,
@@ -351,19 +375,19 @@ def update_kernel(
         seed = tl.load(control + C_SEED).to(tl.int64)
         first = tl.load(row + T_FIRST)
         codes = (state0 + offset, state1 + offset, state2 + offset)
-        scales = (scale0 + offset // 64, scale1 + offset // 64, scale2 + offset // 64)
+        shared = (shared0 + offset // 8, shared1 + offset // 8, shared2 + offset // 8)
         drawn = (seed, counter, first)
         if (remaining >= BLOCK) & (((param_address | grad_address) & 15) == 0):
             _update_tile(
                 param_address, grad_address, start, remaining,
-                master + offset, codes, scales, coefficient_row, factor, limit, drawn,
-                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER, KIND,
-                STOCHASTIC, BLOCK, False,
+                master + offset, codes, shared, coefficient_row, factor, limit, drawn,
+                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER,
+                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, False,
             )  # fmt: skip
         else:
             _update_tile(
                 param_address, grad_address, start, remaining,
-                master + offset, codes, scales, coefficient_row, factor, limit, drawn,
-                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER, KIND,
-                STOCHASTIC, BLOCK, True,
+                master + offset, codes, shared, coefficient_row, factor, limit, drawn,
+                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER,
+                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, True,
             )  # fmt: skip

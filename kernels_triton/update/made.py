@@ -29,7 +29,16 @@ class RuleKernel:
     num_planes: int
     keeper: int  # of a plane that is never negative, so that masters may be split; -1: none
     kind: str  # in what planes are kept: of `optim.rules.state_layout.KINDS`
-    stored: tuple[torch.dtype, ...]  # of the slabs of planes, and of those of their scales
+    under_root: int  # bit i: 8 bits of plane i are ratios to the root of `keeper`'s
+    stored: tuple[torch.dtype, ...]  # of the slabs of planes, and of those of what groups share
+
+    def shared(self, slabs: list[Any]) -> list[Any]:
+        """Slab of what the groups of each plane share; where they share nothing, its own."""
+        others = iter(slabs[self.num_planes :])
+        shares = [
+            self.kind == "8bit" and not self.under_root >> i & 1 for i in range(self.num_planes)
+        ]
+        return [next(others) if has else slabs[i] for i, has in enumerate(shares)]
 
 
 # The key has a digest of all that a kernel is made of, as rules of one name may differ.
@@ -47,22 +56,24 @@ def _power(base, exponent):
     return result
 
 
-def _stored(num_planes: int, keeper: int, kind: str) -> tuple[torch.dtype, ...]:
+def _stored(num_planes: int, keeper: int, kind: str, under_root: int) -> tuple[torch.dtype, ...]:
     if kind != "8bit":
         return (torch.bfloat16 if kind == "bf16" else torch.float32,) * num_planes
     codes = (torch.uint8 if i == keeper else torch.int8 for i in range(num_planes))
-    return (*codes, *[torch.float32] * num_planes)
+    return (*codes, *[torch.uint8] * (num_planes - under_root.bit_count()))
 
 
-def add_kernel(name: str, source: str, num_planes: int, keeper: int, kind: str = "fp32") -> str:
+def add_kernel(
+    name: str, source: str, num_planes: int, keeper: int, kind: str = "fp32", under_root: int = 0
+) -> str:
     """Key in `KERNELS` of a rule's kernel, which is made if there is none.
 
     source: Python of `_coefficients` and `_formula` (see `frame.py`), which may use `tl`, and
         `_power` of fp64 by int64.
     num_planes: 1 to 3. keeper: the plane whose sign tells how a master was rounded; -1: none.
-    kind: of `optim.rules.state_layout.KINDS`.
+    kind: of `optim.rules.state_layout.KINDS`. under_root: see `RuleKernel`.
     """
-    text = f"{source}\n# {num_planes} planes, keeper {keeper}, {kind}\n"
+    text = f"{source}\n# {num_planes} planes, keeper {keeper}, {kind}, {under_root}\n"
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     key = f"{name}-{digest}"
     if key not in KERNELS:
@@ -72,7 +83,7 @@ def add_kernel(name: str, source: str, num_planes: int, keeper: int, kind: str =
         names |= {"tl": tl, "triton": triton, "_power": _power}
         exec(compile(text, file, "exec"), names)
         KERNELS[key] = RuleKernel(
-            name, names["_coefficients"], names["_formula"], num_planes, keeper, kind,
-            _stored(num_planes, keeper, kind),
+            name, names["_coefficients"], names["_formula"], num_planes, keeper, kind, under_root,
+            _stored(num_planes, keeper, kind, under_root),
         )  # fmt: skip
     return key

@@ -23,6 +23,7 @@ from torch import Tensor, where
 from .scalars import at_least, at_most, falling_product, log, power, power_sum, sqrt
 from .scalars import where as choose
 
+_TINY = 1e-300
 ELEMENTS_PER_BLOCK = 16  # of noise: four words of 64 bits
 Planes = dict[str, Tensor]
 Updated = tuple[Tensor, Planes]
@@ -52,6 +53,37 @@ def adam_coefficients(h: Any, t: Any) -> dict[str, Any]:
         "sign": _sign(h),
         "takes_maximum": h.amsgrad,
     }
+
+
+def adam_8bit_coefficients(h: Any, t: Any) -> dict[str, Any]:
+    """Coefficients of Adam with moments of 8 bits. `inverse_bound`: 1 over the most that
+    |m| / sqrt(v) comes to in t steps of exact moments, whatever the gradients are.
+
+    By Cauchy and Schwarz that is the root of (1 - beta1)^2 / (1 - beta2) times the sum of q^i,
+    i < t, with q = beta1^2 / beta2.
+    """
+    ratio = at_least(h.beta1 * h.beta1, _TINY) / at_least(h.beta2, _TINY)
+    below = choose(ratio > 1.0, 1.0 / ratio, ratio)
+    is_flat = 1.0 - below < 1e-9
+    inverse_sum = choose(is_flat, 1.0 / t, (1.0 - below) / choose(is_flat, 1.0, 1.0 - below**t))
+    inverse_sum = inverse_sum * choose(ratio > 1.0, below**t / below, 1.0)
+    found = adam_coefficients(h, t)
+    del found["takes_maximum"]  # no form of its plane has 8 bits
+    return {**found, "inverse_bound": sqrt(inverse_sum * (1.0 - h.beta2)) / (1.0 - h.beta1)}
+
+
+def adam_8bit(
+    param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor, exp_avg_sq: Tensor, **none: None
+) -> Updated:
+    """v <- at least (m * inverse_bound)^2, which codes may have rounded it below; then Adam."""
+    exp_avg_sq = torch.maximum(exp_avg_sq, least_square(exp_avg, c.inverse_bound))
+    return adam(param, grad, c, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+
+
+def least_square(exp_avg: Tensor, inverse_bound: Any) -> Tensor:
+    """Second moments that exact ones are not below."""
+    root = exp_avg * inverse_bound
+    return root * root
 
 
 def adam(

@@ -1,18 +1,25 @@
 """State planes of one or two bytes an element, and the way between them and fp32.
 
-    kind   a plane that may be negative            a plane that never is
-    bf16   bf16, to nearest even                   bf16, up or down at random
-    8bit   int8, companded (softsign)              uint8, of its square root, at random
+    kind   a plane that never is negative       a plane that may be
+    bf16   bf16, up or down at random           bf16, to nearest even
+    8bit   uint8: the upper bits of fp32        int8: a part of the other plane's root, or signed
+                                                upper bits where it has no such bound
 
-Codes of 8 bits are of groups of 64 elements, each with one fp32 scale, its largest value. With
-z = x / scale a signed code is the nearest of 127 * 2z / (1 + |z|) (FlashOptim), and a positive one
-that of 255 * sqrt(x) / scale. A second moment moves by 0.1 % in a step, less than half a code: to
-nearest it would stay what it was for ever. So it goes up or down at random, and its mean is the
-value; the bits are those of `formulas.noise` for its parameter, element and step, so that they are
-the same wherever it lives.
+8 bits. What never is negative keeps 3 bits of fp32's mantissa, and the byte counts from a power of
+two that 8 elements share: 30 octaves. 8 elements that span more keep 2 bits: 62 octaves. What is
+not 0 never becomes 0: below, it is the least code. So the bits of an element do not depend on its
+neighbours, unless they are 2**29 times as large.
 
-What was decoded is encoded to the same codes, to nearest. NaN in a group makes all of it NaN. All
-operators are correctly rounded, and compiled loops and kernels have the same.
+A first moment that is bounded by the root s of the second (`Plane.under_root`) is kept as m / s,
+whatever its neighbours are, with 4 bits of the mantissa of |m| / s + 1/16, up to 15.4. A signed
+plane without such a bound has 3 bits, and 15 octaves below the largest of 8 elements; 0 below.
+
+Both go up or down at random, and their means are the values: a second moment moves by 0.1 % in a
+step, and to nearest it would stay what it was for ever. The bits are those of `formulas.noise` for
+its parameter, element and step, so that they are the same wherever it lives.
+
+What was decoded is encoded to nearest to what it was. inf and NaN have codes and belong to one
+element. All operators are exact or correctly rounded, and compiled loops and kernels have the same.
 """
 
 from __future__ import annotations
@@ -22,17 +29,26 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from gemini.units import PARAM_ALIGN_NUMEL
+
 from .formulas import noise
 from .state_layout import GROUP_NUMEL, MASTER, Plane, StateLayout
 
 NOISE_KEY = 1 << 32  # added to a parameter's: its weights may be rounded at random, too
-# scales below these are 0: what is made of a code is no subnormal, and so comes back
-LEAST_SIGNED, LEAST_ROOT = 2.0**-100, 2.0**-52
+NEAREST = 1 << 15  # in the place of noise
+INF_BITS = 0x7F800000
+NAN_CODE, INF_CODE = 254, 255  # of a plane that never is negative
+SIGNED_NAN = -128
+FINE, COARSE = (3, 30), (2, 62)  # bits of the mantissa, and octaves below the largest
+SIGNED = (3, 14)
+OFFSET, RATIO_BITS = 2.0**-4, 4  # of a ratio to the root
+RATIO_BASE = (127 - 4) << RATIO_BITS  # upper bits of OFFSET
+LEAST_RATIO = (RATIO_BASE + 1) << (23 - RATIO_BITS)  # bits of OFFSET and the least ratio, 1/256
 _TILE_NUMEL = 1 << 16  # what is coded at once stays in cache; whole groups
 
 
 def state_noise(seed: int, counter: int, step: int, first: int, numel: int) -> Tensor:
-    """int32 [numel] in [0, 2**16): noise with which planes that are never negative are rounded."""
+    """int32 [numel] in [0, 2**16): noise with which planes are rounded."""
     return noise(seed, counter + NOISE_KEY, step, first, numel)
 
 
@@ -41,16 +57,24 @@ def decoded(stored: Sequence[Tensor], layout: StateLayout) -> list[Tensor]:
     if layout.kind == "bf16":
         return [plane.float() for plane in stored]
     planes = _quantised(layout)
-    found = []
-    for plane, codes, scales in zip(
-        planes, stored[: len(planes)], stored[len(planes) :], strict=True
-    ):
-        values = torch.empty_like(codes, dtype=torch.float32)
-        decode = _root_squared if plane.keeps_ties else _expanded
-        for start, groups in _tiles(codes.numel()):
-            tile = slice(start, start + _TILE_NUMEL)
-            values[tile] = decode(codes[tile], scales[groups])
-        found.append(values)
+    codes, shared = stored[: len(planes)], _shared(planes, stored, layout)
+    found = [torch.empty_like(plane, dtype=torch.float32) for plane in codes]
+    root = torch.empty(0)
+    for tile, groups in _tiles(codes[0].numel() if codes else 0, layout):
+        for i in layout.coding_order:
+            one, of_group = codes[i][tile], shared[i]
+            if of_group is None:
+                values = _under_root(one, root)
+            elif layout.is_linear:
+                values = (_root_squared if planes[i].keeps_ties else _expanded)(
+                    one, of_group[groups]
+                )
+            elif planes[i].keeps_ties:
+                values = _positive(one, of_group[groups])
+                root = _root(values)
+            else:
+                values = _signed(one, of_group[groups])
+            found[i][tile] = values
     return found
 
 
@@ -59,30 +83,47 @@ def encode(
 ) -> None:
     """Write fp32 [n] into `stored`, as codes. random: of `state_noise`; None: all to nearest."""
     planes = _quantised(layout)
-    count = len(planes)
-    for i, plane in enumerate(planes):
-        drawn = random if plane.keeps_ties else None
-        if layout.kind == "bf16":
-            _to_bf16(values[i], stored[i], drawn)
-            continue
-        for start, groups in _tiles(values[i].numel()):
-            tile = slice(start, start + _TILE_NUMEL)
-            into = values[i][tile], stored[i][tile], stored[count + i][groups]
-            if plane.keeps_ties:
-                _encode_root(*into, None if drawn is None else drawn[tile])
+    if layout.kind == "bf16":
+        for plane, one, out in zip(planes, values, stored, strict=True):
+            _to_bf16(one, out, random if plane.keeps_ties else None)
+        return
+    assert not layout.is_linear, "is only read"
+    codes, shared = stored[: len(planes)], _shared(planes, stored, layout)
+    root = torch.empty(0)
+    for tile, groups in _tiles(codes[0].numel() if codes else 0, layout):
+        up = other = torch.tensor(NEAREST, dtype=torch.int32)
+        if random is not None:
+            up = random[tile]
+            other = ((up & 0xFF) << 8) | (up >> 8)  # of first moments: no two go up together
+        for i in layout.coding_order:
+            one, out, of_group = values[i][tile], codes[i][tile], shared[i]
+            if of_group is None:
+                _encode_under_root(one, out, root, other)
+            elif planes[i].keeps_ties:
+                _encode_positive(one, out, of_group[groups], up)
+                root = _root(_positive(out, of_group[groups]))
             else:
-                _encode_companded(*into)
+                _encode_signed(one, out, of_group[groups], other)
 
 
-def _tiles(numel: int) -> Iterator[tuple[int, slice]]:
-    """(begin, groups) of every tile."""
-    step = _TILE_NUMEL // GROUP_NUMEL
+def _tiles(numel: int, layout: StateLayout) -> Iterator[tuple[slice, slice]]:
+    """Elements, and their groups, of every tile."""
+    of_group = PARAM_ALIGN_NUMEL if layout.is_linear else GROUP_NUMEL
+    step = _TILE_NUMEL // of_group
     for i, start in enumerate(range(0, numel, _TILE_NUMEL)):
-        yield start, slice(i * step, (i + 1) * step)
+        yield slice(start, start + _TILE_NUMEL), slice(i * step, (i + 1) * step)
 
 
 def _quantised(layout: StateLayout) -> list[Plane]:
     return [plane for plane in layout.planes if plane.name != MASTER]
+
+
+def _shared(
+    planes: Sequence[Plane], stored: Sequence[Tensor], layout: StateLayout
+) -> list[Tensor | None]:
+    """What the groups of each plane share; None of one that is under another's root."""
+    others = iter(stored[len(planes) :])
+    return [None if layout.is_under_root(plane) else next(others) for plane in planes]
 
 
 def _to_bf16(values: Tensor, out: Tensor, random: Tensor | None) -> None:
@@ -93,42 +134,110 @@ def _to_bf16(values: Tensor, out: Tensor, random: Tensor | None) -> None:
     out.copy_(bits.view(torch.bfloat16)).masked_fill_(values.isnan(), torch.nan)
 
 
-def _groups(values: Tensor) -> Tensor:
-    """[groups, 64] of [n], with zeros after its end; a view where it has whole groups."""
-    missing = -values.numel() % GROUP_NUMEL
+def _groups(values: Tensor, numel: int = GROUP_NUMEL) -> Tensor:
+    """[groups, numel] of [n], with zeros after its end; a view where it has whole groups."""
+    missing = -values.numel() % numel
     padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
-    return padded.view(-1, GROUP_NUMEL)
+    return padded.view(-1, numel)
 
 
-def _scales(values: Tensor, least: float, out: Tensor) -> Tensor:
-    """The largest |value| of every group, 0 below `least`; [groups, 1]."""
-    bits = values.view(torch.int32).bitwise_and(0x7FFFFFFF)  # NaN is the largest of all
-    largest = bits.amax(dim=1).view(torch.float32)
-    out.copy_(torch.where(largest < least, 0.0, largest))
-    return out[:, None]
+def _wide(of_groups: Tensor, numel: int) -> Tensor:
+    """[numel] of [groups]."""
+    return of_groups.repeat_interleave(GROUP_NUMEL)[:numel]
 
 
-def _encode_companded(values: Tensor, codes: Tensor, scales: Tensor) -> None:
-    groups = _groups(values)
-    scale = _scales(groups, LEAST_SIGNED, scales)
-    z = torch.where(scale > 0, groups / scale, 0.0)
-    code = (2.0 * z / (1.0 + z.abs())).mul_(127.0)
-    codes.copy_(code.add_(0.5).floor_().nan_to_num_(0.0).view(-1)[: codes.numel()])
+def _upper(bits: Tensor, up: Tensor, kept: int) -> Tensor:
+    """Upper bits of fp32 with `kept` bits of the mantissa, rounded up by 16 bits of noise."""
+    return (bits + (up << (7 - kept))) >> (23 - kept)
+
+
+def _window(upper: Tensor, live: Tensor, form: tuple[int, int], least: int) -> tuple[Tensor, ...]:
+    """[groups] int32: exponent from which codes count, a multiple of `least`, and the least
+    exponent of what is `live` (255 where nothing is)."""
+    kept, octaves = form
+    exponents = upper >> kept
+    top = _groups(torch.where(live, exponents, 0)).amax(1)
+    below = 255 - _groups(torch.where(live, 255 - exponents, 0)).amax(1)
+    base = (top - octaves).clamp_(min=least)
+    return (base + (least - 1)).bitwise_and_(-least), below
+
+
+def _encode_positive(values: Tensor, codes: Tensor, shared: Tensor, up: Tensor) -> None:
+    bits, numel = values.view(torch.int32) & 0x7FFFFFFF, values.numel()
+    live = (bits > 0) & (bits < INF_BITS)
+    fine, coarse = _upper(bits, up, FINE[0]), _upper(bits, up, COARSE[0])
+    base, below = _window(fine, live, FINE, 2)
+    other, _ = _window(coarse, live, COARSE, 2)
+    is_fine = below > base
+    shared.copy_(torch.where(below == 255, 0, torch.where(is_fine, 128 + base // 2, other // 2)))
+    found = torch.where(
+        _wide(is_fine, numel),
+        fine - _wide(base << FINE[0], numel),
+        coarse - _wide(other << COARSE[0], numel),
+    )
+    found.clamp_(1, NAN_CODE - 1).masked_fill_(bits == 0, 0)
+    codes.copy_(found.masked_fill_(bits == INF_BITS, INF_CODE).masked_fill_(bits > INF_BITS, 254))
+
+
+def _positive(codes: Tensor, shared: Tensor) -> Tensor:
+    of_groups, numel = shared.int(), codes.numel()
+    kept = COARSE[0] + (of_groups >> 7)
+    base = ((of_groups & 127) * 2) << kept
+    values = (codes.int() + _wide(base, numel)) << _wide(23 - kept, numel)
+    values.masked_fill_(codes == 0, 0).masked_fill_(codes == INF_CODE, INF_BITS)
+    return values.view(torch.float32).masked_fill_(codes == NAN_CODE, torch.nan)
+
+
+def _encode_signed(values: Tensor, codes: Tensor, shared: Tensor, up: Tensor) -> None:
+    every, numel = values.view(torch.int32), values.numel()
+    bits, kept = every & 0x7FFFFFFF, SIGNED[0]
+    live = (bits > 0) & (bits < INF_BITS)
+    upper = _upper(bits, up, kept)
+    base, below = _window(upper, live, SIGNED, 1)
+    shared.copy_(torch.where(below == 255, 0, base))
+    found = (upper - _wide(base << kept, numel)).clamp_(0, 127)
+    found = torch.where(every < 0, -found, found)
+    codes.copy_(found.masked_fill_(bits == 0, 0).masked_fill_(bits >= INF_BITS, SIGNED_NAN))
+
+
+def _signed(codes: Tensor, shared: Tensor) -> Tensor:
+    signed, kept = codes.int(), SIGNED[0]
+    base = _wide(shared.int() << kept, codes.numel())
+    values = ((signed.abs() + base) << (23 - kept)).masked_fill_(signed == 0, 0)
+    values = values.view(torch.float32).masked_fill_(signed == SIGNED_NAN, torch.nan)
+    return torch.where(signed < 0, -values, values)
+
+
+def _root(values: Tensor) -> Tensor:
+    """Square root, correctly rounded, as torch's of fp32 is not everywhere."""
+    return values.double().sqrt_().float()
+
+
+def _encode_under_root(values: Tensor, codes: Tensor, root: Tensor, up: Tensor) -> None:
+    size = values.abs()
+    ratio = torch.where(root > 0, size / root, size * 0.0).add_(OFFSET)
+    bits = ratio.view(torch.int32)
+    found = (_upper(bits, up, RATIO_BITS) - RATIO_BASE).clamp_(0, 127)
+    found.masked_fill_(bits < LEAST_RATIO, 0)  # or it would come to more than twice what it is
+    found = torch.where(values < 0, -found, found)
+    codes.copy_(found.masked_fill_(bits >= INF_BITS, SIGNED_NAN))
+
+
+def _under_root(codes: Tensor, root: Tensor) -> Tensor:
+    signed = codes.int()
+    ratio = ((signed.abs() + RATIO_BASE) << (23 - RATIO_BITS)).view(torch.float32).sub_(OFFSET)
+    values = torch.where(signed < 0, -ratio, ratio).mul_(root).masked_fill_(signed == 0, 0.0)
+    return values.masked_fill_(signed == SIGNED_NAN, torch.nan)
+
+
+# -- codes of earlier versions, of 64 elements with one fp32 scale: linear in the root, and softsign
 
 
 def _expanded(codes: Tensor, scales: Tensor) -> Tensor:
-    y = _groups(codes).float().div_(127.0)
+    y = _groups(codes, PARAM_ALIGN_NUMEL).float().div_(127.0)
     return (y / (2.0 - y.abs())).mul_(scales[:, None]).view(-1)[: codes.numel()]
 
 
-def _encode_root(values: Tensor, codes: Tensor, scales: Tensor, random: Tensor | None) -> None:
-    roots = _groups(values.sqrt())
-    scale = _scales(roots, LEAST_ROOT, scales)
-    z = torch.where(scale > 0, roots / scale, 0.0).view(-1)[: codes.numel()]
-    up = 0.5 if random is None else random.float() * 2.0**-16
-    codes.copy_((255.0 * z + up).floor_().nan_to_num_(0.0))
-
-
 def _root_squared(codes: Tensor, scales: Tensor) -> Tensor:
-    root = _groups(codes).float().div_(255.0).mul_(scales[:, None])
+    root = _groups(codes, PARAM_ALIGN_NUMEL).float().div_(255.0).mul_(scales[:, None])
     return (root * root).view(-1)[: codes.numel()]

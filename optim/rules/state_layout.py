@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 
+from gemini.units import PARAM_ALIGN_NUMEL
+
 MASTER = "master"  # fp32 weights; the visible parameter is their rounded copy
 REMAINDER = "remainder"  # what bf16 weights lack of their masters; see `split_master.py`
 WEIGHT = "weight"  # bf16 parameters of one version on disk, written with their remainders
@@ -16,8 +18,8 @@ ITEMSIZE = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1,
 }  # fmt: skip
 KINDS = ("fp32", "bf16", "8bit")  # in what planes are kept; see `quantised.py`
-GROUP_NUMEL = 64  # elements of an 8-bit plane that have one scale; no parameter begins within them
-SCALE = ".scale"  # suffix to the name of their plane
+GROUP_NUMEL = 8  # elements of an 8-bit plane that share an exponent
+SCALE = ".scale"  # suffix to the name of the plane of what they share
 FILLER = "filler"
 
 
@@ -29,6 +31,7 @@ class Plane:
     dtype: str
     keeps_ties: bool = False  # never negative: its sign may say how a master was rounded
     group: int = 1  # elements
+    under_root: bool = False  # not above 15 roots of the plane that never is negative
 
     @property
     def itemsize(self) -> int:
@@ -49,6 +52,7 @@ class StateLayout:
 
     planes: tuple[Plane, ...]
     kind: str = "fp32"
+    is_linear: bool = False  # 8 bits as earlier versions pinned them; only read
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):
@@ -62,8 +66,8 @@ class StateLayout:
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes an element of whole masters and planes as kept; of 8 bits with a share of a
-        scale."""
+        """Bytes an element of whole masters and planes as kept; of 8 bits with a share of
+        what groups share."""
         return sum(plane.itemsize / plane.group for plane in self.stored().planes)
 
     @property
@@ -71,6 +75,17 @@ class StateLayout:
         """Whether planes are kept in fewer bits than updates are computed in. Then no master is
         half-way between two weights."""
         return self.kind != "fp32"
+
+    def is_under_root(self, plane: Plane) -> bool:
+        """Whether codes of 8 bits of a plane are ratios to the root of another plane."""
+        return plane.under_root and not self.is_linear and any(p.keeps_ties for p in self.planes)
+
+    @property
+    def coding_order(self) -> list[int]:
+        """Planes but masters by position, in the order in which 8 bits are coded: what others are
+        under the root of is the first."""
+        planes = [plane for plane in self.planes if plane.name not in (MASTER, REMAINDER)]
+        return sorted(range(len(planes)), key=lambda i: not planes[i].keeps_ties)
 
     @property
     def has_master(self) -> bool:
@@ -110,7 +125,7 @@ class StateLayout:
         return replace(self, planes=(Plane(REMAINDER, "int16"), *others))
 
     def stored(self) -> StateLayout:
-        """Layout of memory and disk: 8-bit planes, and after all of them their scales."""
+        """Layout of memory and disk: 8-bit planes, and after all of them what groups share."""
         if not self.is_quantised:
             return self
         planes, scales = [], []
@@ -121,7 +136,11 @@ class StateLayout:
                 planes.append(replace(plane, dtype="bfloat16"))
             else:
                 planes.append(replace(plane, dtype="uint8" if plane.keeps_ties else "int8"))
-                scales.append(Plane(plane.name + SCALE, "float32", group=GROUP_NUMEL))
+                dtype, group = ("uint8", GROUP_NUMEL)
+                if self.is_linear:
+                    dtype, group = "float32", PARAM_ALIGN_NUMEL
+                if not self.is_under_root(plane):
+                    scales.append(Plane(plane.name + SCALE, dtype, group=group))
         return StateLayout((*planes, *scales))
 
     def in_float64(self) -> StateLayout:
@@ -159,7 +178,7 @@ class StateLayout:
         kept = [plane for plane in self.planes if plane.name in names or plane.name in others]
         if not kept:  # every block has a plane, and the dtype of updates is its first one's
             wide = self.dtype == "float64"
-            kept = [self.planes[0] if wide else Plane(FILLER, "uint8", group=GROUP_NUMEL)]
+            kept = [self.planes[0] if wide else Plane(FILLER, "uint8", group=PARAM_ALIGN_NUMEL)]
         return self if tuple(kept) == self.planes else replace(self, planes=tuple(kept))
 
     def block_nbytes(self, numel: int) -> int:

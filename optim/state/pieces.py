@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gemini.optim.rules.report import Traffic
-from gemini.optim.rules.state_layout import GROUP_NUMEL
 from gemini.tickets import CopyTicket
 
 from .space import Block
@@ -20,11 +19,20 @@ Planes = dict[str, Tensor]  # plane name -> [n], or a scale for every group of e
 
 
 def plane_part(plane: Tensor, start: int, end: int, numel: int) -> Tensor:
-    """Elements [start, end) of a plane of `numel`; of scales those of their groups, of which
-    `start` begins one."""
+    """Elements [start, end) of a plane of `numel`; of what groups share that of their groups, of
+    which `start` begins one."""
     if plane.numel() == numel:
         return plane[start:end]
-    return plane[start // GROUP_NUMEL : -(-end // GROUP_NUMEL)]
+    group = _group_of(plane, numel)
+    return plane[start // group : -(-end // group)]
+
+
+def _group_of(plane: Tensor, numel: int) -> int:
+    """Elements that share one value of a plane of `numel`: a power of two."""
+    group = 1
+    while -(-numel // group) > plane.numel():
+        group *= 2
+    return group
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,7 @@ class Piece:
             return
         all_of = self.param.numel()
         columns = [
-            tensor.split(numel if tensor.numel() == all_of else numel // GROUP_NUMEL)
+            tensor.split(numel // _group_of(tensor, all_of))
             for tensor in (self.param, self.grad, *self.planes)
         ]
         masters: Sequence[Tensor | None] = [None] * len(columns[0])

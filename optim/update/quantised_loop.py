@@ -1,4 +1,4 @@
-"""C++ around a rule's loop over quantised planes: groups of 64 elements are decoded to the stack,
+"""C++ around a rule's loop over quantised planes: runs of 64 elements are decoded to the stack,
 updated and encoded, as `optim.rules.quantised` does it."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gemini.optim.rules.state_layout import GROUP_NUMEL, Plane, StateLayout
+from gemini.units import PARAM_ALIGN_NUMEL
 
 NUMBERS = 4  # of a row, behind its columns: seed, parameter, step, and its first element there
 
@@ -25,42 +26,90 @@ static inline void state_noise(uint16_t* out, uint64_t seed, uint64_t param, uin
     for (int j = 0; j < 16; j++) out[i + j] = (uint16_t)(words[j / 4] >> (16 * (j % 4)));
   }
 }
-static inline float scale_of(const float* x, float least, int64_t n) {
-  int32_t largest = 0;  // NaN is the largest of all as bits
-  for (int64_t i = 0; i < n; i++)
-    largest = std::max(largest, (int32_t)(bits_of(x[i]) & 0x7FFFFFFF));
-  const float scale = float_of((uint32_t)largest);
-  return scale < least ? 0.0f : scale;
+static inline uint32_t upper(float x, uint32_t up, int kept) {
+  return ((bits_of(x) & 0x7FFFFFFF) + (up << (7 - kept))) >> (23 - kept);
 }
-static inline void decode(float* x, const int8_t* codes, const float* scale, int64_t n) {
+static inline uint32_t other_bits(uint16_t random) { return (random & 0xFF) << 8 | random >> 8; }
+struct Window { int32_t base, below; };
+static inline Window window(const float* x, const uint16_t* random, bool other, int kept,
+                            int octaves, int least, int64_t n) {
+  int32_t top = 0, below = 255;
   for (int64_t i = 0; i < n; i++) {
-    const float y = (float)codes[i] / 127.0f;
-    x[i] = y / (2.0f - fabsf(y)) * *scale;
+    const uint32_t bits = bits_of(x[i]) & 0x7FFFFFFF;
+    const uint32_t up = other ? other_bits(random[i]) : random[i];
+    const int32_t exponent = (int32_t)(upper(x[i], up, kept) >> kept);
+    const bool live = bits > 0 && bits < 0x7F800000;
+    top = std::max(top, live ? exponent : 0);
+    below = std::min(below, live ? exponent : 255);
   }
+  return {(std::max(top - octaves, least) + least - 1) & -least, below};
 }
-static inline void encode(const float* x, int8_t* codes, float* scale, const uint16_t*, int64_t n) {
-  const float s = *scale = scale_of(x, 0x1p-100f, n);
-  for (int64_t i = 0; i < n; i++) {
-    const float z = s > 0.0f ? x[i] / s : 0.0f;
-    const float code = floorf(127.0f * (2.0f * z / (1.0f + fabsf(z))) + 0.5f);
-    codes[i] = (int8_t)(int32_t)(code == code ? code : 0.0f);
-  }
-}
-static inline void decode(float* x, const uint8_t* codes, const float* scale, int64_t n) {
-  for (int64_t i = 0; i < n; i++) {
-    const float root = (float)codes[i] / 255.0f * *scale;
-    x[i] = root * root;
-  }
-}
-static inline void encode(const float* x, uint8_t* codes, float* scale, const uint16_t* random,
+static inline void decode(float* x, const uint8_t* codes, const uint8_t* shared, const float*,
                           int64_t n) {
-  float roots[GROUP];
-  for (int64_t i = 0; i < n; i++) roots[i] = sqrtf(x[i]);
-  const float s = *scale = scale_of(roots, 0x1p-52f, n);
   for (int64_t i = 0; i < n; i++) {
-    const float z = s > 0.0f ? roots[i] / s : 0.0f;
-    const float code = floorf(255.0f * z + (float)random[i] * 0x1p-16f);
-    codes[i] = (uint8_t)(int32_t)(code == code ? code : 0.0f);
+    const uint32_t of_group = shared[i / GROUP], kept = 2 + (of_group >> 7);
+    const uint32_t bits = (codes[i] + ((of_group & 127) * 2 << kept)) << (23 - kept);
+    x[i] = float_of(codes[i] == 0 ? 0 : codes[i] == 255 ? 0x7F800000
+                    : codes[i] == 254 ? 0x7FC00000 : bits);
+  }
+}
+static inline void encode(const float* all, uint8_t* codes, uint8_t* shared, const float*,
+                          const uint16_t* random, int64_t num) {
+  for (int64_t at = 0; at < num; at += GROUP, all += GROUP, codes += GROUP, random += GROUP) {
+    const int64_t n = std::min(GROUP, num - at);
+    const Window fine = window(all, random, false, 3, 30, 2, n);
+    const Window coarse = window(all, random, false, 2, 62, 2, n);
+    const bool is_fine = fine.below > fine.base;
+    const int32_t base = is_fine ? fine.base : coarse.base, kept = is_fine ? 3 : 2;
+    shared[at / GROUP] = (uint8_t)(fine.below == 255 ? 0 : base / 2 + 128 * is_fine);
+    for (int64_t i = 0; i < n; i++) {
+      const uint32_t bits = bits_of(all[i]) & 0x7FFFFFFF;
+      const int32_t code = (int32_t)upper(all[i], random[i], kept) - (base << kept);
+      const int32_t within = std::min(std::max(code, 1), 253);
+      codes[i] = (uint8_t)(bits == 0 ? 0 : bits < 0x7F800000 ? within
+                           : bits == 0x7F800000 ? 255 : 254);
+    }
+  }
+}
+static inline void decode(float* x, const int8_t* codes, const uint8_t* shared, const float*,
+                          int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t size = (uint32_t)std::abs(codes[i]) + ((uint32_t)shared[i / GROUP] << 3);
+    const float y = codes[i] == 0 ? 0.0f : float_of(codes[i] == -128 ? 0x7FC00000 : size << 20);
+    x[i] = codes[i] < 0 ? -y : y;
+  }
+}
+static inline void encode(const float* all, int8_t* codes, uint8_t* shared, const float*,
+                          const uint16_t* random, int64_t num) {
+  for (int64_t at = 0; at < num; at += GROUP, all += GROUP, codes += GROUP, random += GROUP) {
+    const int64_t n = std::min(GROUP, num - at);
+    const Window found = window(all, random, true, 3, 14, 1, n);
+    shared[at / GROUP] = (uint8_t)(found.below == 255 ? 0 : found.base);
+    for (int64_t i = 0; i < n; i++) {
+      const uint32_t bits = bits_of(all[i]) & 0x7FFFFFFF;
+      const int32_t code = (int32_t)upper(all[i], other_bits(random[i]), 3) - (found.base << 3);
+      const int32_t within = bits == 0 ? 0 : std::min(std::max(code, 0), 127);
+      codes[i] = (int8_t)(bits >= 0x7F800000 ? -128 : all[i] < 0.0f ? -within : within);
+    }
+  }
+}
+static inline void decode(float* x, const int8_t* codes, std::nullptr_t, const float* square,
+                          int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const float ratio = float_of((uint32_t)(std::abs(codes[i]) + 1968) << 19) - 0.0625f;
+    const float y = (codes[i] < 0 ? -ratio : ratio) * sqrtf(square[i]);
+    x[i] = codes[i] == 0 ? 0.0f : codes[i] == -128 ? float_of(0x7FC00000) : y;
+  }
+}
+static inline void encode(const float* x, int8_t* codes, std::nullptr_t, const float* square,
+                          const uint16_t* random, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const float root = sqrtf(square[i]), size = fabsf(x[i]);
+    const float ratio = (root > 0.0f ? size / root : size * 0.0f) + 0.0625f;
+    const uint32_t bits = bits_of(ratio) & 0x7FFFFFFF;
+    const int32_t code = (int32_t)upper(ratio, other_bits(random[i]), 4) - 1968;
+    const int32_t within = bits < (1969u << 19) ? 0 : std::min(code, 127);
+    codes[i] = (int8_t)(bits >= 0x7F800000 ? -128 : x[i] < 0.0f ? -within : within);
   }
 }
 static inline void decode(float* x, const uint16_t* codes, int64_t n) {
@@ -89,27 +138,38 @@ def grouped_tile(tile: str, itemsizes: Sequence[int], layout: StateLayout) -> st
     stored, count, given = layout.stored().planes, len(layout.planes), len(itemsizes)
     numbers = [f"(uint64_t)columns[{given + len(stored) + i}]" for i in range(NUMBERS)]
     seed, param, step, origin = numbers
+    is_8bit, keeper = layout.kind == "8bit", "nullptr"
+    shared = [i for i, plane in enumerate(layout.planes) if not layout.is_under_root(plane)]
     decodes, encodes = [], []
-    for i, plane in enumerate(layout.planes):
+    for i in layout.coding_order if is_8bit else range(count):
         codes = _address(given + i, stored[i])
-        scale = ""
-        if len(stored) > count:
-            scale = f", {_address(given + count + i, stored[count + i])}"
-        random = ", random" if len(stored) > count or plane.keeps_ties else ""
-        decodes.append(f"    decode(plane{i}, {codes}{scale}, count);")
-        encodes.append(f"    encode(plane{i}, {codes}{scale}{random}, count);")
+        if not is_8bit:
+            random = ", random" if layout.planes[i].keeps_ties else ""
+            decodes.append(f"    decode(plane{i}, {codes}, count);")
+            encodes.append(f"    encode(plane{i}, {codes}{random}, count);")
+            continue
+        of_groups = "nullptr"
+        if i in shared:
+            column = count + shared.index(i)
+            of_groups = _address(given + column, stored[column])
+        rest = f"{codes}, {of_groups}, {keeper}"
+        decodes.append(f"    decode(plane{i}, {rest}, count);")
+        encodes.append(f"    encode(plane{i}, {rest}, random, count);")
+        if layout.planes[i].keeps_ties:  # of the others the roots are what it will be decoded to
+            keeper = f"plane{i}"
+            encodes.append(f"    decode(plane{i}, {rest}, count);")
     moved = [f"columns[{i}] + {size} * at" for i, size in enumerate(itemsizes)]
     moved += [f"(int64_t)plane{i}" for i in range(count)]
     return "\n".join(
         [
-            f"static const int64_t GROUP = {GROUP_NUMEL};",
+            f"static const int64_t RUN = {PARAM_ALIGN_NUMEL}, GROUP = {GROUP_NUMEL};",
             _CODECS + body,
             "static void tile(const int64_t* columns, const float* scalars,",
             "                 int64_t first, int64_t n) {",
-            f"  float {', '.join(f'plane{i}[GROUP]' for i in range(count))};",
-            "  uint16_t random[GROUP];",
-            "  for (int64_t at = first; at < first + n; at += GROUP) {",
-            "    const int64_t count = std::min(GROUP, first + n - at);",
+            f"  float {', '.join(f'plane{i}[RUN]' for i in range(count))};",
+            "  uint16_t random[RUN];",
+            "  for (int64_t at = first; at < first + n; at += RUN) {",
+            "    const int64_t count = std::min(RUN, first + n - at);",
             f"    state_noise(random, {seed}, {param}, {step}, {origin} + at, count);",
             *decodes,
             f"    const int64_t own[] = {{{', '.join(moved)}}};",
@@ -123,7 +183,6 @@ def grouped_tile(tile: str, itemsizes: Sequence[int], layout: StateLayout) -> st
 
 
 def _address(column: int, plane: Plane) -> str:
-    """Address of an element `at`, or of its group's scale."""
-    if plane.group > 1:
-        return f"(float*)columns[{column}] + at / GROUP"
-    return f"({_TYPES[plane.dtype]}*)columns[{column}] + at"
+    """Address of an element `at`, or of what its group shares."""
+    at = "at / GROUP" if plane.group > 1 else "at"
+    return f"({_TYPES[plane.dtype]}*)columns[{column}] + {at}"

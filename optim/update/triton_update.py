@@ -61,8 +61,12 @@ def kernel_of(rule: UpdateRule) -> str:
         source = kernel_source(rule)
     except NotImplementedError as error:
         raise ValueError(f"no kernel can be made of the rule {rule.name}: {error}") from error
-    keeper = next((i for i, plane in enumerate(rule.layout.planes) if plane.keeps_ties), -1)
-    return add_kernel(rule.name, source, len(rule.layout.planes), keeper, rule.layout.kind)
+    layout = rule.layout
+    keeper = next((i for i, plane in enumerate(layout.planes) if plane.keeps_ties), -1)
+    under_root = 0
+    if layout.kind == "8bit":
+        under_root = sum(layout.is_under_root(plane) << i for i, plane in enumerate(layout.planes))
+    return add_kernel(rule.name, source, len(layout.planes), keeper, layout.kind, under_root)
 
 
 class TritonUpdater:

@@ -74,12 +74,13 @@ def sources():
             codes = {"fp32": ["*fp32"] * 3, "bf16": ["*i16"] * 3, "8bit": ["*i8", "*u8", "*u8"]}
             pointers = {**tables, "master": "*i16" if split else "*fp32"}
             pointers |= {f"state{i}": kind for i, kind in enumerate(codes[kernel.kind])}
-            pointers |= {f"scale{i}": "*fp32" for i in range(3)}
+            pointers |= {f"shared{i}": "*u8" for i in range(3)}
             constants = {
                 "FORMULA": kernel.formula, "NUM_PLANES": kernel.num_planes, "PARAM_DTYPE": param,
                 "GRAD_DTYPE": grad, "HAS_MASTER": master, "SPLIT": split,
-                "KEEPER": kernel.keeper, "KIND": KIND_CODES[kernel.kind],
-                "STOCHASTIC": stochastic, "BLOCK": launch.block,
+                "KEEPER": kernel.keeper, "UNDER_ROOT": kernel.under_root,
+                "KIND": KIND_CODES[kernel.kind], "STOCHASTIC": stochastic,
+                "BLOCK": launch.block,
             }  # fmt: skip
             name = (
                 f"update-{rule.name}-{param}-{grad}{'-stochastic' * stochastic}{'-split' * split}"

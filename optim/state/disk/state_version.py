@@ -27,19 +27,19 @@ from gemini.nvme import (
 )
 from gemini.optim.rules.state_layout import (
     ALL_COLUMNS,
-    GROUP_NUMEL,
     Columns,
     Plane,
     StateLayout,
 )
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block, BlockSegment
-from gemini.units import BlockId
+from gemini.units import PARAM_ALIGN_NUMEL, BlockId
 
 from .forms import BlockForms
 
 _TEXT_BYTES = 1 << 16  # of names and planes, at most
 _SHOWN = ("float32", "float64")  # dtypes of planes that are shown
+_8BIT = "8bit-float"  # in files; "8bit" there are the linear codes of earlier versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class StateVersion:
 
     def __post_init__(self) -> None:
         kinds = {plane.dtype for plane in self.layout.planes} - set(_SHOWN)
-        wrong = [numel for numel, _ in self.blocks if numel < 1 or numel % GROUP_NUMEL]
+        wrong = [numel for numel, _ in self.blocks if numel < 1 or numel % PARAM_ALIGN_NUMEL]
         if kinds or wrong or not self.blocks or len(self.blocks) > len(self.index.entries):
             raise ValueError(f"planes of {sorted(kinds)}, blocks of {wrong[:3]} elements")
         pairs = enumerate(self.blocks)
@@ -102,9 +102,10 @@ class StateVersion:
 
     def encode(self) -> bytes:
         """Bytes of the version: a line of JSON, and the index as a store writes it."""
+        is_8bit = self.layout.kind == "8bit" and not self.layout.is_linear
         said = {
             "paths": self.paths,
-            "kind": self.layout.kind,
+            "kind": _8BIT if is_8bit else self.layout.kind,
             "planes": [asdict(plane) for plane in self.layout.planes],
             "blocks": [[*block, len(list(run))] for block, run in groupby(self.blocks)],
             "columns": [
@@ -130,7 +131,9 @@ class StateVersion:
                 (None if names is None else frozenset(map(str, names)), int(count))
                 for names, count in said.get("columns", ())
             ]
-            layout, has_undo = StateLayout(planes, said["kind"]), bool(said["has_undo"])
+            kind, has_undo = said["kind"], bool(said["has_undo"])
+            is_8bit, is_linear = kind == _8BIT, kind == "8bit"
+            layout = StateLayout(planes, "8bit" if is_8bit else kind, is_linear)
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"no state: {error!r:.200}") from error
         # Runs are small in text and large as lists: nothing is made of them before their counts are

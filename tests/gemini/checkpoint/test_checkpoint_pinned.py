@@ -1,6 +1,7 @@
 """Checkpoints that write no state: the files of the optimizer keep the version that was saved."""
 
 import errno
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -20,8 +21,9 @@ from nvme.files import calls
 from optim import HybridAdam, NvmeConfig
 from optim.rules.state_layout import Plane, StateLayout
 from optim.state.disk.state_version import StateVersion
+from tests.support import corpus
 from tests.support.checkpoints import assert_same, batches, bits, make, train, whole
-from tests.support.disks.hostile import assert_takes_little
+from tests.support.disks.hostile import assert_takes_little, unpacked
 
 KEPT = 3
 
@@ -75,6 +77,35 @@ def test_what_was_pinned_is_what_was_there_however_far_training_goes(form, tmp_p
     assert_same(bits(model, optimizer), want)
     train(model, optimizer, batches(2, 2 + 2 * KEPT))
     assert_same(bits(model, optimizer), after)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("name", corpus.read("pinned"))
+@pytest.mark.parametrize("state", ["fp32", "8bit"])
+def test_what_earlier_versions_pinned_is_loaded_and_trains_on(name, state, tmp_path, monkeypatch):
+    """`8bit-linear`: moments in codes that count from the largest of 64."""
+    found = corpus.read("pinned")[name]
+    monkeypatch.chdir(tmp_path)  # where the pinned file says that the blocks are
+    (tmp_path / "a").mkdir()
+    for folder, files in (("a", found["files"]), (".", found["blocks"])):
+        for file, text in files.items():
+            (tmp_path / folder / file).write_bytes(unpacked(text))
+    model = gemini.GeminiDDP(
+        nn.Sequential(nn.Linear(33, 40), nn.Linear(40, 9)), precision="bf16", min_chunk_size_m=0.002
+    )
+    optimizer = HybridAdam(model.parameters(), lr=1e-2, state=state)
+    assert gemini.load_checkpoint(tmp_path / "a", model, optimizer) == found["extra"]
+    values = whole(model, optimizer)
+    for key, digest in found["values"].items():
+        data = values[key].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        if state == "fp32" or not key.endswith((".exp_avg", ".exp_avg_sq")):
+            assert hashlib.sha256(data).hexdigest()[:16] == digest, key
+    before = model.state_dict()
+    model(torch.ones(4, 33)).float().square().sum().backward()
+    optimizer.step()
+    after = model.state_dict()
+    moved = max(float((after[key] - before[key]).abs().max()) for key in before)
+    assert 0.001 < moved < 0.05
     optimizer.close()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bench.shared.workers import run_ranks
-from optim import HybridScheduleFreeAdamW
+from optim import HybridAdam, HybridScheduleFreeAdamW
 from optim.rules.rule import UpdateRule
 from optim.update.built_kernels import compiler
 from tests.golden.bits import OTHERS, backward, bits, digest, made
@@ -104,6 +104,58 @@ def test_groups_have_options_of_their_own(name):
         optimizer = case.ours(alone[part], **options, **stored)
         train(alone, optimizer, 4)
         assert same(params[part], alone[part])
+
+
+def moves(state, grads, **options):
+    """[steps, n] fp32: how far each element is moved in every step, in rates."""
+    param, found = torch.nn.Parameter(torch.zeros(grads.shape[1:])), []
+    optimizer = HybridAdam([param], lr=1.0, state=state, **options)
+    for grad in grads:
+        param.grad = grad.clone()
+        optimizer.step()
+        found.append(param.detach().flatten().clone())
+        param.detach().zero_()
+    optimizer.close()
+    return torch.stack(found)
+
+
+def of_any_spread(steps, rows, columns, seed=0):
+    """Gradients whose sizes span 10 decades in every row; some begin late, some are rare or 0, some
+    always the same, and in step 3 one is beyond fp32 when it is squared."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, columns)
+    grads = torch.randn(steps, *shape, generator=generator)
+    grads[:, :, ::5] = 1.0
+    when = torch.arange(steps).view(-1, 1, 1)
+    grads *= when >= torch.randint(0, steps, shape, generator=generator) * (
+        torch.arange(columns) % 3 == 0
+    )
+    grads[:, :, 1::7] *= torch.rand(grads[:, :, 1::7].shape, generator=generator) < 0.1
+    grads *= 10 ** (-10 * torch.rand(shape, generator=generator))
+    grads[:, :, 2::11] = 0.0
+    grads[3, 0, 0] = 1e25
+    return grads
+
+
+@pytest.mark.parametrize(("updater", "eps"), [
+    *[(path, eps) for path in ("eager", "compile") for eps in (1e-8, 1e-3, 1e-16)],
+    ("triton", 1e-8), pytest.param("triton", 1e-16, marks=pytest.mark.ci),
+])  # fmt: skip
+def test_8_bits_move_no_element_further_than_twice_what_fp32_does(updater, eps, request):
+    """Its longest step beside the longest of its twin, whose moments are exact; a second moment
+    that became 0 beside a first one that did not would move it by thousands of rates."""
+    if updater == "triton":
+        request.getfixturevalue("on_triton")
+    elif updater == "compile" and compiler() is None:
+        pytest.skip("no C++ compiler")
+    grads = of_any_spread(12, 9, 33)
+    exact = moves("fp32", grads, cpu_path="eager", eps=eps).abs()
+    cpu_path = "auto" if updater == "triton" else updater
+    found = moves("8bit", grads, cpu_path=cpu_path, eps=eps).abs()
+    longest, allowed = found.amax(0), 2 * exact.amax(0)
+    assert bool((longest <= allowed).all()), (longest / allowed).max()
+    assert not found[4:, 0].any() and not exact[4:, 0].any()  # beyond fp32: it rests, alone
+    assert 0.95 < float(found.sum() / exact.sum()) < 1.05
 
 
 def of_two_ranks(rank, folder, name):
