@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from gemini.chunk.layout import ParamSpec
 from gemini.memtracer.collector import MemStatsCollector, input_signature
 from gemini.memtracer.module_calls import Caller, is_compiled
-from gemini.memtracer.monitor import (
-    PROCESS_NOISE_BYTES,
-    CudaMonitor,
-    ForwardTracker,
-    Monitor,
-    ProcessMonitor,
-    reset_peak_rss,
-)
+from gemini.memtracer.monitor import PROCESS_NOISE_BYTES, ForwardTracker
 from gemini.memtracer.trace import Edge, Kind, Trace, TraceError
 from gemini.placement.overruns import Overruns
 from gemini.placement.tiers import Tier
@@ -62,11 +55,10 @@ class Sampler:
         self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
         self._tracker = ForwardTracker() if backend.device.type == "cpu" else None
         # Memory that the allocator reuses does not raise the resident size, so operators are
-        # counted too; on a simulated device they are all there is to count.
-        is_simulated = self._tracker is not None and backend.has_host_tier
-        monitor = None if is_simulated else _monitor(backend)
-        self.measures = is_simulated or monitor is not None
-        monitors: list[Monitor] = [m for m in (monitor, self._tracker) if m is not None]
+        # counted too.
+        monitor = backend.monitor()
+        self.measures = monitor is not None
+        monitors = [m for m in (monitor, self._tracker) if m is not None]
         apart = backend.has_host_tier  # host memory is no memory of the device
         counted = ledger.device_bytes if apart else ledger.memory_bytes
         overruns.noise_bytes = 0 if apart else PROCESS_NOISE_BYTES
@@ -178,14 +170,3 @@ class Sampler:
             self._overruns.check(
                 Tier.DEVICE, self._ledger.device_bytes(), non_model_bytes, f"at {where}"
             )
-
-
-def _monitor(backend: Backend) -> Monitor | None:
-    if backend.device.type == "cuda":
-        return CudaMonitor(backend.device)
-    try:
-        reset_peak_rss()
-    except OSError as error:
-        log.info("activations are not measured: %s", error)
-        return None
-    return ProcessMonitor()

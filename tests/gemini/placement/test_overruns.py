@@ -11,11 +11,11 @@ from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, BudgetWarning, ConstPlacement, GeminiDDP, trace
 from gemini.chunk.layout import specs_of
+from gemini.memtracer import monitor
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.overruns import Overruns
 from gemini.placement.sizes import BudgetError, Budgets
 from gemini.placement.tiers import Tier
-from gemini.runtime.schedule import sampler
 from optim import HybridAdam
 from tests.support.spilled import BLOCKS, SMALL, homes, wrapped
 
@@ -144,7 +144,7 @@ def test_a_const_budget_is_not_passed_by_activations(no_warning):
 def process(monkeypatch):
     """What the process is said to have grown by in every period: a list, the last one stays."""
     grown = [0]
-    monkeypatch.setattr(sampler.ProcessMonitor, "period", lambda self: grown[0])
+    monkeypatch.setattr(monitor.ProcessMonitor, "period", lambda self: grown[0])
     return grown
 
 
