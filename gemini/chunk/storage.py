@@ -245,6 +245,20 @@ class Chunk:
         self.files = None
         self.shard_on_host = on_host
 
+    def leave_device(self) -> None:
+        """Send the shard from the device to host memory; the payload may be released then."""
+        assert self.files is None and not self.shard_on_host
+        self.wait_gathered()
+        self._count_shard(-1)
+        try:
+            shard = self._memory.allocate_host(self.spec.shard_numel, self.dtype)
+            self._memory.copy(shard, self.shard).settle()
+            self._shard = shard
+            self.is_unsharded = self.in_payload = False
+            self.shard_on_host = True
+        finally:
+            self._count_shard(1)
+
     @property
     def rank(self) -> int:
         """Index of this rank's shard."""

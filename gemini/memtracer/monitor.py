@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini.trees import tensors_in
+
+log = logging.getLogger("gemini")
 
 PROCESS_NOISE_BYTES = 32 << 20  # what libraries and malloc may keep of an iteration
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -156,6 +159,16 @@ class ProcessMonitor:
 
     def period(self) -> int:
         return max(0, reset_peak_rss() - self._base)
+
+
+def process_monitor() -> ProcessMonitor | None:
+    """Monitor of this process; None where the kernel does not allow the reset."""
+    try:
+        reset_peak_rss()
+    except OSError as error:
+        log.info("activations are not measured: %s", error)
+        return None
+    return ProcessMonitor()
 
 
 class CudaMonitor:

@@ -143,9 +143,18 @@ class PlanResult:
 
 
 class Draft:
-    """One run of the planner. `floor`: homes that exist already, below which nothing goes."""
+    """One run of the planner.
 
-    def __init__(self, inputs: PlanInputs, policy: Placement, floor: Homes | None = None) -> None:
+    floor: homes below which nothing goes. ceiling: homes above which nothing goes but gradients.
+    """
+
+    def __init__(
+        self,
+        inputs: PlanInputs,
+        policy: Placement,
+        floor: Homes | None = None,
+        ceiling: Homes | None = None,
+    ) -> None:
         self.inputs = inputs
         self.policy = policy
         layout, trace = inputs.layout, inputs.trace
@@ -163,6 +172,7 @@ class Draft:
             nvme_state_frac=inputs.nvme_state_frac,
             fixed_params=inputs.fixed_params,
             floor=floor,
+            ceiling=ceiling,
             original_home=inputs.original_home or inputs.memory,
             average=inputs.average,
         )
@@ -208,9 +218,10 @@ class Draft:
             return static_homes(self.policy, self.problem)
         try:
             return self._fastest()
-        except BudgetError:
-            self.give_up_cap()
-            return self._fastest()
+        except BudgetError as error:
+            error.without_frames()
+        self.give_up_cap()
+        return self._fastest()
 
     def give_up_cap(self) -> None:
         """Give the cap up before a plan fails."""
@@ -221,7 +232,8 @@ class Draft:
         may_all_be_here = fixed is None or set(fixed) <= {Tier.DEVICE}
         missing = missing_for_everything(self.problem, self.demand) if may_all_be_here else None
         everything = Homes.all_on(Tier.DEVICE, self.problem.chunks)
-        if missing == 0 and not host_overflows(self.problem, everything):
+        free = self.problem.ceiling is None
+        if free and missing == 0 and not host_overflows(self.problem, everything):
             check_nvme(self.problem, everything)
             return everything
         uses = num_uses(self.needs, len(self.problem.chunks))
@@ -234,7 +246,7 @@ class Draft:
                 # The nearest failure is told: its bytes are what the user lacks. A device that is
                 # too small fails in every order, as its floor is the same.
                 if failed is None or severity(error) < severity(failed):
-                    failed = error
+                    failed = error.without_frames()
                 if error.tier is Tier.DEVICE:
                     break
                 continue

@@ -6,6 +6,7 @@ here counts what cannot be anything else: storages that operators made, or the d
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from .policy import AutoPlacement, Placement, StaticPlacement
 from .sizes import UNLIMITED, Budgets
 from .tiers import Tier
 
+log = logging.getLogger("gemini")
+
 
 class BudgetWarning(UserWarning):
-    """A hard budget was passed, or an iteration needs more than it leaves."""
+    """An iteration needs more than a hard budget leaves it in any homes, or passed one for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Overruns:
         self.limits = {t: int(budgets.of(t)) for t in limited if budgets.of(t) < UNLIMITED}
         self._counts_activations = isinstance(policy, AutoPlacement)
         self.noise_bytes = 0
+        self.homes_follow = False  # room is made before the next iteration that asks for as much
         self.found: list[Departure] = []
         self._worst: dict[Tier, Overrun] = {}
         self._now: dict[Tier, Overrun] = {}  # of this iteration
@@ -92,6 +96,13 @@ class Overruns:
             if known is not None and known.missing_bytes > 0.9 * overrun.missing_bytes:
                 continue
             remedy = "use a smaller batch or activation checkpointing"
+            if (
+                self.homes_follow
+                and overrun.missing_bytes > self.noise_bytes
+                and overrun.model_bytes <= overrun.budget_bytes
+            ):
+                log.warning("%s; model data moves before the next such iteration", overrun)
+                continue
             if overrun.model_bytes > overrun.budget_bytes:
                 remedy = "give the trace= of this loop, or add up fewer backwards before a step"
             warnings.warn(

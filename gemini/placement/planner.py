@@ -36,7 +36,7 @@ def make_plan(inputs: PlanInputs, policy: Placement = AutoPlacement()) -> PlanRe
         try:
             made.append(_planned(Draft(replace(inputs, original_home=tier), policy)))
         except BudgetError as error:
-            refused.append(error)
+            refused.append(error.without_frames())
     if not made:
         raise min(refused, key=severity)
     return min(made, key=lambda planned: planned.cost.seconds)
@@ -78,6 +78,33 @@ def plan_above(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
     return _planned(_draft_in(plan, inputs, policy, floor))
 
 
+def plan_below(
+    plan: Plan, inputs: PlanInputs, policy: Placement, *, params_stay: bool
+) -> PlanResult:
+    """Plan in the homes of `plan`, and in lower ones where this trace leaves less room.
+
+    Nothing rises but gradients. Parameters go to the host at most; params_stay: nor there. Raises
+    BudgetError where no homes leave room for the trace.
+    """
+    ceiling = _homes_of(plan)
+    lowest = [
+        home if params_stay or not inputs.has_host_tier else max(home, Tier.HOST, key=_depth)
+        for home in ceiling.param
+    ]
+    floor = replace(
+        ceiling,
+        param=lowest,
+        grad=[Tier.NVME for _ in lowest],
+        state=[[Tier.NVME] * len(states) for states in ceiling.state],
+    )
+    inputs = replace(inputs, fixed_params=None)
+    return _planned(_draft_in(plan, inputs, policy, floor, ceiling))
+
+
+def _depth(tier: Tier) -> int:
+    return list(Tier).index(tier)
+
+
 def plan_grown(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
     """Plan in the homes of `plan`, for a layout in which chunks are trained that were frozen.
 
@@ -106,10 +133,14 @@ def plan_grown(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
 
 
 def _draft_in(
-    plan: Plan, inputs: PlanInputs, policy: Placement, floor: Homes | None = None
+    plan: Plan,
+    inputs: PlanInputs,
+    policy: Placement,
+    floor: Homes | None = None,
+    ceiling: Homes | None = None,
 ) -> Draft:
     """Draft of another plan, with what never moves where `plan` has it."""
-    return Draft(replace(inputs, original_home=plan.original_home), policy, floor)
+    return Draft(replace(inputs, original_home=plan.original_home), policy, floor, ceiling)
 
 
 def _in_homes(draft: Draft, homes: Homes) -> PlanResult:

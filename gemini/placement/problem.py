@@ -59,6 +59,7 @@ class PlacementProblem:
     nvme_state_frac: float = 0.0  # share of the state's bytes that must be on NVMe
     fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
     floor: Homes | None = None  # homes that exist already, below which nothing goes
+    ceiling: Homes | None = None  # the same, above which nothing goes but gradients
     num_ahead: int = 0  # more buffers, for blocks that are updated before their step
     num_waiting: int = 0  # more buffers, for blocks that wait for others of their step
     original_home: Tier = Tier.HOST  # of the fp32 originals of frozen chunks, all of them
@@ -93,7 +94,17 @@ class PlacementProblem:
             homes.param = _higher(homes.param, self.floor.param)
             homes.state = list(map(_higher, homes.state, self.floor.state))
             homes.grad = _higher(homes.grad, self.floor.grad)
+        if self.ceiling is not None:
+            homes.param = _lower(homes.param, self.ceiling.param)
+            homes.state = list(map(_lower, homes.state, self.ceiling.state))
         return homes
+
+    def may_be_here(self, kind: str, chunk: ChunkId, block: int = 0) -> bool:
+        """Whether a chunk (of its state: a block) may live on the device: no ceiling forbids it."""
+        if self.ceiling is None:
+            return True
+        row = self.ceiling.state[chunk][block] if kind == "state" else self.ceiling.param[chunk]
+        return row is Tier.DEVICE
 
     def may_be_lower(self, kind: str, chunk: ChunkId, block: int = 0) -> bool:
         """Whether bytes that the host holds of a chunk (of its state: of a block) may go to
@@ -285,6 +296,12 @@ def state_parts(chunk: ChunkBytes, states: Sequence[Tier]) -> list[tuple[Tier, t
         state, param = sums.get(home, (0, 0))
         sums[home] = (state + block.state_on(home), param + block.param_bytes)
     return list(sums.items())
+
+
+def _lower(first: Sequence[Tier], second: Sequence[Tier]) -> list[Tier]:
+    """The tier of each pair that is farther from the device."""
+    order = list(Tier)
+    return [max(pair, key=order.index) for pair in zip(first, second, strict=True)]
 
 
 def _higher(first: Sequence[Tier], second: Sequence[Tier]) -> list[Tier]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from traceback import clear_frames
+from typing import Self
 
 from gemini.chunk.layout import ITEMSIZE, ChunkLayout, ChunkSpec
 from gemini.optim.rules.state_layout import ALL_COLUMNS, Columns, StateLayout
@@ -292,6 +294,15 @@ class BudgetError(ValueError):
         self.knob = knob
         self.what = what
         self.budget_bytes = Bytes(budget_bytes)
+
+    def without_frames(self) -> Self:
+        """The same error, without the frames that it was raised in.
+
+        A caller who goes on must not keep them until Python collects its garbage: behind them are
+        frames of the training loop, with the outputs of its last iteration.
+        """
+        clear_frames(self.__traceback__)
+        return self.with_traceback(None)
 
     def also(self, text: str) -> BudgetError:
         """Copy of the error with more text."""

@@ -57,7 +57,7 @@ from gemini.runtime.schedule.regather import Regather
 from gemini.runtime.schedule.sampler import Sampler
 from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
 from gemini.runtime.schedule.updating import Updating
-from gemini.runtime.step.promotion import Promotion
+from gemini.runtime.step.homes import MovingHomes
 from gemini.runtime.step.target import ShardTarget
 from gemini.runtime.wrap.build_chunks import build_chunks
 from gemini.runtime.wrap.materialise import Materialiser
@@ -167,11 +167,11 @@ class GeminiEngine(Parts):
         return self.meetings.reduce_now(chunks)
 
     def _make_wings(self) -> None:
-        self.promotion = Promotion(self)
+        self.homes = MovingHomes(self)
         self.meetings = Meetings(self)
         self.gradients = Gradients(self, self.meetings, self._gradients_dropped)
-        self.calls = Calls(self, self.meetings, self.gradients, self.promotion)
-        self.window = Window(self, self.calls, self.meetings, self.gradients, self.promotion)
+        self.calls = Calls(self, self.meetings, self.gradients, self.homes)
+        self.window = Window(self, self.calls, self.meetings, self.gradients, self.homes)
         # methods of wings that optimizers and `GeminiDDP` call
         self.call = self.meetings.call
         self.drop_gradients, self.zero_gradients = self.gradients.drop, self.gradients.zero_all
@@ -278,12 +278,10 @@ class GeminiEngine(Parts):
             self._last_trace = trace
         if not self.sampler.measures:
             return
-        if self.all_gathered and self.planning.has_trace:
-            return  # there are no hooks: what was traced is coarser than what was given
-        if self.comm.world_size == 1 and self.planning.follow(trace):
+        if self.comm.world_size == 1 and self.planning.follow(trace, is_coarse=self.all_gathered):
             self._follow_plan()
         elif self.planning.take_doubt():
-            self.sampler.measure_again(trace)
+            self.sampler.forget(trace)
 
     def agree_on_trace(self) -> None:
         """Plan, before a step, with the traces of all ranks, once they have some. Collective."""
@@ -295,12 +293,12 @@ class GeminiEngine(Parts):
             self._agreements_left = 0
             self._follow_plan()
         elif self.planning.take_doubt() and trace is not None:
-            self.sampler.measure_again(trace)
+            self.sampler.forget(trace)
 
     def _follow_plan(self) -> None:
         """Follow a new plan of a measured iteration; homes stay until they may rise."""
         self.storage.follow(self.planning.plan)
-        self.promotion.propose()
+        self.homes.propose()
 
     # -- parameters; see `gemini.chunk.parameter` --
 
@@ -407,7 +405,7 @@ class GeminiEngine(Parts):
         self.events.dropped()
         self.calls.cut_short()
         self.calls.forget()
-        self.promotion.gradients_dropped()
+        self.homes.gradients_dropped()
 
 
 def _files_of(name: str, rank: int, planning: Planning, backend: Backend) -> FileConfig:

@@ -117,8 +117,12 @@ class Attached(Protocol):
         """Keep state of these chunks too, which were frozen."""
         ...
 
-    def promote_state(self, plan: Plan) -> None:
+    def raise_state(self, plan: Plan) -> None:
         """Raise blocks of state to their homes in a plan."""
+        ...
+
+    def lower_state(self, plan: Plan) -> None:
+        """Lower blocks of state to their homes in a plan."""
         ...
 
     def homes_changed(self) -> None:

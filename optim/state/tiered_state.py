@@ -259,6 +259,37 @@ class TieredState:
         if self.nvme is not None:
             self.nvme.prefetch()
 
+    def sink(self, *, on_nvme: Set[BlockId], on_host: Set[BlockId]) -> None:
+        """Leave on the device only what is in neither, and in host memory what is not on disk.
+
+        Between steps; the inverse of `rise`. On an error of the disk nothing has changed.
+        """
+        self._settle()
+        to_disk = [block for block in self.in_memory if block.id in on_nvme]
+        to_host = [block for block in self.resident if block.id in on_host]
+        if to_disk:
+            disk = () if self.nvme is None else self.nvme.blocks
+            both = sorted((*disk, *to_disk), key=lambda block: block.id)
+            self._extend_disk(self.space, to_disk, self._copy_of_memory, order=both)
+        for slab in self._slabs(to_host, host=True):
+            for block in slab.blocks:
+                for name, plane in slab.planes(block).items():
+                    plane.copy_(self.planes(block)[name])
+            self.host_slabs.append(slab)
+        stays = {b.id for b in self.resident} - {b.id for b in (*to_disk, *to_host)}
+        left = {b.id for b in self.host} - {b.id for b in to_disk}
+        for slabs, kept in ((self.device_slabs, stays), (self.host_slabs, left)):
+            for slab in slabs:
+                if any(block.id not in kept for block in slab.blocks):
+                    slab.keep(kept)
+        self.device_slabs = [slab for slab in self.device_slabs if slab.blocks]
+        self.host_slabs = [slab for slab in self.host_slabs if slab.blocks]
+        self._slab_of = self._index()
+
+    def _copy_of_memory(self, block: Block, planes: Planes) -> None:
+        for name, value in self.shown(block).items():
+            planes[name].copy_(value)
+
     def extend(
         self,
         space: StateSpace,
@@ -287,11 +318,15 @@ class TieredState:
             self._change(block, fill)
 
     def _extend_disk(
-        self, space: StateSpace, new: Sequence[Block], fill: Callable[[Block, Planes], None]
+        self,
+        space: StateSpace,
+        new: Sequence[Block],
+        fill: Callable[[Block, Planes], None],
+        order: Sequence[Block] | None = None,
     ) -> None:
         before = self.nvme
         known = () if before is None else before.blocks
-        after = self._on_disk([*known, *new], space)
+        after = self._on_disk(order or [*known, *new], space)
 
         def take(block: Block, planes: Planes) -> None:
             if before is None or block in new:

@@ -10,11 +10,11 @@ from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP
 from gemini.chunk.layout import specs_of
+from gemini.memtracer import monitor
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory import machine
-from gemini.runtime.schedule import sampler
 from optim import HybridAdam, NvmeConfig
 from tests.support.spilled import BLOCKS, SMALL, homes, wrapped
 
@@ -156,7 +156,7 @@ def gathers_of(rank, placement):
 def test_the_default_gathers_once_where_the_machine_has_room(monkeypatch):
     """Of what is left of the machine; ZeRO-3 by name gathers again for backward."""
     monkeypatch.setattr(machine, "memory_left", lambda: 1 << 30)
-    monkeypatch.setattr(sampler.ProcessMonitor, "period", lambda self: 0)
+    monkeypatch.setattr(monitor.ProcessMonitor, "period", lambda self: 0)
     twice = run_ranks(gathers_of, 2, "zero3")
     once = run_ranks(gathers_of, 2, "auto")
     for (gathers, weights), (fewer, same) in zip(twice, once, strict=True):
@@ -205,7 +205,7 @@ def test_what_ranks_that_share_a_device_lack_is_said_for_all_of_them():
 
 def measured_twice(rank, _):
     """The notes of two ranks whose iterations need more than there is."""
-    sampler.ProcessMonitor.period = lambda self: 300 << 20
+    monitor.ProcessMonitor.period = lambda self: 300 << 20
     model, optimizer = wrapped_without_a_trace(AutoPlacement("200MiB"))
     found = []
     with warnings.catch_warnings(record=True) as caught:

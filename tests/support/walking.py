@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gemini.memtracer.monitor import ProcessMonitor, process_monitor
 from kernels_triton.control_fields import BAD, LOSS_SCALE, NUM_CONTROL, USED_SCALE
 from optim.state.memory import DeviceMemory
 
@@ -33,6 +34,9 @@ class MetaBackend(DeviceMemory):
         super().__init__(META)
         self._addresses: dict[tuple[int, int], int] = {}
         self._seen: list[Tensor] = []  # so that no id of a storage comes again
+
+    def monitor(self) -> ProcessMonitor | None:
+        return process_monitor()
 
     def address(self, tensor: Tensor) -> int:
         super().address(tensor)

@@ -9,6 +9,8 @@
 * Work beside what the device computes runs when its ticket is waited for, or by chance before.
 * Memory is NaN when it is fresh, staging too, and when it was freed: then it is another's at once,
   so nothing may write it. Its bytes count until the device comes behind what reads it.
+* Inside `running`, all that operators make counts as a card's allocator counts it: of forward, loss
+  and backward, with their temporaries. `limit_bytes` makes them run out of memory.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from gemini.optim.state.memory import Mover, copy_alone
 from gemini.tickets import CopyTicket
 
 from .copies import SeveralTickets, SimCopy, SimTicket, addresses, overlap
+from .operators import Operators, SimMonitor
 from .pages import Place, SimPages, poison
 from .works import SimWork, SimWorks
 
@@ -43,14 +46,15 @@ class SimBackend:
     def __init__(self, seed: int = 0, updates_by_triton: bool = False) -> None:
         self.updates_by_triton = updates_by_triton
         self._random = random.Random(seed)
-        self._pages = SimPages()
+        self.pages = SimPages()
         self._copies: list[SimCopy] = []  # that have an end which is not free yet
         self._works = SimWorks()
         self.runs_by_chance = True  # work beside the device; else as late as it may
         self._lock = threading.RLock()  # copies may be waited for by several threads
         self._num_lost = 0
         self.work = 0  # that the device was given
-        self._is_copying = False
+        self._copier: int | None = None  # thread that simulates a copy
+        self.counts_operators = False
         self.host_waits = 0
         self.stalls = 0  # the device waited for a copy to the host, and had nothing to do meanwhile
         self.starved = 0  # the same, for one to the device
@@ -61,46 +65,56 @@ class SimBackend:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         self._check_tickets()
-        return self._pages.made(torch.full((numel,), poison(dtype), dtype=dtype), "device")
+        with self.copying():
+            return self.pages.made(torch.full((numel,), poison(dtype), dtype=dtype), "device")
 
     def zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
-        zeros = torch.zeros(numel, dtype=dtype)
-        return self._pages.made(zeros, "host" if on_host else "device")
+        with self.copying():
+            zeros = torch.zeros(numel, dtype=dtype)
+            return self.pages.made(zeros, "host" if on_host else "device")
 
     def allocate_host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._pages.made(torch.full((numel,), poison(dtype), dtype=dtype), "host")
+        with self.copying():
+            return self.pages.made(torch.full((numel,), poison(dtype), dtype=dtype), "host")
 
     def free(self, tensor: Tensor) -> None:
         self._check_tickets()
         if any(not copy.ordered for copy in self._touching(tensor)):
             raise AssertionError("memory was freed under a copy")
-        self._pages.free(tensor)
+        self.pages.free(tensor)
 
     def refill(self, tensor: Tensor) -> None:
         self._check_tickets()
-        self._pages.refill(tensor)
+        self.pages.refill(tensor)
 
     def pin(self, address: int, nbytes: int) -> Callable[[], object]:
         """These addresses are host memory, until the answer is called."""
-        self._pages.pin(address, nbytes)
-        return lambda: self._pages.unpin(address, nbytes)
+        self.pages.pin(address, nbytes)
+        return lambda: self.pages.unpin(address, nbytes)
 
     def place_of(self, tensor: Tensor) -> Place | None:
         """Whose memory it is; None for what was not made here."""
-        return self._pages.place_of(tensor)
+        return self.pages.place_of(tensor)
 
     def put(self, tensor: Tensor, place: Place) -> None:
         """From now on its memory is known to be there."""
-        self._pages.put(tensor, place)
+        self.pages.put(tensor, place)
 
     @property
     def device_bytes(self) -> int:
-        """Of what was made on the device, in use now."""
-        return self._pages.device_bytes
+        """Bytes in use on the device; of what operators made, what was made inside `running`."""
+        return self.pages.device_bytes
 
     @property
     def peak_device_bytes(self) -> int:
-        return self._pages.peak_device_bytes
+        return self.pages.peak_device_bytes
+
+    def monitor(self) -> SimMonitor:
+        return SimMonitor(self)
+
+    def running(self) -> Operators:
+        """Context of a program that runs on the device: what its operators make is there."""
+        return Operators(self)
 
     # -- what the device does --
 
@@ -109,7 +123,7 @@ class SimBackend:
         self.computes()
         if self.updates_by_triton and self.place_of(tensor) == "host":
             raise AssertionError("a kernel is given the address of host memory")
-        if self._pages.is_freed(tensor):
+        if self.pages.is_freed(tensor):
             raise AssertionError("a kernel is given the address of freed memory")
         if any(not copy.ordered for copy in self._touching(tensor)):
             raise AssertionError("a kernel is given memory under a copy that nothing orders")
@@ -117,17 +131,22 @@ class SimBackend:
 
     def computes(self) -> None:
         """It is given an operator; those that the simulation makes of copies are none."""
-        self.work += not self._is_copying
+        self.work += not self.is_copying
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether what this thread computes is how copies are simulated."""
+        return self._copier == threading.get_ident()
 
     @contextmanager
     def copying(self) -> Iterator[None]:
         """What is computed inside is how copies are simulated."""
         with self._lock:
-            before, self._is_copying = self._is_copying, True
+            before, self._copier = self._copier, threading.get_ident()
             try:
                 yield
             finally:
-                self._is_copying = before
+                self._copier = before
 
     def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
         return SeveralTickets([self.copy(dst, src) for dst, src in pairs])
@@ -143,7 +162,7 @@ class SimBackend:
         def move(dst: Tensor, src: Tensor) -> None:
             with self.copying():
                 for end in (dst, src):
-                    if self._pages.is_freed(end):
+                    if self.pages.is_freed(end):
                         raise AssertionError("a copy is given freed memory")
                     if any(not copy.ordered for copy in self._touching(end)):
                         raise AssertionError("a copy begins before another of its ends was ordered")
@@ -190,7 +209,7 @@ class SimBackend:
     def check(self) -> None:
         """Raises what the next call would: a ticket was dropped, or freed memory was written."""
         self._check_tickets()
-        self._pages.check_freed()
+        self.pages.check_freed()
 
     # -- what copies tell it --
 
@@ -222,7 +241,7 @@ class SimBackend:
 
     def _check_ends(self, dst: Tensor, src: Tensor) -> None:
         for end in (dst, src):
-            if self._pages.is_freed(end):
+            if self.pages.is_freed(end):
                 raise AssertionError("a copy is given freed memory")
             if self.updates_by_triton and self.place_of(end) is None:
                 raise AssertionError("a copy is given host memory that is not pinned")

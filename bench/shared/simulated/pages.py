@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,16 +34,11 @@ class SimPages:
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[StorageWeakRef, Place]] = {}
-        self._in_use: dict[int, tuple[StorageWeakRef, int]] = {}  # bytes of the device
+        self._in_use: dict[int, tuple[weakref.ref[Any], int]] = {}  # bytes of the device
         self._freed: dict[int, weakref.ref[Tensor]] = {}
         self._pinned: list[range] = []  # addresses
-        self.peak_device_bytes = 0
-
-    @property
-    def device_bytes(self) -> int:
-        for key in [key for key, (storage, _) in self._in_use.items() if storage.expired()]:
-            del self._in_use[key]
-        return sum(nbytes for _, nbytes in self._in_use.values())
+        self.device_bytes = self.peak_device_bytes = self.period_peak_bytes = 0
+        self.limit_bytes: int | None = None  # beyond which an operator finds no memory
 
     def made(self, tensor: Tensor, place: Place) -> Tensor:
         """Fresh memory; on the device that of what was freed before is taken first."""
@@ -56,7 +52,7 @@ class SimPages:
         if self.is_freed(tensor):
             raise AssertionError("freed twice")
         self._freed[key] = weakref.ref(tensor)
-        self._in_use.pop(key, None)
+        self._drop(key)
         tensor.fill_(poison(tensor.dtype))
 
     def refill(self, tensor: Tensor) -> None:
@@ -80,7 +76,12 @@ class SimPages:
 
     def pin(self, address: int, nbytes: int) -> None:
         """These addresses are host memory."""
-        self._pinned.append(range(address, address + nbytes))
+        pages = range(address, address + nbytes)
+        self._pinned.append(pages)
+        for key, (reference, _) in list(self._in_use.items()):  # an operator made it for the host
+            storage = reference()
+            if storage is not None and storage.data_ptr() in pages:
+                self._drop(key)
 
     def unpin(self, address: int, nbytes: int) -> None:
         self._pinned.remove(range(address, address + nbytes))
@@ -97,9 +98,37 @@ class SimPages:
         storage = tensor.untyped_storage()
         self._places[storage._cdata] = StorageWeakRef(storage), place
 
+    def operator_made(self, tensor: Tensor) -> None:
+        """Count memory of the device that no backend was asked for, and that holds values."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._in_use or storage._cdata in self._freed or not storage.nbytes():
+            return
+        if self.place_of(tensor) == "host":
+            return
+        self._count(tensor, storage.nbytes())
+        limit = self.limit_bytes
+        if limit is not None and self.device_bytes > limit:
+            raise torch.OutOfMemoryError(
+                f"the simulated device has {limit} bytes, {self.device_bytes} are asked for"
+            )
+
     def _take(self, tensor: Tensor) -> None:
         """What was freed is handed out at once, so who still writes it writes here."""
         self.check_freed()
+        self._count(tensor, tensor.nbytes)
+
+    def _count(self, tensor: Tensor, nbytes: int) -> None:
         storage = tensor.untyped_storage()
-        self._in_use[storage._cdata] = StorageWeakRef(storage), tensor.nbytes
+        key = storage._cdata
+        self._drop(key)
+        # no reference to the storage is kept: it must die when the program drops it
+        self._in_use[key] = weakref.ref(storage, self._gone(key)), nbytes
+        self.device_bytes += nbytes
+        self.period_peak_bytes = max(self.period_peak_bytes, self.device_bytes)
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+
+    def _gone(self, key: int) -> Callable[[Any], None]:
+        return lambda _: self._drop(key)
+
+    def _drop(self, key: int) -> None:
+        self.device_bytes -= self._in_use.pop(key, (None, 0))[1]

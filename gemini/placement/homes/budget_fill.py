@@ -61,10 +61,19 @@ def _fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
         for chunk in problem.chunks:
             i = chunk.id
             may_rise = problem.fixed_params is None and homes.param[i] is not Tier.DEVICE
-            if kind == "p" and may_rise and room.take_param(chunk):
+            if (
+                kind == "p"
+                and may_rise
+                and problem.may_be_here("param", i)
+                and room.take_param(chunk)
+            ):
                 homes.param[i] = Tier.DEVICE
             if kind == "s" and chunk.trainable:
-                free = [b for b, home in enumerate(homes.state[i]) if home is below]
+                free = [
+                    b
+                    for b, home in enumerate(homes.state[i])
+                    if home is below and problem.may_be_here("state", i, b)
+                ]
                 if not problem.has_host_tier:
                     free = free[forced[i] :]
                 out = room.take_run([chunk.blocks[b].state_bytes for b in free])
@@ -77,7 +86,8 @@ def _fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
                     homes.grad[i] = Tier.DEVICE
     if problem.has_host_tier:
         _spill_host(problem, homes)
-    _join_on_nvme(problem, homes, room, "p" in order and problem.fixed_params is None)
+    may_move = problem.fixed_params is None and problem.ceiling is None
+    _join_on_nvme(problem, homes, room, "p" in order and may_move)
     homes.device_staging, homes.host_staging = problem.staging(homes)
     check_nvme(problem, homes)
     return homes

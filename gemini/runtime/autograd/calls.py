@@ -43,7 +43,7 @@ from gemini.runtime.parts import (
     settle,
 )
 from gemini.runtime.schedule.tensor_mgr import TensorState
-from gemini.runtime.step.promotion import Promotion
+from gemini.runtime.step.homes import MovingHomes
 from gemini.runtime.step.weights import take_replaced
 from gemini.runtime.thaw import thaw
 from gemini.trees import tensors_in
@@ -54,12 +54,12 @@ class Calls:
     """Passes and module calls of one engine, as they begin and end; see `CallListener`."""
 
     def __init__(
-        self, parts: Parts, meetings: Meetings, gradients: Gradients, promotion: Promotion
+        self, parts: Parts, meetings: Meetings, gradients: Gradients, homes: MovingHomes
     ) -> None:
         self._parts = parts
         self._meetings = meetings
         self._gradients = gradients
-        self._promotion = promotion
+        self._homes = homes
         self._manager, self._reducer = parts.manager, parts.reducer
         self._sampler, self._collector = parts.sampler, parts.sampler.collector
         self._modules = ModuleCalls(self, parts.params)
@@ -143,6 +143,7 @@ class Calls:
         if not in_pass(parts) and not parts.is_summoned and not parts.in_schedule:
             told_apart = inputs if self.tells_inputs_apart else None
             self._sampler.begin(told_apart, again=self._manager.deviated)
+            self._homes.before_forward()
 
     def tracking(self, module: nn.Module) -> AbstractContextManager[None]:
         """Context around the forward that `begin_iteration` announced."""
@@ -160,7 +161,7 @@ class Calls:
         parts.thread = threading.get_ident()
         if not torch.is_grad_enabled():
             settle(parts)  # there may be no backward that would say so
-        self._promotion.graph_is_open |= torch.is_grad_enabled()
+        self._homes.graph_is_open |= torch.is_grad_enabled()
         parts.comm.check_unchanged()
         if parts.opaque:
             take_replaced(parts)
@@ -277,7 +278,7 @@ class Calls:
         self._parts.ledger.note()
         self.forget()
         self.unpin()
-        self._promotion.graph_is_open = False
+        self._homes.graph_is_open = False
 
     def forget(self) -> None:
         """Forget open module calls: the backward has ended."""

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.memtracer.monitor import CudaMonitor, Monitor, process_monitor
 from gemini.optim.state.memory import CpuMemory, CudaMemory, Memory
 
 
@@ -29,6 +30,10 @@ class Backend(Memory, Protocol):
         """Give a freed tensor its storage again, uninitialised."""
         ...
 
+    def monitor(self) -> Monitor | None:
+        """Monitor of memory in use on the device; None where it cannot be read."""
+        ...
+
 
 class CpuBackend(CpuMemory):
     """Backend of the CPU: device and host are one memory; copies are done when they return."""
@@ -37,6 +42,9 @@ class CpuBackend(CpuMemory):
     updates_by_triton = False
     shards_start_on_host = False
 
+    def monitor(self) -> Monitor | None:
+        return process_monitor()
+
 
 class CudaBackend(CudaMemory):
     """Backend of a GPU: modules compute on the current stream, copies run on another."""
@@ -44,6 +52,9 @@ class CudaBackend(CudaMemory):
     has_host_tier = True
     updates_by_triton = True
     shards_start_on_host = False
+
+    def monitor(self) -> Monitor:
+        return CudaMonitor(self.device)
 
 
 def make_backend(device: torch.device, pin_memory: bool = True) -> Backend:

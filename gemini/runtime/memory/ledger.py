@@ -57,6 +57,12 @@ class MemoryLedger:
         self._kept_bytes = nbytes
 
     @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients on the device, with those that a tail keeps or that are leaving."""
+        leaving = 0 if self.storage is None else self.storage.leaving_bytes
+        return self._account.gradients + self._kept_bytes() + leaving
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes of gradients that were dropped and that a tail still needs."""
         return self._kept_bytes()

@@ -15,7 +15,7 @@ from gemini.runtime.autograd.calls import Calls
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts
-from gemini.runtime.step.promotion import Promotion
+from gemini.runtime.step.homes import MovingHomes
 
 
 class Window:
@@ -27,13 +27,13 @@ class Window:
         calls: Calls,
         meetings: Meetings,
         gradients: Gradients,
-        promotion: Promotion,
+        homes: MovingHomes,
     ) -> None:
         self._parts = parts
         self._calls = calls
         self._meetings = meetings
         self._gradients = gradients
-        self._promotion = promotion
+        self._homes = homes
         self._is_sampled = False
 
     def open(self) -> None:
@@ -86,7 +86,7 @@ class Window:
         collector.after_change()
         self._gradients.exchange_presence()
         parts.ledger.note()
-        self._promotion.graph_is_open = False
+        self._homes.graph_is_open = False
 
     def end(self) -> None:
         """Close the window of a schedule without a backward, or of one that an error has cut short.

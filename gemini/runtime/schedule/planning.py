@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from gemini.chunk.layout import ChunkLayout
+from gemini.memtracer.forecast import covers, with_bytes_added
 from gemini.memtracer.trace import (
     ASSUMED_SIGNATURE,
     Kind,
@@ -33,7 +34,14 @@ from gemini.placement.fit import (
 from gemini.placement.homes.budgets import Machine, in_words_of, resolve
 from gemini.placement.overruns import BudgetWarning, Overruns, user_stacklevel
 from gemini.placement.plan import Plan, UpdatePath
-from gemini.placement.planner import PlanInputs, PlanResult, plan_above, plan_grown, plan_within
+from gemini.placement.planner import (
+    PlanInputs,
+    PlanResult,
+    plan_above,
+    plan_below,
+    plan_grown,
+    plan_within,
+)
 from gemini.placement.policy import (
     AutoPlacement,
     ConstPlacement,
@@ -42,6 +50,7 @@ from gemini.placement.policy import (
     has_budgets,
     never_released,
 )
+from gemini.placement.renting import Raised, price, rising
 from gemini.placement.sizes import (
     UNLIMITED,
     BudgetError,
@@ -59,6 +68,33 @@ from gemini.runtime.memory.machine import look_at_machine, ranks_here
 from gemini.units import ChunkId
 
 log = logging.getLogger("gemini")
+
+MAX_PLANS = 32  # of iterations in the present homes, beside that of training
+_MAX_TRIES = 8  # to find the lowest homes, where an iteration fits in none
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """Homes that leave an iteration the room that it asks for, or as much as any do."""
+
+    inputs: PlanInputs
+    result: PlanResult
+    refused: BudgetError | None  # with all bytes that it lacks; None: it fits
+
+
+@dataclass(frozen=True, slots=True)
+class IterationPlan:
+    """Plan of one iteration in the present homes, and the trace that it was made with."""
+
+    trace: Trace
+    result: PlanResult | None  # None: it lacks no more than measurements may be wrong by
+    lacks: bool = (
+        False  # it fits in no homes, and this is a plan of an iteration that asks for less
+    )
+
+    def holds(self, trace: Trace, noise_bytes: int) -> bool:
+        """Whether it is made with this trace, or with a bound of it that is no measurement."""
+        return self.trace is trace or (not self.lacks and covers(self.trace, trace, noise_bytes))
 
 
 @dataclass(slots=True)
@@ -81,14 +117,17 @@ class Planning:
     result: PlanResult = field(init=False)  # of training
     overruns: Overruns = field(init=False)  # of the budgets
     _num_ahead: int = field(init=False)  # buffers asked for; `inputs` has what there is room for
-    _refusals: set[str] = field(default_factory=set)  # iterations that did not fit once
+    _doubted: set[Kind] = field(default_factory=set)  # kinds of which one was measured again
     _doubtful: bool = False
-    # plans of evaluation, and of training with inputs of other signatures, in the same homes
-    others: dict[tuple[Kind, str], PlanResult] = field(default_factory=dict)
+    # in the same homes: of evaluation, of training with inputs of other signatures, and of both
+    # beside `waiting_bytes`; the last used one last
+    others: dict[tuple[Kind, str, int], IterationPlan] = field(default_factory=dict)
+    waiting_bytes: int = 0  # of gradients of earlier backwards, as the iteration begins
 
     def __post_init__(self) -> None:
         self.homes_are_final = self.has_trace
         self.overruns = Overruns(self.policy, self.inputs.budgets)
+        self.overruns.homes_follow = self.homes_follow
         begun, self._num_ahead = self.inputs, self.inputs.num_ahead
 
         def fitted(num_ahead: int) -> Fitted:
@@ -177,33 +216,63 @@ class Planning:
         """Elements of a block, of parameters, gradients and state."""
         return self.inputs.block_numel
 
-    def follow(self, trace: Trace) -> bool:
+    @property
+    def homes_follow(self) -> bool:
+        """Whether homes move with what iterations ask for."""
+        return self.overruns.limits_device and self.comm.world_size == 1
+
+    def follow(self, trace: Trace, *, is_coarse: bool = False) -> bool:
         """Plan a measured iteration in the present homes; returns whether plans changed.
 
-        A plan made with a trace is kept as long as the same calls come, whatever else was measured:
-        so with a trace made ahead of time it does not depend on what else ran on the machine.
+        A plan made with a trace is kept as long as the same calls come and ask for no more,
+        whatever else was measured: so with a trace made ahead of time it does not depend on what
+        else ran on the machine. is_coarse: the root's calls alone were measured.
         """
         if isinstance(self.policy, StaticPlacement):
             return False
         if trace.kind == "train" and all(m.phase == "forward" for m in trace.moments):
             return False
-        known = self._result_for(trace.kind, trace.signature)
-        calls = trace.calls(self.inputs.layout.chunk_of())
-        needs = told_apart(call for call in calls if call is not None)
-        if known is not None and known.steps.needs == needs:
-            return False
+        was_waiting, self.waiting_bytes = self.waiting_bytes, 0
+        try:
+            return self._follow(trace, is_coarse)
+        finally:
+            self.waiting_bytes = was_waiting
+
+    def _follow(self, trace: Trace, is_coarse: bool) -> bool:
+        known = self._planned_for(trace.kind, trace.signature)
+        is_training = known is not None and known.result is self.result
+        if known is not None and known.result is not None:
+            calls = trace.calls(self.inputs.layout.chunk_of())
+            needs = told_apart(call for call in calls if call is not None)
+            same_calls = is_coarse or known.result.steps.needs == needs
+            if same_calls and is_training and covers(known.trace, trace, self._noise_bytes):
+                return False
+            if same_calls and known.trace == trace:
+                return False
         inputs = replace(self.inputs, trace=trace)
         try:
             planned = plan_within(self.plan, inputs, self.policy)
         except BudgetError as error:
-            self._refused(inputs, error)
+            self._refused(inputs, error.without_frames())
             return False
         self.overruns.forget(f"{trace.kind} {trace.signature}")
-        if trace.kind == "train" and (known is self.result or not self.has_trace):
+        if trace.kind == "train" and (is_training or not self.has_trace):
             self.inputs, self.result, self.has_trace = inputs, planned, True
         else:
-            self.others[trace.kind, trace.signature] = planned
+            self._keep(IterationPlan(trace, planned))
         return True
+
+    @property
+    def _noise_bytes(self) -> int:
+        return self.overruns.noise_bytes
+
+    def _keep(self, planned: IterationPlan) -> None:
+        trace = planned.trace
+        key = trace.kind, trace.signature, self.waiting_bytes
+        self.others.pop(key, None)
+        self.others[key] = planned
+        if len(self.others) > MAX_PLANS:
+            del self.others[next(iter(self.others))]
 
     def follow_all(self, trace: Trace | None) -> bool:
         """Plan with the traces of all ranks, in the present homes; returns whether it was possible.
@@ -241,34 +310,114 @@ class Planning:
         return doubtful
 
     def _refused(self, inputs: PlanInputs, error: BudgetError) -> None:
-        """Note that a measured iteration does not fit together with what lives on the device."""
-        trace, before = inputs.trace, self._refusals
-        key = f"{trace.kind} {trace.signature}"
-        if key not in before:
-            before.add(key)
+        """Note that a measured iteration does not fit together with what lives on the device.
+
+        Where homes follow, they make room before the next one.
+        """
+        trace = inputs.trace
+        if self._noise_bytes and trace.kind not in self._doubted:
+            self._doubted.add(trace.kind)
             self._doubtful = True
-            return
+        elif not self.homes_follow or error.missing_bytes <= self._noise_bytes:
+            self._say(trace, error)
+
+    def _say(self, trace: Trace, error: BudgetError, of: str = "") -> None:
+        """Say that an iteration lacks memory, once for all like it; `of` what."""
         said = in_words_of(self.policy, self.machine, error)
-        text = (
-            f"an iteration needs more memory than was left for it: {said}; {self._remedy(inputs)}"
-        )
-        if not self.overruns.note(key, text):
+        text = f"an iteration{of} needs more memory than was left for it: {said}"
+        if not self.overruns.note(f"{trace.kind} {trace.signature}", text):
             return
-        if said.missing_bytes > self.overruns.noise_bytes:
+        if said.missing_bytes > self._noise_bytes:
             warnings.warn(text, BudgetWarning, stacklevel=user_stacklevel())
         else:
-            log.warning("an iteration needs more memory than was left for it: %s", said)
+            log.warning("an iteration%s needs more memory than was left for it: %s", of, said)
 
-    def _remedy(self, inputs: PlanInputs) -> str:
-        trace, specs = inputs.trace, inputs.layout.params
-        if all(moment.module == "" for moment in trace.moments):  # nothing below was hooked
-            trace = sequential_trace(specs, trace.peak_non_model_bytes, overlap=True)
-        anew = replace(inputs, trace=trace, fixed_params=None, original_home=None)
+    # -- homes that follow what iterations ask for; see `runtime.step.homes` --
+
+    def has_room(self, trace: Trace, waiting_bytes: int = 0) -> bool:
+        """Whether an iteration to come fits in the present homes, beside gradients that wait; then
+        there is a plan of it."""
+        self.waiting_bytes = waiting_bytes
+        key = trace.kind, trace.signature, waiting_bytes
+        if key in self.others:
+            self.others[key] = self.others.pop(key)  # used last
+        known = self._planned_for(trace.kind, trace.signature)
+        if known is not None and known.holds(trace, self._noise_bytes):
+            return True
+        wanted = replace(self.inputs, trace=with_bytes_added(trace, waiting_bytes))
         try:
-            fit(anew, self.policy, is_measured=True, least_block_numel=self.block_numel)
-        except BudgetError:
-            return "it fits in no homes; activation checkpointing makes it smaller"
-        return "in other homes it would fit: wrap the module with the trace= of this batch"
+            planned = plan_within(self.plan, wanted, self.policy)
+        except BudgetError as error:
+            error.without_frames()
+            if error.missing_bytes > self._noise_bytes or error.tier is not Tier.DEVICE:
+                return False
+            self._keep(IterationPlan(trace, None))
+            return True
+        self._keep(IterationPlan(trace, planned))
+        return True
+
+    def lowered(self, trace: Trace, *, params_stay: bool) -> Lowered | None:
+        """Homes in which an iteration to come fits beside gradients that wait, or lacks least; None
+        where none were found."""
+        refused: BudgetError | None = None
+        missing, wanted = 0, with_bytes_added(trace, self.waiting_bytes)
+        for attempt in range(_MAX_TRIES):
+            inputs = replace(self.inputs, trace=with_bytes_added(wanted, -missing))
+            try:
+                found = plan_below(self.plan, inputs, self.policy, params_stay=params_stay)
+            except BudgetError as error:
+                refused = refused or error.without_frames()
+                # of the host too: what it has no room for stays on the device
+                missing += error.missing_bytes << attempt
+                continue
+            if refused is not None:
+                assert refused.tier is not None
+                refused = BudgetError.missing(
+                    refused.tier, missing, refused.budget_bytes, refused.what, refused.knob
+                )
+            return Lowered(inputs, found, refused)
+        return None
+
+    def raised(self, trace: Trace) -> Raised | None:
+        """Homes that rise where such iterations leave room; None where nothing rises."""
+        inputs = replace(self.inputs, trace=trace)
+        try:
+            now = plan_within(self.plan, inputs, self.policy)
+            found = plan_above(self.plan, inputs, self.policy)
+        except BudgetError as error:
+            error.without_frames()
+            return None
+        if not _differ(self.plan, found.plan):
+            return None
+        moved = rising(self.plan, found.plan)
+        asked = price(moved, inputs.bandwidths, has_host_tier=inputs.has_host_tier)
+        return Raised(inputs, found, now.cost.seconds - found.cost.seconds, asked)
+
+    def use_lowered(self, trace: Trace, lowered: Lowered) -> None:
+        """Use the homes of `lowered`, in which all is by now, for a trace to come."""
+        if trace.kind == "train":
+            self.has_trace = self.homes_are_final = True
+            self.use_plan(lowered.result, lowered.inputs)
+            if lowered.refused is not None:
+                self.keep_lacking(trace, lowered)
+            return
+        training = plan_within(lowered.result.plan, self.inputs, self.policy)
+        self.use_plan(training, self.inputs)
+        self._keep(IterationPlan(trace, lowered.result, lowered.refused is not None))
+
+    def keep_lacking(self, trace: Trace, lowered: Lowered) -> None:
+        """Keep the plan of an iteration that lacks room in the lowest homes, which these are."""
+        self._keep(IterationPlan(trace, lowered.result, lacks=True))
+
+    def say_lacking(self, trace: Trace, lowered: Lowered, *, is_measured: bool) -> None:
+        """Say, before its forward, that an iteration fits in no homes."""
+        assert lowered.refused is not None
+        of = f" of {trace.signature}" if trace.signature else ""
+        if is_measured:
+            self._say(trace, lowered.refused, of)
+        else:
+            said = in_words_of(self.policy, self.machine, lowered.refused)
+            log.warning("an iteration%s may need more memory than any homes leave: %s", of, said)
 
     def higher(self) -> PlanResult | None:
         """Plan result with homes raised to what the first trace leaves room for; once.
@@ -284,11 +433,7 @@ class Planning:
             log.warning("homes stay as they are: %s", error)
             return None
         self._compare(found.plan)
-        changed = [
-            (old.param_home, old.state_homes) != (new.param_home, new.state_homes)
-            for old, new in zip(self.plan.shards, found.plan.shards, strict=True)
-        ]
-        return found if any(changed) else None
+        return found if _differ(self.plan, found.plan) else None
 
     def grow(self, layout: ChunkLayout) -> None:
         """Plan gradients and state of chunks that were frozen and are trained from now on.
@@ -303,25 +448,35 @@ class Planning:
         self.others.clear()
         self._compare(self.plan)
 
-    def use_plan(self, planned: PlanResult) -> None:
-        """Make this the plan: shards and state are in its homes by now."""
+    def use_plan(self, planned: PlanResult, inputs: PlanInputs | None = None) -> None:
+        """Make this the plan of training: shards and state are in its homes by now.
+
+        inputs: what it was made with, where that is another trace.
+        """
         self.result = planned
         homes = tuple(shard.param_home for shard in planned.plan.shards)
-        self.inputs = replace(self.inputs, fixed_params=homes)
+        self.inputs = replace(inputs or self.inputs, fixed_params=homes)
         self.others.clear()
 
-    def _result_for(self, kind: Kind, signature: str) -> PlanResult | None:
-        """Plan result that was made with a trace of such an iteration, or None."""
+    def _planned_for(self, kind: Kind, signature: str) -> IterationPlan | None:
+        """What was planned for such an iteration, beside the gradients that wait; None: nothing."""
+        known = self.others.get((kind, signature, self.waiting_bytes))
         trace = self.inputs.trace
         of_any = trace.signature == ASSUMED_SIGNATURE
-        if self.has_trace and trace.kind == kind and (of_any or trace.signature == signature):
-            return self.result
-        return self.others.get((kind, signature))
+        if (
+            known is None
+            and self.has_trace
+            and not self.waiting_bytes
+            and trace.kind == kind
+            and (of_any or trace.signature == signature)
+        ):
+            return IterationPlan(trace, self.result)
+        return known
 
     def steps_for(self, kind: Kind, signature: str) -> GatherSteps | None:
         """Gather steps that are planned for such an iteration."""
-        planned = self._result_for(kind, signature)
-        return None if planned is None else planned.steps
+        planned = self._planned_for(kind, signature)
+        return None if planned is None or planned.result is None else planned.result.steps
 
     def payload_room_bytes(self) -> int:
         """Bytes that payloads may take at any moment of forward and backward.
@@ -343,6 +498,14 @@ class Planning:
             total[moment] -= nbytes
         budget = self.inputs.budgets.device
         return budget - max(total[: plan.num_trace_moments], default=0)
+
+
+def _differ(plan: Plan, other: Plan) -> bool:
+    """Whether homes of parameters or of state differ."""
+    return any(
+        (old.param_home, old.state_homes) != (new.param_home, new.state_homes)
+        for old, new in zip(plan.shards, other.shards, strict=True)
+    )
 
 
 def _payload_bytes(plan: Plan) -> Iterator[int]:

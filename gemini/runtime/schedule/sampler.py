@@ -15,15 +15,9 @@ from torch import Tensor, nn
 
 from gemini.chunk.layout import ParamSpec
 from gemini.memtracer.collector import MemStatsCollector, input_signature
+from gemini.memtracer.forecast import bound
 from gemini.memtracer.module_calls import Caller, is_compiled
-from gemini.memtracer.monitor import (
-    PROCESS_NOISE_BYTES,
-    CudaMonitor,
-    ForwardTracker,
-    Monitor,
-    ProcessMonitor,
-    reset_peak_rss,
-)
+from gemini.memtracer.monitor import PROCESS_NOISE_BYTES, ForwardTracker
 from gemini.memtracer.trace import Edge, Kind, Trace, TraceError
 from gemini.placement.overruns import Overruns
 from gemini.placement.tiers import Tier
@@ -33,7 +27,7 @@ from gemini.units import ParamId
 
 log = logging.getLogger("gemini")
 
-MAX_SIGNATURES = 16
+MAX_SIGNATURES = 16  # of which traces are kept: those of the last used, and the largest
 
 
 class Sampler:
@@ -62,11 +56,10 @@ class Sampler:
         self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
         self._tracker = ForwardTracker() if backend.device.type == "cpu" else None
         # Memory that the allocator reuses does not raise the resident size, so operators are
-        # counted too; on a simulated device they are all there is to count.
-        is_simulated = self._tracker is not None and backend.has_host_tier
-        monitor = None if is_simulated else _monitor(backend)
-        self.measures = is_simulated or monitor is not None
-        monitors: list[Monitor] = [m for m in (monitor, self._tracker) if m is not None]
+        # counted too.
+        monitor = backend.monitor()
+        self.measures = monitor is not None
+        monitors = [m for m in (monitor, self._tracker) if m is not None]
         apart = backend.has_host_tier  # host memory is no memory of the device
         counted = ledger.device_bytes if apart else ledger.memory_bytes
         overruns.noise_bytes = 0 if apart else PROCESS_NOISE_BYTES
@@ -86,18 +79,39 @@ class Sampler:
         kind: Kind = "train" if torch.is_grad_enabled() else "eval"
         traces = self.collector.traces
         self._key = key = (kind, input_signature(inputs))
-        is_known = key in traces and key not in self._stale
-        if is_known or (key not in traces and len(traces) >= MAX_SIGNATURES):
-            return
+        if key in traces:
+            traces[key] = traces.pop(key)  # used last
+            if key not in self._stale:
+                return
+        elif len(traces) >= MAX_SIGNATURES:
+            self._forget_one(kind)
         self._stale.discard(key)
         self._ledger.watched = True
         if kind == "train":
             self._ledger.peaks.clear()
         self.collector.begin(*key)
 
-    def measure_again(self, trace: Trace) -> None:
-        """Sample such an iteration again: libraries may have allocated in the first one alone."""
-        self._stale.add((trace.kind, trace.signature))
+    def _forget_one(self, kind: Kind) -> None:
+        """Forget the trace that was not used the longest, and is not the largest of this kind."""
+        traces = self.collector.traces
+        mine = [trace for trace in traces.values() if trace.kind == kind]
+        largest = max(mine, key=lambda trace: trace.peak_non_model_bytes, default=None)
+        key = next(key for key, trace in traces.items() if trace is not largest)
+        del traces[key]
+        self._stale.discard(key)
+
+    def expected(self) -> Trace | None:
+        """What the iteration that began last asks for: as it was measured, else a bound; None:
+        nothing like it was measured."""
+        if self._key is None:
+            return None
+        measured = self.collector.traces.get(self._key)
+        return measured or bound(self.collector.traces.values(), *self._key)
+
+    def forget(self, trace: Trace) -> None:
+        """Forget a trace, so that such an iteration is sampled again: libraries may have allocated
+        in the first one alone."""
+        self.collector.traces.pop((trace.kind, trace.signature), None)
 
     def specs_changed(self, specs: Sequence[ParamSpec]) -> None:
         """Sample training again: frozen parameters are trained now, so iterations are others."""
@@ -178,14 +192,3 @@ class Sampler:
             self._overruns.check(
                 Tier.DEVICE, self._ledger.device_bytes(), non_model_bytes, f"at {where}"
             )
-
-
-def _monitor(backend: Backend) -> Monitor | None:
-    if backend.device.type == "cuda":
-        return CudaMonitor(backend.device)
-    try:
-        reset_peak_rss()
-    except OSError as error:
-        log.info("activations are not measured: %s", error)
-        return None
-    return ProcessMonitor()

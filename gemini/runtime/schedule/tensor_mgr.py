@@ -112,7 +112,7 @@ class StatefulTensorMgr:
         self._chunks = chunks
         self._opaque = opaque or {}
         self._states = [TensorState.HOLD for _ in layout.params]
-        never_released = set(never_released)
+        never_released = self._never_released = set(never_released)
         self._nbytes = {
             chunk.spec.id: chunk.spec.payload_bytes
             for chunk in chunks
@@ -208,6 +208,13 @@ class StatefulTensorMgr:
         for chunk in [chunk for chunk in self._nbytes if self._chunks[chunk].is_unsharded]:
             for known in (self._nbytes, self._users, self._pinned, self._recent, self._overdue):
                 known.pop(chunk, None)
+        for there in self._chunks:  # and those that went to the host need some
+            name = there.spec.id
+            if not (there.is_unsharded or name in self._never_released or name in self._nbytes):
+                self._nbytes[name] = there.spec.payload_bytes
+                self._users[name] = 0
+                if there.gathered:
+                    self._recent[name] = None
         self._room_ahead = room_ahead(self._nbytes.values(), self._max_prefetch)
         self._payload_room_bytes = self._room_of_plan()
         self._learned.clear()

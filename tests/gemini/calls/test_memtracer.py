@@ -14,10 +14,10 @@ from bench.shared.models import Tower, token_loss
 from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
 from gemini.chunk.layout import ChunkLayout, specs_of
+from gemini.memtracer import monitor
 from gemini.memtracer.collector import MemStatsCollector, Moments, input_signature, listening, trace
 from gemini.memtracer.monitor import CudaMonitor, StorageTracker
 from gemini.memtracer.trace import Trace, TraceError, model_digest, reduce_traces
-from gemini.runtime.schedule import sampler
 
 IDS = torch.zeros(4, 9, dtype=torch.int64)
 
@@ -289,7 +289,7 @@ def test_ranks_traces_are_reduced_to_the_most_of_each_period():
 
 def test_memory_that_the_allocator_had_left_counts_as_well(monkeypatch):
     """What is resident does not grow where freed memory is used again."""
-    monkeypatch.setattr(sampler.ProcessMonitor, "period", lambda self: 0)
+    monkeypatch.setattr(monitor.ProcessMonitor, "period", lambda self: 0)
     model = GeminiDDP(Tower(), SimBackend(1), StaticPlacement(1, 1, 1), min_chunk_size_m=0.004)
     model(IDS).sum().backward()
     model.engine.sampler.end()

@@ -81,7 +81,9 @@ def test_what_was_planned_with_a_trace_stays_while_the_same_calls_come():
     assert not made.follow(longer)
     now = made.plan
     assert made.follow(replace(other, signature="shorter"))  # planned beside it, in its homes
-    assert made.plan is now and homes(made.others["train", "shorter"].plan) == homes(before)
+    assert made.plan is now and homes(made.others["train", "shorter", 0].result.plan) == homes(
+        before
+    )
     assert made.steps_for("train", "shorter") is not made.steps_for("train", "longer")
     assert not made.follow(replace(other, signature="shorter"))
 

@@ -10,7 +10,7 @@ from torch import nn
 import gemini
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.simulated import SimBackend
-from gemini import AutoPlacement, GeminiDDP, StaticPlacement
+from gemini import AutoPlacement, ConstPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, sequential_trace
 from gemini.placement.plan import MoveKind
@@ -90,10 +90,10 @@ def test_disks_move_what_the_plan_says(precision, share):
         assert written == sum(in_pages(plan, k, D, N) for k in kinds), kind
 
 
-@pytest.mark.parametrize("kib", [60, 75])
+@pytest.mark.parametrize("kib", [60, 66])
 def test_gathers_from_the_host_copy_what_the_plan_says(kib):
     sim = CountingBackend(1)
-    model, optimizer = wrapped(AutoPlacement(f"{kib}KiB"), device=sim)
+    model, optimizer = wrapped(ConstPlacement(f"{kib}KiB"), device=sim)
     plan = model.engine.planning.plan
     payloads = {chunk.payload.untyped_storage()._cdata for chunk in model.engine.chunks}
     for _ in range(3):
@@ -137,8 +137,10 @@ def test_what_is_in_use_is_never_above_what_is_predicted_for_the_moment(kib, see
     traced = gemini.trace(Tower(), (ids,), loss=lambda out: out.float().square().mean())
     calls = [replace(moment, non_model_bytes=0) for moment in traced.moments]
     device = None if seed is None else SimBackend(seed)
+    # activations of a simulated device are measured, and would move homes
+    auto = AutoPlacement(f"{kib}KiB", steady_cap_ratio=1.0)
     model = GeminiDDP(
-        Tower(), device, AutoPlacement(f"{kib}KiB", steady_cap_ratio=1.0), **SMALL,
+        Tower(), device, auto if device is None else ConstPlacement(f"{kib}KiB"), **SMALL,
         trace=replace(traced, moments=tuple(calls), signature=ASSUMED_SIGNATURE),
     )  # fmt: skip
     optimizer = HybridAdam(model.parameters(), nvme=BLOCKS)
@@ -228,6 +230,7 @@ def test_evaluation_and_other_inputs_are_planned_with_traces_of_their_own():
                 model(ids[:rows])
                 planned = planning.steps_for("eval", f"int64[{rows}, 9]")
     for key in (("train", "int64[2, 9]"), ("eval", "int64[4, 9]"), ("eval", "int64[2, 9]")):
-        assert planning.steps_for(*key) is planning.others[key].steps
-        assert planning.others[key].plan.trace_digest == model.memory_stats.traces[key].digest()
+        planned = planning.others[*key, 0].result
+        assert planning.steps_for(*key) is planned.steps
+        assert planned.plan.trace_digest == model.memory_stats.traces[key].digest()
     assert not model.engine.manager.deviated and planned is not None

@@ -5,7 +5,7 @@ import torch
 
 from bench.shared.models import Tower, token_batches
 from bench.shared.simulated import SimBackend
-from gemini import GeminiDDP
+from gemini import AutoPlacement, GeminiDDP, trace
 from optim import HybridAdam
 from tests.support.apart import Apart
 from tests.support.checkpoints import train
@@ -175,3 +175,52 @@ def test_copies_are_of_memory_that_is_pinned():
     backend = hostile()
     with pytest.raises(AssertionError, match="not pinned"):
         backend.copy(backend.allocate(64, torch.float32), torch.zeros(64))
+
+
+def test_what_operators_make_counts_where_it_is_while_a_program_runs():
+    backend = SimBackend()
+    host, device = host_pair(backend)
+    before = backend.device_bytes
+    doubled = device * 2
+    assert backend.device_bytes == before  # nobody runs a program
+    with backend.running():
+        made = device * 2
+        assert backend.device_bytes == before + made.nbytes
+        again, copies = made.view(8, 8), host + 1
+        assert copies.nbytes and backend.device_bytes == before + made.nbytes
+        staging = torch.ones(1024)
+        assert backend.device_bytes == before + made.nbytes + staging.nbytes
+        backend.pin(staging.data_ptr(), staging.nbytes)  # it is the host's
+        assert backend.device_bytes == before + made.nbytes
+        del made
+        assert backend.device_bytes > before
+        del again
+    assert backend.device_bytes == before and doubled.nbytes
+
+
+def test_a_traced_iteration_has_the_loss_and_the_temporaries_of_its_backward():
+    """All that a card would hold, as a trace on fake tensors has it, byte by byte."""
+    ids = torch.zeros(4, 9, dtype=torch.int64)
+    sim = SimBackend()
+    model = GeminiDDP(Tower(), sim, AutoPlacement("90KiB", "2MiB"), precision="fp32", **SMALL)
+
+    def loss(logits):
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(36).long())
+
+    with sim.running():
+        logits = model(ids)
+        loss(logits).backward()
+    model.engine.sampler.end()
+    (traced,) = model.memory_stats.traces.values()
+    expected = trace(Tower(), (ids,), loss=loss, precision="fp32")
+    assert traced.peak_non_model_bytes == expected.peak_non_model_bytes
+
+
+def test_an_operator_that_finds_no_memory_says_so_as_on_a_card():
+    backend = SimBackend()
+    with backend.running():
+        backend.pages.limit_bytes = 4096
+        kept = torch.zeros(512)
+        with pytest.raises(torch.OutOfMemoryError, match="has 4096 bytes"):
+            torch.zeros(1024)
+        assert backend.device_bytes == kept.nbytes

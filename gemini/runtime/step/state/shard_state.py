@@ -149,10 +149,18 @@ class ShardState:
             state.close()
             raise
 
-    def promote_state(self, plan: Plan) -> None:
+    def raise_state(self, plan: Plan) -> None:
         """Blocks of state rise to where `plan` has them; see `TieredState.rise`."""
         space = self.tiered_state.space
         self.tiered_state.rise(
+            on_nvme=self._planned_on(Tier.NVME, plan, space),
+            on_host=self._planned_on(Tier.HOST, plan, space),
+        )
+
+    def lower_state(self, plan: Plan) -> None:
+        """Blocks of state go down to where `plan` has them; see `TieredState.sink`."""
+        space = self.tiered_state.space
+        self.tiered_state.sink(
             on_nvme=self._planned_on(Tier.NVME, plan, space),
             on_host=self._planned_on(Tier.HOST, plan, space),
         )

@@ -1,0 +1,155 @@
+"""Bounds: what an iteration with inputs of other shapes asks for at most, from known traces. Pure.
+
+Bytes of a period are a maximum of sums of storages, and a storage's bytes are a product of sizes of
+the inputs and constants, none of them negative. The batch enters once, a length at most twice
+(attention that writes its weights, or has a mask). So bytes never fall as a size grows, they are
+convex along one size, and from inputs that are r times as long they grow by r * r at most. Three
+bounds follow: a larger known trace, the chord between two, growth from a smaller one. At every
+moment the least of them counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from gemini.units import Bytes
+
+from .trace import Kind, Trace
+
+Sizes = tuple[tuple[int, ...], ...]  # of every input, in order
+_INPUT = re.compile(r"([a-z0-9_]+)\[([0-9, ]*)\]")
+# Tensors with a size of 1 are contiguous in any order, which saves some copies: from them bytes
+# grow by more
+_FROM_ONE = 1.06
+
+
+def sizes_of(signature: str) -> tuple[str, Sizes]:
+    """What two signatures must share, dtypes and numbers of dimensions, and the sizes."""
+    found = [
+        (dtype, tuple(int(n) for n in dims.split(",") if n.strip()))
+        for dtype, dims in _INPUT.findall(signature)
+    ]
+    return ",".join(f"{dtype}{len(dims)}" for dtype, dims in found), tuple(d for _, d in found)
+
+
+def bound(traces: Iterable[Trace], kind: Kind, signature: str) -> Trace | None:
+    """Trace that an iteration to come does not pass; None where nothing like it was measured.
+
+    An evaluation that is like none before asks for no more than the forward of training.
+    """
+    form, sizes = sizes_of(signature)
+    known = [(trace, *sizes_of(trace.signature)) for trace in traces]
+    like = [(trace, of) for trace, its, of in known if its == form and trace.kind == kind]
+    if not like and kind == "eval":
+        like = [(_forward(trace), of) for trace, its, of in known if its == form]
+    if not like or not sizes:
+        return None
+    events = _events(like[-1][0])
+    like = [(trace, of) for trace, of in like if _events(trace) == events]
+    bytes_ = [_bytes(trace) for trace, _ in like]
+    bounds = [
+        mine * (_growth(of, sizes) * _margin(sizes, of))
+        for mine, (_, of) in zip(bytes_, like, strict=True)
+    ]
+    for i, (_, low) in enumerate(like):
+        for j, (_, high) in enumerate(like):
+            place = _place_between(low, sizes, high)
+            if place is not None:
+                chord = bytes_[i] + place * (bytes_[j] - bytes_[i])
+                bounds.append(chord * _margin(sizes, low, high))
+    return _with_bytes(replace(like[-1][0], signature=signature), np.min(np.array(bounds), axis=0))
+
+
+def envelope(traces: Sequence[Trace]) -> Trace:
+    """The last trace with the most of every period of all of them; those of other calls count with
+    their peak."""
+    last = traces[-1]
+    events, rows = _events(last), [_bytes(last)]
+    for trace in dict.fromkeys(traces[:-1]):
+        if _events(trace) == events:
+            rows.append(_bytes(trace))
+        else:
+            rows.append(np.full(len(last.moments), trace.peak_non_model_bytes, np.float64))
+    return _with_bytes(last, np.max(np.array(rows), axis=0), keep_seconds=True)
+
+
+def covers(known: Trace, trace: Trace, noise_bytes: int = 0) -> bool:
+    """Whether an iteration asks nowhere for more than a known one."""
+    if len(known.moments) != len(trace.moments):
+        return trace.peak_non_model_bytes <= known.peak_non_model_bytes + noise_bytes
+    return bool((_bytes(trace) <= _bytes(known) + noise_bytes).all())
+
+
+def with_bytes_added(trace: Trace, nbytes: int) -> Trace:
+    """Trace with more (negative: with less) at every moment."""
+    return _with_bytes(trace, np.maximum(_bytes(trace) + nbytes, 0), keep_seconds=True)
+
+
+def _with_bytes(
+    trace: Trace, most: npt.NDArray[np.float64], *, keep_seconds: bool = False
+) -> Trace:
+    moments = tuple(
+        replace(
+            moment,
+            non_model_bytes=Bytes(int(nbytes)),
+            seconds=moment.seconds if keep_seconds else 0.0,
+        )
+        for moment, nbytes in zip(trace.moments, np.ceil(most), strict=True)
+    )
+    return replace(trace, moments=moments)
+
+
+def _bytes(trace: Trace) -> npt.NDArray[np.float64]:
+    return np.array([moment.non_model_bytes for moment in trace.moments], np.float64)
+
+
+def _events(trace: Trace) -> list[object]:
+    return [moment.event for moment in trace.moments]
+
+
+def _forward(trace: Trace) -> Trace:
+    moments = tuple(moment for moment in trace.moments if moment.phase == "forward")
+    return replace(trace, kind="eval", moments=moments)
+
+
+def _growth(old: Sizes, new: Sizes) -> float:
+    """Factor by which bytes grow at most. The first of several sizes is the batch."""
+    batch = length = 1.0
+    for was, now in zip(old, new, strict=True):
+        ratios = [max(1.0, b / max(1, a)) for a, b in zip(was, now, strict=True)]
+        if len(ratios) > 1:
+            batch = max(batch, ratios.pop(0))
+        length = max(length, prod(ratios))
+    return batch * length * length
+
+
+def _margin(new: Sizes, *known: Sizes) -> float:
+    """Factor for what a size of 1 in the known inputs hides."""
+    pairs = [
+        (a, b)
+        for old in known
+        for was, now in zip(old, new, strict=True)
+        for a, b in zip(was, now, strict=True)
+    ]
+    return _FROM_ONE if any(a <= 1 < b for a, b in pairs) else 1.0
+
+
+def _place_between(low: Sizes, new: Sizes, high: Sizes) -> float | None:
+    """Place of `new` on the way from `low` to `high` (0 to 1), along which one size grows."""
+    steps = set()
+    for a, n, b in zip(low, new, high, strict=True):
+        for x, y, z in zip(a, n, b, strict=True):
+            if x != z:
+                steps.add((x, y, z))
+            elif y != x:
+                return None
+    if len(steps) != 1:
+        return None
+    ((x, y, z),) = steps
+    return (y - x) / (z - x) if x < y < z else None

@@ -1,0 +1,101 @@
+"""When homes rise again: rent against buying. Pure.
+
+What lives lower than recent iterations ask for costs seconds in each of them; when these add up to
+what it costs to bring it up, and down again, it comes up. So whatever batches come, iterations and
+moves cost at most twice what the best moves would have cost, made by one who knows all batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gemini.memtracer.forecast import envelope
+from gemini.memtracer.trace import Trace
+from gemini.placement.draft import PlanInputs, PlanResult
+from gemini.placement.plan import Plan
+from gemini.placement.sizes import Bandwidths
+from gemini.placement.tiers import Tier
+
+LOOKS = (2, 4, 8)  # iterations that are looked back at; none rises after one
+_OCTAVE = 8  # parts of it that peaks are told apart by
+
+Moved = Mapping[tuple[Tier, Tier], int]  # bytes, by where from and where to
+
+
+def rising(low: Plan, high: Plan) -> Moved:
+    """Bytes that live nearer to the device in the second of two plans."""
+    order = list(Tier)
+    found: Counter[tuple[Tier, Tier]] = Counter()
+    for chunk, old, new in zip(low.chunks, low.shards, high.shards, strict=True):
+        pairs = [(old.param_home, new.param_home, int(chunk.shard_bytes))]
+        for block, was, now in zip(chunk.blocks, old.state_homes, new.state_homes, strict=True):
+            pairs.append((was, now, int(block.state_bytes)))
+        for was, now, nbytes in pairs:
+            if order.index(now) < order.index(was):
+                found[was, now] += nbytes
+    return found
+
+
+def price(moved: Moved, links: Bandwidths, *, has_host_tier: bool) -> float:
+    """Seconds to bring these bytes up, and down again."""
+    seconds = 0.0
+    for (low, high), nbytes in moved.items():
+        if low is Tier.NVME:
+            seconds += nbytes * (1 / links.nvme_read + 1 / links.nvme_write)
+        if high is Tier.DEVICE and has_host_tier:
+            seconds += nbytes * (1 / links.host_to_device + 1 / links.device_to_host)
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """Higher homes for the iterations of a trace."""
+
+    inputs: PlanInputs
+    result: PlanResult
+    saved_seconds: float  # by each of them
+    price_seconds: float
+
+
+class Tenancy:
+    """The last iterations in the present homes, and what was found for them."""
+
+    def __init__(self) -> None:
+        self._recent: deque[Trace] = deque(maxlen=max(LOOKS))
+        self._looked: set[tuple[int, int]] = set()  # how many, and their peak: nothing rises
+
+    def note(self, trace: Trace) -> None:
+        """Note an iteration of training, as it was measured or forecast."""
+        self._recent.append(trace)
+
+    def what_pays(self, raised: Callable[[Trace], Raised | None]) -> Raised | None:
+        """Homes in which the last iterations would have been shorter by more than the moves take.
+
+        raised: higher homes for a trace, or None. It is asked once for as many iterations of about
+        the same peak.
+        """
+        for count in LOOKS:
+            if count > len(self._recent):
+                return None
+            last = list(self._recent)[-count:]
+            key = count, _bucket(max(trace.peak_non_model_bytes for trace in last))
+            if key in self._looked:
+                continue
+            self._looked.add(key)
+            found = raised(envelope(last))
+            if found is not None and found.saved_seconds * count >= found.price_seconds:
+                return found
+        return None
+
+    def end(self) -> None:
+        """Homes have changed."""
+        self._recent.clear()
+        self._looked.clear()
+
+
+def _bucket(nbytes: int) -> int:
+    """Size to an eighth of an octave, rounded up."""
+    octave = max(0, nbytes.bit_length() - 4)
+    return (octave * 2 * _OCTAVE) + -(-nbytes // (1 << octave))

@@ -1,0 +1,183 @@
+"""Homes that follow what iterations ask for: down before a forward that has no room, up where it
+pays.
+
+What an iteration asks for is known before its forward: as it was measured, or by a bound. When
+homes rise again is said in `gemini.placement.renting`.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from gemini.chunk.storage import Chunk
+from gemini.memtracer.trace import Trace
+from gemini.placement.plan import Plan
+from gemini.placement.planner import PlanInputs, PlanResult
+from gemini.placement.renting import Tenancy, rising
+from gemini.placement.tiers import Tier
+from gemini.runtime.parts import Parts
+
+
+class MovingHomes:
+    """Homes of one engine. They move while no graph waits for its backward; up, once gradients were
+    dropped."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = weakref.proxy(parts)
+        self._higher: PlanResult | None = None  # after the first measured iteration
+        self.graph_is_open = False  # a forward was recorded, and no backward has ended since
+        self._gradients_stay = False  # where they waited as homes went down
+        self._tenancy = Tenancy()
+        self.num_down = self.num_up = 0  # moves so far
+        self.down_bytes = self.up_bytes = 0
+
+    # -- down --
+
+    def before_forward(self) -> None:
+        """Make room for the iteration that begins, where the present homes leave it too little."""
+        parts = self._parts
+        if not parts.planning.homes_follow or parts.target is None:
+            return
+        trace = parts.sampler.expected()
+        if trace is None:
+            return
+        if torch.is_grad_enabled():
+            self._tenancy.note(trace)
+        if not parts.planning.has_room(trace, waiting_bytes(parts)):
+            self._make_room(trace)
+
+    def _make_room(self, trace: Trace) -> None:
+        parts = self._parts
+        planning = parts.planning
+        if self.graph_is_open or _is_parked(parts):
+            return
+        lowered = planning.lowered(trace, params_stay=parts.all_gathered)
+        if lowered is None:
+            return
+        if lowered.refused is not None:
+            is_measured = trace in parts.sampler.traces()
+            planning.say_lacking(trace, lowered, is_measured=is_measured)
+        before = planning.plan
+        leaving = sum(rising(lowered.result.plan, before).values())
+        if not leaving:
+            planning.keep_lacking(trace, lowered)
+            return
+        lower_homes(parts, lowered.result.plan)
+        planning.use_lowered(trace, lowered)
+        if any(chunk.gradient.exists for chunk in parts.chunks):
+            self._gradients_stay = True
+        else:
+            parts.storage.place_gradients(planning.plan, parts.chunks)
+        _homes_changed(parts)
+        parts.manager.release_all()  # also what was never released before
+        self._higher = None
+        self.num_down += 1
+        self.down_bytes += leaving
+        self._tenancy.end()
+
+    # -- up --
+
+    def propose(self) -> None:
+        """Ask for higher homes, once, when a measured iteration was planned. Collective."""
+        self._higher = self._higher or self._parts.planning.higher()
+
+    def gradients_dropped(self) -> None:
+        """Raise homes where it pays and no graph is open."""
+        parts, planned = self._parts, self._higher
+        if self.graph_is_open or parts.target is None or _is_parked(parts):
+            return
+        if self._gradients_stay:
+            self._gradients_stay = False
+            parts.storage.place_gradients(parts.planning.plan, parts.chunks)
+        if planned is not None:
+            self._higher = None
+            self._rise(planned, None)
+            parts.sampler.look_again()  # its traces were measured in other homes
+        elif parts.planning.homes_follow and parts.planning.has_trace:
+            found = self._tenancy.what_pays(parts.planning.raised)
+            if found is not None:
+                self._rise(found.result, found.inputs)
+
+    def _rise(self, planned: PlanResult, inputs: PlanInputs | None) -> None:
+        moved = sum(rising(self._parts.planning.plan, planned.plan).values())
+        raise_homes(self._parts, planned, inputs)
+        self.num_up += 1
+        self.up_bytes += moved
+        self._tenancy.end()
+
+
+def waiting_bytes(parts: Parts) -> int:
+    """Bytes on the device that gradients of earlier backwards take, or may take as the next adds to
+    them: sums are in fp32, and no plan of one backward has room for that."""
+    largest = 0
+    for chunk in parts.chunks:
+        if chunk.gradient.exists and chunk.dtype != torch.float32:
+            largest = max(largest, chunk.spec.payload_bytes)
+    return parts.ledger.gradient_bytes + 2 * largest
+
+
+@torch.no_grad()
+def lower_homes(parts: Parts, plan: Plan) -> None:
+    """Move shards and state down to where `plan` has them.
+
+    Before a forward, while no graph is open. Gradients that wait stay where they are.
+    """
+    manager, target = parts.manager, parts.target
+    assert target is not None
+    target.settle()
+    manager.release_all()
+    target.lower_state(plan)
+    for chunk, shard in zip(parts.chunks, plan.shards, strict=True):
+        if shard.param_home is Tier.HOST and _home(chunk) is Tier.DEVICE:
+            chunk.leave_device()
+
+
+@torch.no_grad()
+def raise_homes(parts: Parts, planned: PlanResult, inputs: PlanInputs | None = None) -> None:
+    """Bring shards and state nearer, to where `planned` has them, and make it the plan.
+
+    inputs: what it was made with, where that is another trace. Between iterations, when there are
+    no gradients. On an error of the disk what has risen stays where it is, the rest where it was,
+    and the plan of before is in use.
+    """
+    manager, storage, target = parts.manager, parts.storage, parts.target
+    assert target is not None
+    target.settle()
+    manager.release_all()
+    from_files = {chunk.spec.id for chunk in parts.chunks if chunk.files is not None}
+    try:
+        for chunk, shard in zip(parts.chunks, planned.plan.shards, strict=True):
+            if shard.param_home is not _home(chunk):
+                chunk.bring_home(shard.param_home is Tier.HOST)
+                from_files.discard(chunk.spec.id)
+        target.raise_state(planned.plan)
+        parts.planning.use_plan(planned, inputs)
+        storage.place_gradients(planned.plan, parts.chunks)
+    # Also after an error of a disk: shards that have risen live in memory from now on.
+    finally:
+        storage.keep_shards(from_files)
+        _homes_changed(parts)
+
+
+def _homes_changed(parts: Parts) -> None:
+    """Let all who know of homes know where these are."""
+    assert parts.target is not None
+    parts.target.homes_changed()
+    parts.manager.homes_changed()
+
+
+def _is_parked(parts: Parts) -> bool:
+    """Whether shards in memory are parked: their memory is given away for a while.
+
+    See `optim.state.parking`.
+    """
+    shards = (chunk.shard_memory for chunk in parts.chunks if chunk.files is None)
+    return any(shard.untyped_storage().nbytes() < shard.nbytes for shard in shards)
+
+
+def _home(chunk: Chunk) -> Tier:
+    if chunk.files is not None:
+        return Tier.NVME
+    return Tier.HOST if chunk.shard_on_host else Tier.DEVICE

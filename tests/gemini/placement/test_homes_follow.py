@@ -1,0 +1,229 @@
+"""Homes follow what batches ask for: budgets hold whatever length comes, and bits stay the same."""
+
+import gc
+import random
+import warnings
+
+import pytest
+import torch
+
+from bench.shared.models import Tower, token_loss
+from bench.shared.simulated import SimBackend
+from gemini import AutoPlacement, BudgetWarning, GeminiDDP
+from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace, TraceMoment
+from gemini.placement.renting import Raised, Tenancy
+from gemini.placement.tiers import Tier
+from gemini.runtime.schedule.planning import MAX_PLANS
+from gemini.runtime.schedule.sampler import MAX_SIGNATURES
+from optim import HybridAdam
+from tests.support.checkpoints import everything
+from tests.support.spilled import BLOCKS, SMALL
+
+KIB = 1024
+S, L = 4, 40  # sequences of 9 tokens: 0.1 and 1 MiB of activations; 0.34 MiB of model data
+
+
+class Loop:
+    """A training loop on the simulated device, which knows the most that each iteration held."""
+
+    def __init__(self, kib, *others, **options):
+        self.sim = SimBackend(1)
+        policy = AutoPlacement(f"{kib}KiB", *others)
+        self.model = GeminiDDP(Tower(), self.sim, policy, max_norm=0.5, **SMALL, **options)
+        self.optimizer = HybridAdam(self.model.parameters(), lr=1e-2, nvme=BLOCKS)
+        self.generator = torch.Generator().manual_seed(1)
+        self.peaks = []
+
+    def ids(self, length):
+        return torch.randint(97, (length, 9), generator=self.generator)
+
+    def forward(self, length):
+        with self.sim.running():
+            return token_loss(self.model, self.ids(length))
+
+    def train(self, *lengths):
+        for length in lengths:
+            self.sim.pages.peak_device_bytes = 0
+            with self.sim.running():
+                token_loss(self.model, self.ids(length)).backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.peaks.append(self.sim.peak_device_bytes)
+        self.sim.check()
+        return self
+
+    @property
+    def moves(self):
+        homes = self.model.engine.homes
+        return homes.num_down, homes.num_up
+
+    def on_device(self):
+        return len(self.model.engine.planning.plan.blocks_on(Tier.DEVICE))
+
+
+def assert_same(first, second):
+    one, two = (everything(loop.model, loop.optimizer) for loop in (first, second))
+    assert one["runs"].keys() == two["runs"].keys()
+    for name, values in one["runs"].items():
+        assert torch.equal(values, two["runs"][name]), name
+
+
+@pytest.fixture
+def no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        yield
+
+
+@pytest.mark.parametrize(
+    "lengths", [(S, S, L, L, S, L), (L, L, S, S, S, S, L)], ids=["short", "long"]
+)
+def test_no_iteration_passes_a_budget_whatever_length_comes_and_no_bit_changes(lengths, no_warning):
+    """But the first of all: nothing was measured before."""
+    kib = 1250
+    loop, free = (Loop(budget).train(*lengths) for budget in (kib, 1 << 20))
+    assert max(free.peaks) > kib * KIB
+    assert max(loop.peaks[1:]) <= kib * KIB
+    assert loop.moves[0] > 0
+    assert_same(loop, free)
+
+
+def test_state_goes_to_disk_where_the_host_is_full(no_warning):
+    lengths = (S, S, L, S, L)
+    loop, free = Loop(1200, "200KiB").train(*lengths), Loop(1 << 20).train(*lengths)
+    assert max(loop.peaks[1:]) <= 1200 * KIB
+    plan = loop.model.engine.planning.plan
+    assert plan.blocks_on(Tier.NVME) and plan.blocks_on(Tier.HOST)
+    assert_same(loop, free)
+
+
+def test_what_the_host_has_no_room_for_stays_and_that_is_said():
+    loop = Loop(1200, "60KiB", "1KiB").train(S, S, L)
+    with pytest.warns(BudgetWarning, match=r"host_budget of 60.00 KiB is .* too small"):
+        loop.train(L)
+    assert loop.on_device() > 0
+
+
+def test_lengths_that_take_turns_move_nothing_after_the_second_long_one():
+    loop = Loop(1250).train(S, L, S, L)
+    moves, peaks = loop.moves, loop.on_device()
+    loop.train(S, L, S, L, S, L)
+    assert loop.moves == moves and loop.on_device() == peaks
+
+
+def test_homes_rise_again_where_short_batches_go_on():
+    loop = Loop(1250).train(S, S)
+    everything_there = loop.on_device()
+    loop.train(L)
+    assert loop.on_device() < everything_there
+    loop.train(*[S] * 8)
+    assert loop.on_device() == everything_there
+
+
+def test_constant_lengths_move_nothing_after_the_first_iteration():
+    loop = Loop(1250).train(L, L)
+    moves = loop.moves
+    loop.train(*[L] * 8)
+    assert loop.moves == moves
+
+
+def test_what_fits_in_no_homes_is_said_before_its_forward():
+    loop = Loop(1000).train(S, S, L)  # nobody has seen it, and what may be too much is no warning
+    calls = []
+    loop.model.module.register_forward_pre_hook(lambda *_: calls.append(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        with pytest.raises(BudgetWarning, match=r"int64\[40, 9\] needs more .* device_budget of"):
+            loop.forward(L)
+    assert calls == []
+    assert any("checkpointing" in line for line in loop.model.memory_report().overruns)
+    with warnings.catch_warnings():  # once
+        warnings.simplefilter("error", BudgetWarning)
+        loop.train(S, L)
+    assert loop.on_device() == 0
+
+
+def test_homes_that_were_refused_keep_nothing_of_an_iteration():
+    """Frames of the training loop are behind those of the planner, and hold outputs."""
+    gc.disable()
+    try:
+        loop = Loop(1000).train(S, S)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BudgetWarning)
+            loop.train(L, L, L, S, L)
+    finally:
+        gc.enable()
+    assert len({loop.peaks[i] for i in (2, 3, 4, 6)}) == 1
+
+
+def test_nothing_grows_with_the_number_of_lengths(no_warning):
+    loop = Loop(1000).train(S, *range(5, 5 + MAX_SIGNATURES + 4))
+    engine = loop.model.engine
+    assert len(engine.sampler.collector.traces) == MAX_SIGNATURES
+    assert 0 < len(engine.planning.others) <= MAX_PLANS
+    assert max(loop.peaks) <= 1000 * KIB
+    longest = max(t.peak_non_model_bytes for t in engine.sampler.traces())
+    loop.train(*[S, 5, 6] * 8, *range(3, 3 + MAX_SIGNATURES))
+    assert longest == max(t.peak_non_model_bytes for t in engine.sampler.traces())
+
+
+# -- renting against buying --
+
+UNITS = 16  # of state that may have to be away; each costs 2 in every step, and a move of it 1
+
+
+def level_of(length):
+    return max(0, min(UNITS, round((length - 512) * UNITS / 3584)))
+
+
+def drawn(name):
+    generator = random.Random(0)
+
+    def one():
+        return min(4096, max(32, int(generator.lognormvariate(5.7, 0.9))))
+
+    return {
+        "drawn": [one() for _ in range(800)],
+        "longest of 8": [max(one() for _ in range(8)) for _ in range(800)],
+        "by turns": [256, 4096] * 400,
+        "one in 50": [4096 if i % 50 == 49 else 256 for i in range(800)],
+        "bursts": [4096 if (i // 20) % 5 == 4 else 256 for i in range(800)],
+        "ever longer": [256 + 4 * i for i in range(800)],
+        "one in all": [256] * 400 + [4096] + [256] * 399,
+    }[name]
+
+
+def best(levels):
+    """Cost of the best moves of all, by one who knows what comes."""
+    costs = {0: 0}
+    for need in levels:
+        costs = {
+            away: min(cost + abs(away - before) for before, cost in costs.items()) + 2 * away
+            for away in range(need, UNITS + 1)
+        }
+    return min(costs.values())
+
+
+@pytest.mark.parametrize("name", ["drawn", "longest of 8", "by turns", "one in 50", "bursts",
+                                  "ever longer", "one in all"])  # fmt: skip
+def test_moves_and_streams_cost_at_most_twice_what_the_best_would(name):
+    levels = [level_of(length) for length in drawn(name)]
+    tenancy, away, cost = Tenancy(), 0, 0
+    for need in levels:
+        moment = TraceMoment("forward", "enter", "", (), need)
+        tenancy.note(Trace("train", ASSUMED_SIGNATURE, "", (moment,)))
+        if need > away:
+            cost, away = cost + need - away, need
+            tenancy.end()
+        cost += 2 * away
+
+        def raised(trace, away=away):
+            risen = away - trace.peak_non_model_bytes
+            return Raised(trace, None, 2 * risen, 2 * risen) if risen > 0 else None
+
+        found = tenancy.what_pays(raised)
+        if found is not None:
+            now = found.inputs.peak_non_model_bytes
+            cost, away = cost + away - now, now
+            tenancy.end()
+    assert cost <= 2 * best(levels)
