@@ -86,43 +86,40 @@ def _wide(of_groups, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _codes(
-    values, random, mask, root,
-    POSITIVE: tl.constexpr, UNDER_ROOT: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Codes of fp32 values as int32, and what their groups share; of UNDER_ROOT anything."""
-    every = values.to(tl.int32, bitcast=True)
-    bits = every & 0x7FFFFFFF
-    live = (bits > 0) & (bits < _INF)
-    if MASKED:
-        live = live & mask
-    other = ((random & 0xFF) << 8) | (random >> 8)
-    if POSITIVE:
-        fine, coarse = (bits + (random << 4)) >> 20, (bits + (random << 5)) >> 21
-        fine_base, below = _window(fine, live, 3, 30, 2, BLOCK)
-        coarse_base, _ = _window(coarse, live, 2, 62, 2, BLOCK)
-        is_fine = below > fine_base
-        kept = tl.where(is_fine, 3, 2)
-        base = tl.where(is_fine, fine_base, coarse_base)
-        shared = tl.where(below == 255, 0, (base >> 1) + ((kept - 2) << 7))
-        upper = tl.where(_wide(kept, BLOCK) == 3, fine, coarse)
-        code = tl.minimum(tl.maximum(upper - _wide(base << kept, BLOCK), 1), 253)
-        code = tl.where(bits == 0, 0, code)
-        code = tl.where(bits < _INF, code, tl.where(bits == _INF, 255, 254))
-        return code, shared
-    if UNDER_ROOT:
-        size = tl.abs(values)
-        ratio = tl.where(root > 0.0, tl.div_rn(size, tl.where(root > 0.0, root, 1.0)), size * 0.0)
-        bits = (ratio + 0.0625).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        code = tl.minimum(((bits + (other << 3)) >> 19) - _RATIO_BASE, 127)
-        code = tl.where(bits < _LEAST_RATIO, 0, code)
-        code = tl.where(values < 0.0, -code, code)
-        return tl.where(bits < _INF, code, -128), code
-    upper = (bits + (other << 4)) >> 20
+def _positive(bits, random, live, BLOCK: tl.constexpr):
+    """Codes of fp32 values that never are negative, by their bits, and what their groups share."""
+    fine, coarse = (bits + (random << 4)) >> 20, (bits + (random << 5)) >> 21
+    fine_base, below = _window(fine, live, 3, 30, 2, BLOCK)
+    coarse_base, _ = _window(coarse, live, 2, 62, 2, BLOCK)
+    is_fine = below > fine_base
+    kept = tl.where(is_fine, 3, 2)
+    base = tl.where(is_fine, fine_base, coarse_base)
+    upper = tl.where(_wide(kept, BLOCK) == 3, fine, coarse)
+    code = tl.minimum(tl.maximum(upper - _wide(base << kept, BLOCK), 1), 253)
+    code = tl.where(bits == 0, 0, code)
+    code = tl.where(bits < _INF, code, tl.where(bits == _INF, 255, 254))
+    return code, tl.where(below == 255, 0, (base >> 1) + ((kept - 2) << 7))
+
+
+@triton.jit
+def _ratio(values, random, root):
+    """Codes of fp32 values by their ratios to a root, but for their signs."""
+    size = tl.abs(values)
+    ratio = tl.where(root > 0.0, tl.div_rn(size, tl.where(root > 0.0, root, 1.0)), size * 0.0)
+    bits = (ratio + 0.0625).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    code = tl.minimum(((bits + (random << 3)) >> 19) - _RATIO_BASE, 127)
+    code = tl.where(bits < _LEAST_RATIO, 0, code)
+    return tl.where(bits < _INF, code, 128)
+
+
+@triton.jit
+def _signed(bits, random, live, BLOCK: tl.constexpr):
+    """Codes of fp32 values, by their bits without signs, and what their groups share."""
+    upper = (bits + (random << 4)) >> 20
     base, below = _window(upper, live, 3, 14, 1, BLOCK)
     code = tl.minimum(tl.maximum(upper - _wide(base << 3, BLOCK), 0), 127)
-    code = tl.where(bits == 0, 0, tl.where(values < 0.0, -code, code))
-    return tl.where(bits < _INF, code, -128), tl.where(below == 255, 0, base)
+    code = tl.where(bits == 0, 0, code)
+    return tl.where(bits < _INF, code, 128), tl.where(below == 255, 0, base)
 
 
 @triton.jit
@@ -141,14 +138,23 @@ def store_plane(
         else:
             tl.store(codes + i, round_bf16(values))
     elif KIND == _8BIT:
-        code, of_group = _codes(values, random, mask, root, POSITIVE, UNDER_ROOT, MASKED, BLOCK)
+        bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        live = (bits > 0) & (bits < _INF)
+        if MASKED:
+            live = live & mask
         group = tl.arange(0, BLOCK // _GROUP)
+        other = ((random & 0xFF) << 8) | (random >> 8)
         if POSITIVE:
+            code, of_group = _positive(bits, random, live, BLOCK)
             out = code.to(tl.uint8)
-            bits = _positive_bits(code, _wide(of_group, BLOCK))
-            root = tl.sqrt_rn(bits.to(tl.float32, bitcast=True))
+            found = _positive_bits(code, _wide(of_group, BLOCK))
+            root = tl.sqrt_rn(found.to(tl.float32, bitcast=True))
         else:
-            out = code.to(tl.int8)
+            if UNDER_ROOT:
+                code, of_group = _ratio(values, other, root), group
+            else:
+                code, of_group = _signed(bits, other, live, BLOCK)
+            out = tl.where(values < 0.0, -code, code).to(tl.int8)
         if MASKED:
             tl.store(codes + i, out, mask=mask)
             if not UNDER_ROOT:

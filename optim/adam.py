@@ -97,8 +97,8 @@ class HybridAdam(TieredOptimizer):
     amsgrad, maximize: as in torch.optim.Adam, per group. With amsgrad in any group the state has a
         third plane, max_exp_avg_sq; which planes there are is settled when the state is made.
     state: in what exp_avg and exp_avg_sq are kept, wherever they are: `"fp32"`; `"bf16"`, 4 bytes a
-        parameter less; or `"8bit"`, codes with a scale for 64 of them, 5.9 bytes less. Updates are
-        computed in fp32, and second moments rounded at random (`optim/rules/quantised.py`). State
+        parameter less; or `"8bit"`, with an exponent that 8 elements share, 5.9 bytes less. Updates
+        are computed in fp32, and moments rounded at random (`optim/rules/quantised.py`). State
         dicts and checkpoints stay in fp32, and load into any. Not with amsgrad or float64
         parameters.
 

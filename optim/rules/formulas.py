@@ -73,16 +73,23 @@ def adam_8bit_coefficients(h: Any, t: Any) -> dict[str, Any]:
 
 
 def adam_8bit(
-    param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor, exp_avg_sq: Tensor, **none: None
+    param: Tensor,
+    grad: Tensor,
+    c: Any,
+    *,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None = None,
 ) -> Updated:
     """v <- at least (m * inverse_bound)^2, which codes may have rounded it below; then Adam."""
+    assert max_exp_avg_sq is None
     exp_avg_sq = torch.maximum(exp_avg_sq, least_square(exp_avg, c.inverse_bound))
     return adam(param, grad, c, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
 
 def least_square(exp_avg: Tensor, inverse_bound: Any) -> Tensor:
     """Second moments that exact ones are not below."""
-    root = exp_avg * inverse_bound
+    root: Tensor = exp_avg * inverse_bound
     return root * root
 
 

@@ -6,13 +6,13 @@
                                                 upper bits where it has no such bound
 
 8 bits. What never is negative keeps 3 bits of fp32's mantissa, and the byte counts from a power of
-two that 8 elements share: 30 octaves. 8 elements that span more keep 2 bits: 62 octaves. What is
-not 0 never becomes 0: below, it is the least code. So the bits of an element do not depend on its
-neighbours, unless they are 2**29 times as large.
+two that 8 elements share. 8 elements that span more than 28 octaves keep 2 bits, which reaches 61.
+What is not 0 never becomes 0: below, it is the least code. So the bits of an element do not depend
+on its neighbours, unless they are more than 2**28 times as large.
 
 A first moment that is bounded by the root s of the second (`Plane.under_root`) is kept as m / s,
 whatever its neighbours are, with 4 bits of the mantissa of |m| / s + 1/16, up to 15.4. A signed
-plane without such a bound has 3 bits, and 15 octaves below the largest of 8 elements; 0 below.
+plane without such a bound has 3 bits, and 14 octaves below the largest of 8 elements; 0 below.
 
 Both go up or down at random, and their means are the values: a second moment moves by 0.1 % in a
 step, and to nearest it would stay what it was for ever. The bits are those of `formulas.noise` for
@@ -39,7 +39,7 @@ NEAREST = 1 << 15  # in the place of noise
 INF_BITS = 0x7F800000
 NAN_CODE, INF_CODE = 254, 255  # of a plane that never is negative
 SIGNED_NAN = -128
-FINE, COARSE = (3, 30), (2, 62)  # bits of the mantissa, and octaves below the largest
+FINE, COARSE = (3, 30), (2, 62)  # bits of the mantissa, and octaves from the first to the last
 SIGNED = (3, 14)
 OFFSET, RATIO_BITS = 2.0**-4, 4  # of a ratio to the root
 RATIO_BASE = (127 - 4) << RATIO_BITS  # upper bits of OFFSET

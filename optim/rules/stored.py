@@ -3,7 +3,7 @@ them.
 
 Shown are whole masters and planes in what updates are computed in; stored is what
 `StateLayout.stored` says: of split masters their remainders (`split_master.py`), of quantised
-planes codes and scales (`quantised.py`).
+planes codes and what groups of them share (`quantised.py`).
 """
 
 from __future__ import annotations

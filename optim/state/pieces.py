@@ -15,7 +15,7 @@ from gemini.tickets import CopyTicket
 
 from .space import Block
 
-Planes = dict[str, Tensor]  # plane name -> [n], or a scale for every group of elements
+Planes = dict[str, Tensor]  # plane name -> [n], or one for every group of elements
 
 
 def plane_part(plane: Tensor, start: int, end: int, numel: int) -> Tensor:
@@ -42,7 +42,7 @@ class Piece:
     param: Tensor  # what the model sees: fp32 or fp64, or the 16-bit copy that is written
     grad: Tensor  # of any float type; not changed
     master: Tensor | None  # fp32, or int16: what bf16 lacks; None where `param` is updated itself
-    planes: tuple[Tensor, ...]  # in the order of `StateLayout.stored`; scales are one for a group
+    planes: tuple[Tensor, ...]  # in the order of `StateLayout.stored`; some have one for a group
     hyper: Any
     step: int  # counts from 1
     counter: int  # index of the parameter; of the first where neighbours are one piece

@@ -35,7 +35,7 @@ class Slab:
         first, *self._missing = layout.planes
         self._planes = {plane.name: plane for plane in layout.planes}
         self._groups = [plane.group for plane in layout.planes]
-        # [sum of the blocks' numels]; one of scales has one for a group
+        # [sum of the blocks' numels]; one that groups share has one for a group
         self.tensors: Planes = {first.name: self._allocate(first)}
 
     def complete(self) -> Slab:

@@ -8,6 +8,8 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from gemini import GeminiDDP
@@ -106,6 +108,86 @@ def test_nothing_but_an_element_is_lost_to_nan_and_infinity_and_zeros_stay(kind)
     assert m.isnan().nonzero().tolist() == v.isnan().nonzero().tolist() == [[70]]
     assert v.isinf().nonzero().tolist() == [[130]] and bool(m[130].isfinite())
     assert not m[192:].any() and not v[192:].any()
+
+
+class Twins:
+    """Adam's formula over elements whose moments have 8 bits, and over the same in fp32."""
+
+    def __init__(self, numel, **options):
+        self._steps, self._numel = 0, numel
+        self._rules = [AdamRule(state="8bit"), AdamRule()]
+        self._hypers = [rule.hyper({**rule.options, "lr": 1.0, **options}) for rule in self._rules]
+        self._stored = empty(LAYOUTS["8bit"], numel)
+        self._exact = [torch.zeros(numel), torch.zeros(numel)]
+
+    def step(self, grad):
+        """Moves [numel] of both, in rates."""
+        self._steps += 1
+        planes = [decoded(self._stored, LAYOUTS["8bit"]), self._exact]
+        moves = []
+        for i, (rule, hyper) in enumerate(zip(self._rules, self._hypers, strict=True)):
+            values = torch.tensor(rule.values(hyper, self._steps), dtype=torch.float32)
+            moved, *planes[i] = rule.updated(torch.zeros(self._numel), grad, planes[i], values)
+            moves.append(moved)
+        random = state_noise(0, 0, self._steps, 0, self._numel)
+        encode(planes[0], self._stored, LAYOUTS["8bit"], random)
+        self._exact = planes[1]
+        return moves
+
+
+@st.composite
+def gradients(draw):
+    """[steps, 64] of any spread: sizes, beginnings, and which are rare, steady or 0."""
+    steps, decades = draw(st.integers(1, 8)), draw(st.integers(0, 30))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 32)))
+
+    def one(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    grads = torch.randn(steps, 64, generator=generator)
+    grads = torch.where(one(64) < draw(st.sampled_from([0, 0.5])), grads.sign(), grads)
+    grads *= one(steps, 64) < draw(st.sampled_from([1, 0.3])) + one(64)
+    grads *= torch.arange(steps)[:, None] >= one(64) * steps * draw(st.sampled_from([0, 1]))
+    grads *= one(64) > draw(st.sampled_from([0, 0.2]))
+    return grads * 10 ** (draw(st.integers(-20, 18)) - decades * one(64))
+
+
+@given(
+    grads=gradients(),
+    betas=st.sampled_from([(0.9, 0.999), (0.9, 0.95), (0.95, 0.99), (0.0, 0.9), (0.8, 0.9999)]),
+    eps=st.sampled_from([1e-8, 1e-3]),
+    corrected=st.booleans(),
+)
+@settings(max_examples=20, deadline=None)
+def test_no_step_is_longer_than_twice_that_of_a_twin_in_fp32(grads, betas, eps, corrected):
+    """Of any element, beside the longest of its own twin. And beside the longest that exact moments
+    have at that step, whatever the gradients are, it is at most 1.23, whatever the noise is."""
+    twins = Twins(64, betas=betas, eps=eps, bias_correction=corrected)
+    beta1, beta2 = betas
+    longest = torch.zeros(2, 64)
+    for step, grad in enumerate(grads, 1):
+        moves = torch.stack(twins.step(grad)).abs()
+        longest = torch.maximum(longest, moves)
+        most = (1 - beta1) ** 2 / (1 - beta2) * sum((beta1**2 / beta2) ** i for i in range(step))
+        scale = (1 - beta2**step) ** 0.5 / (1 - beta1**step) if corrected else 1.0
+        assert float(moves[0].max()) <= 1.23 * most**0.5 * scale
+    assert bool((longest[0] <= 2 * longest[1] + 1e-30).all())
+
+
+def test_eight_bits_hold_the_bound_whatever_codes_there_are():
+    """Codes that no step has made, as a file of a stranger may have: v is 0 there, or far below."""
+    layout, numel = LAYOUTS["8bit"], 64 * 4
+    stored = empty(layout, numel)
+    stored[0][:], stored[1][:], stored[2][:] = 127, 1, 170
+    rule = AdamRule(state="8bit")
+    hyper = rule.hyper({**rule.options, "lr": 1.0, "bias_correction": False})
+    values = torch.tensor(rule.values(hyper, 100), dtype=torch.float32)
+    grad = torch.zeros(numel)
+    moved, *_ = rule.updated(torch.zeros(numel), grad, decoded(stored, layout), values)
+    param, planes = torch.zeros(numel), decoded(stored, layout)
+    rule.update(param, grad, planes, hyper, 100)  # by torch's own step
+    for longest in (float(moved.abs().max()), float(param.abs().max())):
+        assert 5 < longest < 7.28
 
 
 def second_moments(state, cpu_path):
