@@ -286,9 +286,8 @@ def _load_extras(
         ranks.together(lambda: _as_corrupt(take_over, source))
     if optimizer is not None and weights and common.get("averaged") and ranks.rank == 0:
         log.warning(
-            "%s was saved inside ema.swapped(): its weights are the average, and its optimizer's "
-            "state is of the weights that were trained; to go on with training, load a checkpoint "
-            "that was saved outside",
+            "%s was saved inside ema.swapped(): its weights are the average, and not those of its "
+            "optimizer's state; go on from a checkpoint that was saved outside",
             source.path,
         )
     if scheduler is not None and common["scheduler"] is not None:
