@@ -384,9 +384,8 @@ class _Extras:
             )
         if self._trains and common.get("averaged") and self._ranks.rank == 0:
             log.warning(
-                "%s was saved inside ema.swapped(): its weights are the average, and its "
-                "optimizer's state is of the weights that were trained; to go on with training, "
-                "load a checkpoint that was saved outside",
+                "%s was saved inside ema.swapped(): its weights are the average, and not those of "
+                "its optimizer's state; go on from a checkpoint that was saved outside",
                 self._source.path,
             )
         if self._scheduler is not None and common["scheduler"] is not None:
