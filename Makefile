@@ -67,6 +67,7 @@ ci: .venv/ok
 
 tests-ci: .venv/ok
 	$(PYTEST) $(SPREAD) --work -m "not deep and not gpu"
+	$(PYTEST) --unlike -m unlike tests/dist tests/integrations
 
 # Searches without an end, and what reads a clock: before a release, or where it is the work at hand.
 # DEEP names areas (python -m tests.deep --list); what it finds is kept in tests/corpus/, what it has

@@ -1,6 +1,7 @@
 """What every test gets: the Triton interpreter where there is no GPU, and poisoned memory.
 
-`--shuffle SEED` runs tests in another order, which must make no difference.
+`--shuffle SEED` runs tests in another order, which must make no difference. `--unlike` runs ranks
+as processes that hash strings unlike each other; `-rs` lists tests that cannot, and why.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from bench.shared.workers import poison_memory
+from bench.shared.workers import make_ranks_unlike, poison_memory
 from tests.support import work
 from tests.support.disks import own_folder
 
@@ -58,11 +59,14 @@ def _same_signal_handlers() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run tests in another order")
+    parser.addoption("--unlike", action="store_true", help="ranks are processes that hash unlike")
     parser.addoption("--work", action="store_true", help="print the dearest tests of each tier")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(work.Budget())
+    if config.getoption("--unlike"):
+        make_ranks_unlike()
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select
@@ -70,6 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if DEEP in item.path.parents:
             item.add_marker(pytest.mark.deep)
+        for mark in item.iter_markers("one_process") if config.getoption("--unlike") else ():
+            item.add_marker(pytest.mark.skip(reason=f"ranks are threads: {mark.args[0]}"))
     seed = config.getoption("--shuffle")
     if seed is not None:
         random.Random(seed).shuffle(items)

@@ -9,8 +9,11 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,12 +27,32 @@ _preloaded = [
 ]  # fmt: skip
 _context.set_forkserver_preload(_preloaded)
 TIMEOUT_SECONDS = 300
+HASH_SEEDS = ("1", "3", "5", "8")
+_unlike: list[forkserver.ForkServer] = []  # by rank, if ranks hash unlike each other
 
 
 def preload(*modules: str) -> None:
     """Import these once for all processes to come, before the first of them is started."""
     _preloaded.extend(modules)
     _context.set_forkserver_preload(_preloaded)
+
+
+def make_ranks_unlike() -> None:
+    """From now on every rank is a process, and hashes strings in its own way, as those of torchrun
+    do: what a set of names puts in order is in another order on each."""
+    _unlike.extend(forkserver.ForkServer() for _ in HASH_SEEDS)
+
+
+def _hashing_as(rank: int) -> AbstractContextManager[Any]:
+    """Processes that start meanwhile are this rank's."""
+    if not _unlike:
+        return nullcontext()
+    place = rank % len(HASH_SEEDS)
+    server = _unlike[place]
+    server.set_forkserver_preload(_preloaded)
+    with patch.dict(os.environ, PYTHONHASHSEED=HASH_SEEDS[place]):
+        server.ensure_running()
+    return patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process)
 
 
 def poison_memory() -> None:
@@ -48,7 +71,7 @@ def run_ranks(
     signals, limits, generator, a library that has one state a process, a function that a rank
     replaces), and for what is measured.
     """
-    if processes:
+    if processes or _unlike:
         with tempfile.TemporaryDirectory() as folder:
             store = f"file://{folder}/store"
             return run_processes(_rank, world_size, world_size, store, work, args)
@@ -62,8 +85,9 @@ def run_processes(work: Callable[..., Any], count: int, *args: Any) -> list[Any]
         _context.Process(target=_guarded, args=(pipes[i][1], work, i, *args), daemon=True)
         for i in range(count)
     ]
-    for process in processes:
-        process.start()
+    for i, process in enumerate(processes):
+        with _hashing_as(i):
+            process.start()
     try:
         results = []
         for i, (receiver, _) in enumerate(pipes):

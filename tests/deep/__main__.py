@@ -63,6 +63,8 @@ def jobs() -> Iterator[Job]:
         file = str(path.relative_to(ROOT))
         yield Job(path.parent.name, path.stem.removeprefix("test_"), (*PYTEST, "-m", "", file))
     yield Job("cases", "of other tests", (*PYTEST, "-m", "deep", "tests", f"--ignore={FOLDER}"))
+    unlike = ("--unlike", "-m", "not deep and not gpu", "tests/dist", "tests/integrations")
+    yield Job("unlike", "ranks that hash strings unlike", (*PYTEST, *unlike))
     for number in range(ROUNDS):
         new = ("-x", "-m", "hypothesis and not gpu", "--hypothesis-profile=new")
         yield Job("fuzz", f"new examples, round {number + 1}", (*PYTEST, *new))

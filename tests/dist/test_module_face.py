@@ -69,6 +69,7 @@ def buffers(rank):
     return seen
 
 
+@pytest.mark.unlike
 def test_buffers_are_rank_0s_at_the_start_and_after_a_load_and_each_ranks_own_between():
     (first, own, loaded, nested), (start, other, again, parents) = run_ranks(buffers, 2)
     assert torch.equal(first, start) and not torch.equal(own, other)
@@ -92,6 +93,7 @@ def broadcast(rank, wraps):
         return model(batch(0)[0]), statistics(model)
 
 
+@pytest.mark.unlike
 def test_buffers_that_are_broadcast_are_those_of_ddp():
     for ours, theirs in zip(
         run_ranks(broadcast, 2, True), run_ranks(broadcast, 2, False), strict=True

@@ -517,6 +517,7 @@ def test_what_is_offloaded_is_in_host_memory_and_has_the_same_bits():
             assert digest == resident[f"zero{stage}", False][-1]
 
 
+@pytest.mark.unlike
 def test_a_checkpoint_and_parking_wait_for_the_gathers():
     for rank in cases("steps"):
         parked, went_on, loaded = rank["saved"]

@@ -128,5 +128,7 @@ class Budget:
 
 
 def _tier(item: pytest.Item) -> str:
+    if item.config.getoption("--unlike"):
+        return "ci"
     marks = {mark.name for mark in item.iter_markers()}
     return "deep" if marks & {"deep", "gpu"} else "ci" if "ci" in marks else "test"

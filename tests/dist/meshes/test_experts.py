@@ -205,6 +205,7 @@ def goes_with_it(rank, folder):
     )
 
 
+@pytest.mark.unlike
 def test_readers_state_dicts_disks_and_refusals(tmp_path):
     """Though each rank has other experts."""
     found, disk, texts = zip(*run_ranks(goes_with_it, 4, str(tmp_path)), strict=True)

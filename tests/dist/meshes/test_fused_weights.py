@@ -90,6 +90,7 @@ def given_back(rank, path):
     return found
 
 
+@pytest.mark.unlike
 def test_fused_matrices_train_save_and_load_as_whole_ones(tmp_path):
     path = str(tmp_path / "saved")
     kit = Kit(Gated, wrapped, train)

@@ -202,6 +202,7 @@ def goes_with_it(rank, folder):
     return disk, budgeted(rank, folder), readers(rank), reloads(rank)
 
 
+@pytest.mark.unlike
 def test_state_on_disk_budgets_readers_and_state_dicts_go_with_replicas(tmp_path):
     results = run_ranks(goes_with_it, 4, str(tmp_path))
     check_on_disk([disk for disk, *_ in results])

@@ -236,6 +236,7 @@ def goes_with_it(rank, folder):
     )
 
 
+@pytest.mark.unlike
 def test_readers_state_dicts_disks_and_refusals(tmp_path):
     """And blocks that are recomputed, where state is on disk."""
     found, disk, parts, texts = zip(*run_ranks(goes_with_it, 4, str(tmp_path)), strict=True)

@@ -28,7 +28,7 @@ def cases(names, few):
 
 
 def some(runs, names, few, rank, here, before):
-    return runs(rank, list(names) if before is None else few, here, before)
+    return runs(rank, names if before is None else few, here, before)
 
 
 def at_all_sizes(work, tmp_path_factory):
@@ -43,12 +43,12 @@ def at_all_sizes(work, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return at_all_sizes(partial(some, all_runs, NAMES, FEW), tmp_path_factory)
+    return at_all_sizes(partial(some, all_runs, [*NAMES], FEW), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory):
-    return at_all_sizes(partial(some, split_runs, SPLIT, FEW_SPLIT), tmp_path_factory)
+    return at_all_sizes(partial(some, split_runs, [*SPLIT], FEW_SPLIT), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,10 @@ from bench.shared.workers import run_ranks
 from gemini.integrations import Booster, HybridParallelPlugin, LowLevelZeroPlugin
 from gemini.integrations.classic import ShardedModelV2, ShardedOptimizerV2
 
-pytestmark = pytest.mark.ci
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.one_process("the simulated device is put into this process"),
+]
 
 WORLD, STEPS, K = 2, 3, 2
 # eps so large that an update shows the gradient and not its sign alone

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from bench.shared.models import seeded
@@ -67,38 +66,35 @@ class Criterion(moe.MoeLoss):
         return super().forward(outputs.flatten(0, 1), targets)
 
 
-def on_ranks(_, size, router, factor):
+def on_ranks(rank, models, size):
     global_context.config = read_config(
         {"parallel": {"moe": {"size": size}}, "clip_grad_norm": CLIP}
     )
-    model = global_models[router, factor, dist.get_rank()]
+    model = models[rank]
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     assert len(model.layers[0].experts.up__weight) == EXPERTS
     engine = initialize(model, optimizer, Criterion())[0]
     split = getattr(model.layers[0].experts.up__weight, "_local_tensor", None)
     assert size == 1 or len(split) == EXPERTS // size
     for step in range(STEPS):
-        x, targets = batch(step, dist.get_rank())
+        x, targets = batch(step, rank)
         engine.zero_grad()
         engine.backward(engine.criterion(engine(x), targets))
         engine.step()
     return engine.model.state_dict()
 
 
-global_models = {}  # ranks are threads and draw from one generator: theirs are made before
-
-
 @pytest.mark.parametrize(
     ("ranks", "size", "router", "factor"),
-    [(1, 1, moe.Top2Router, 1.0), (2, 2, moe.Top2Router, 0.6), (2, 2, moe.Top1Router, 1.2),
+    [(1, 1, moe.Top2Router, 1.0), (2, 2, moe.Top2Router, 0.6),
+     pytest.param(2, 2, moe.Top1Router, 1.2, marks=pytest.mark.unlike),
      pytest.param(4, 2, moe.Top2Router, 0.6, marks=pytest.mark.ci)],
 )  # fmt: skip
 def test_experts_on_ranks_train_as_in_one_process(ranks, size, router, factor):
     """Each rank's tokens have capacities of their own, and some are dropped."""
     plain, criterion = made(router, factor), Criterion()
     start = copy.deepcopy(plain.state_dict())
-    for rank in range(ranks):
-        global_models[router, factor, rank] = made(router, factor)
+    models = [made(router, factor) for _ in range(ranks)]  # threads draw from one generator
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAM)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -107,7 +103,7 @@ def test_experts_on_ranks_train_as_in_one_process(ranks, size, router, factor):
             (criterion(plain(x), targets) / ranks).backward()
         nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
         optimizer.step()
-    found, want = run_ranks(on_ranks, ranks, size, router, factor)[0], plain.state_dict()
+    found, want = run_ranks(on_ranks, ranks, models, size)[0], plain.state_dict()
     assert found.keys() == want.keys()
     assert update_error(*([one[key] for key in want] for one in (found, want, start))) <= TOLERANCE
 

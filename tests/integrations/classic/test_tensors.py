@@ -29,6 +29,9 @@ WORDS, WIDTH, ROWS, STEPS, CLIP = 12, 6, 4, 3, 0.05
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}
 
 
+pytestmark = pytest.mark.one_process("how layers begin is patched in this process")
+
+
 @pytest.fixture(autouse=True)
 def drawn_alike(monkeypatch):
     alike(monkeypatch, nn.Linear, "reset_parameters")
