@@ -10,12 +10,12 @@ A hard link cannot be told from a file. Whoever changes a folder while it is rea
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,7 +53,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = 0) -> int:
     return fd
 
 
-@contextmanager
+@contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Context of an open file. Raises OSError."""
     with os.fdopen(open_regular(path), "rb") as file:
@@ -114,10 +114,23 @@ def check_folder(folder: str | os.PathLike[str], levels: int = _MOST_LEVELS) -> 
                 continue
             try:
                 nbytes = size_of(entry.path)
-            except StrangerError as error:
-                raise StrangerError(f"{entry.name!r}: {error}") from None
+            except OSError as error:
+                raise StrangerError(f"{entry.name!r}: {said(error)}") from None
             if nbytes > TEXT_BYTES and entry.name.endswith(_TEXTS):
                 raise StrangerError(f"{entry.name!r} has {nbytes} bytes, and is to be read whole")
+            if nbytes <= SMALL_BYTES and entry.name.endswith(".json"):
+                _check_levels(entry)
+
+
+def _check_levels(entry: os.DirEntry[str]) -> None:
+    """Raise StrangerError for JSON whose depth ends its reader; other faults its reader says."""
+    with contextlib.suppress(ValueError):
+        try:
+            json.loads(read_bytes(entry.path, SMALL_BYTES))
+        except RecursionError:
+            raise StrangerError(
+                f"{entry.name!r} is nested deeper than anything that was written"
+            ) from None
 
 
 def inner_folder(folder: str | os.PathLike[str], name: str) -> Path:

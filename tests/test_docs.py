@@ -276,3 +276,10 @@ def test_every_command_that_is_shown_knows_its_flags():
     for (command, flags), said in zip(shown.items(), json.loads(done.stdout), strict=True):
         for flag in flags:
             assert re.search(rf"{flag}\b", said), f"python -m {command} has no {flag}"
+
+
+def test_every_test_that_security_names_is_there():
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "SECURITY.md").read_text()))
+    there = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 15
+    assert [name for name in sorted(named) if f"def {name}(" not in there] == []

@@ -7,6 +7,8 @@ import pytest
 
 PURE = [
     "gemini.units",
+    "gemini.strangers",
+    "gemini.optim.rules.saved",
     "gemini.tickets",
     "gemini.chunk.sizing.search",
     "gemini.chunk.layout",

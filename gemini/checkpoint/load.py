@@ -78,8 +78,8 @@ def load_checkpoint(
 
     Raises, on every rank: MismatchError with all differences at once, CorruptError with the name of
     the file, FormatError, CheckpointError for an optimizer of another module; each before anything
-    is changed, with one exception: damage in the middle of a file is found while the file is read.
-    Load another checkpoint then, before you train.
+    is changed, with one exception: damage in the middle of a checkpoint's own file is found while
+    it is read. Load another checkpoint then, before you train. Pinned state is verified first.
     """
     return load_accepted(
         path, model, optimizer, scheduler, strict=strict, weights=weights, accept=lambda extra: None

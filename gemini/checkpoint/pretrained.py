@@ -272,7 +272,7 @@ def _empty_module(
         if model_class is not None:
             raise
         raise FormatError(
-            f"the config in {folder} makes no model: {strangers.said(error)}"
+            f"the config in {folder} is of no model: {strangers.said(error)}"
         ) from error
     tie: Any = getattr(module, "tie_weights", None)
     if tie is not None:

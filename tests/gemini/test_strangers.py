@@ -91,6 +91,10 @@ def test_a_file_is_read_up_to_its_limit_and_as_it_was(folder, monkeypatch):
     path.rename(folder / "tokenizer.json")
     with pytest.raises(strangers.StrangerError, match="to be read whole"):
         strangers.check_folder(folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(strangers.StrangerError, match=r"deep\.json' is nested deeper"):
+        strangers.check_folder(folder)
     path.write_bytes(b"12345")
     real = os.fstat
     for change in (-1, 1):  # it grew, or was cut, behind the look

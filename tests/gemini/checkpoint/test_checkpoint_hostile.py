@@ -173,7 +173,18 @@ def test_a_folder_of_dcp_alone_may_lie_no_more_than_ours(saved, tmp_path):
 # -- the manifest -----------------------------------------------------------------------------
 
 
-NAMES = ["../a/__0_0.distcp", "/etc/passwd", "", ".", "..", "b/c", "a\0b", "..\\a", "missing"]
+NAMES = [
+    "../a/__0_0.distcp",
+    "/etc/passwd",
+    "",
+    ".",
+    "..",
+    "b/c",
+    "a\0b",
+    "a\nb",
+    "..\\a",
+    "missing",
+]
 
 
 def rename(name):
