@@ -361,7 +361,13 @@ class GeminiDDP(ModuleFace):
         Collective, also without `full`: every rank must go through all of them.
         """
         engine = self.engine
-        return named_gradients(engine, engine.meetings, engine.gradients, full=full)
+        found = named_gradients(engine, engine.meetings, engine.gradients, full=full)
+        while True:
+            with engine.alone("named_gradients()"):
+                one = next(found, None)
+            if one is None:
+                return
+            yield one
 
     @changes
     def map_gradients(self, change: ChangeGradient) -> None:
