@@ -370,7 +370,12 @@ class GeminiDDP(ModuleFace):
         """
         engine, own = self.engine, self._own_names()
         found = named_gradients(engine, engine.meetings, engine.gradients, full=full)
-        return ((own(name), gradient) for name, gradient in found)
+        while True:
+            with engine.alone("named_gradients()"):
+                one = next(found, None)
+            if one is None:
+                return
+            yield own(one[0]), one[1]
 
     @changes
     def map_gradients(self, change: ChangeGradient) -> None:

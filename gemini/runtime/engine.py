@@ -225,6 +225,12 @@ class GeminiEngine(Parts):
 
     def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> ShardTarget:
         """Make the optimizer's state from the fp32 originals; see `optim.target`."""
+        with self.alone("making an optimizer"):
+            return self._attach(groups, rule, config)
+
+    def _attach(
+        self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig
+    ) -> ShardTarget:
         if self.target is not None:
             raise ValueError(
                 "this module has an optimizer already; close it before you make another"

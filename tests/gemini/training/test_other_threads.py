@@ -171,6 +171,15 @@ def test_a_reader_and_a_forward_that_wait_for_one_chunk_of_a_tail_both_go_on(mon
     optimizer.close(), serial[1].close()
 
 
+def test_an_optimizer_is_made_while_no_other_thread_reads():
+    model, optimizer = sides.wrapped()
+    optimizer.close()
+    asked = []
+    model.engine.lock = Asked(model.engine.lock, asked.append)
+    sides.HybridAdam(model.parameters()).close()
+    assert len(asked) >= 2
+
+
 def in_the_middle(module, work):
     """`work` in a thread, once in the forward of a module and once in its backward."""
 

@@ -9,6 +9,7 @@ import torch
 
 import nvme
 from bench.shared.models import token_batches, token_loss
+from optim.state.deferred_signals import END_A_STEP
 from optim.step.driver import TargetStep
 from optim.update.updaters import CpuUpdater
 from tests.nvme.common import ENGINES, engine_or_skip
@@ -243,12 +244,14 @@ CASES = {
     "ctrl-c": (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
     "sigterm": (signal.SIGTERM, signal.SIG_DFL, SystemExit),
     "sigterm with a handler": (signal.SIGTERM, raise_shutdown, Shutdown),
+    "time-out": (signal.SIGALRM, raise_shutdown, Shutdown),
 }
 
 
 @pytest.mark.parametrize("at", [1, 7, 25])
 @pytest.mark.parametrize("case", CASES)
-def test_a_signal_inside_a_step_is_a_failed_step(case, at, tmp_path, monkeypatch):
+def test_a_signal_inside_a_step_leaves_it_undone_or_whole(case, at, tmp_path, monkeypatch):
+    """Ctrl-C and SIGTERM end it; others wait for its end."""
     number, handler, expected = CASES[case]
     params = make_params()
     optimizer = make_optimizer(params, tmp_path)
@@ -273,10 +276,23 @@ def test_a_signal_inside_a_step_is_a_failed_step(case, at, tmp_path, monkeypatch
         signal.signal(number, old)
     if expected is SystemExit:
         assert raised.value.code == 128 + signal.SIGTERM
-    completed = 2 if at < 25 else 3  # after the last block there is nothing left to stop
+    ends = at < 25 and number in END_A_STEP  # after the last block nothing is left to stop
+    completed = 2 if ends else 3
     assert same(copies(params), in_memory(completed))
     assert same(train(params, optimizer, 1, first=completed), in_memory(completed + 1))
     optimizer.close()
+
+
+def test_state_that_an_exception_has_left_in_its_middle_says_what_to_do(tmp_path):
+    """As another thread may raise one, which nothing defers."""
+    params = make_params()
+    optimizer = make_optimizer(params, tmp_path)
+    train(params, optimizer, 2)
+    optimizer.targets[0].tiered_state.nvme.state.free.pop()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"cut off in its middle .PASS, 1 buffers in use"):
+            optimizer.state_dict()
+    optimizer.close(keep_masters=False)
 
 
 def test_a_state_dict_is_never_held_twice(tmp_path):
