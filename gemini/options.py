@@ -24,6 +24,7 @@ from gemini.arguments import check_arguments
 from gemini.chunk.sizing.search import ChunkConfiguration
 from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.optim.rules.loss_scale import LossScale
+from gemini.optim.rules.report import MOST_SKIPPED
 from gemini.runtime.wrap.keep_fp32 import KeepFp32
 from gemini.runtime.wrap.materialise import InitFn
 from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale
@@ -58,9 +59,10 @@ class PrecisionPolicy:
         their dtype.
     loss_scale: options of the loss scale of fp16; None is `optim.LossScale()`, a number is a scale
         that never changes.
-    on_nonfinite: `"skip"`: a NaN or an Inf in a gradient of any rank makes all ranks skip the step,
-        which changes nothing. `"raise"`: it raises `optim.NonFiniteGradientError` (and every step
-        is waited for).
+    on_nonfinite: a NaN or an Inf in a gradient of any rank makes all ranks skip the step, which
+        changes nothing. So many skipped steps in a row raise `optim.NonFiniteGradientError`; in
+        fp16 those count at which the loss scale falls no further. `"skip"`: none raise. `"raise"`:
+        each raises (and every step is waited for).
 
     Raises ValueError for options that exclude each other.
     """
@@ -75,7 +77,7 @@ class PrecisionPolicy:
     communication_dtype: str | None = None
     fp8_communication: bool = False
     loss_scale: LossScale | float | None = None
-    on_nonfinite: str = "skip"
+    on_nonfinite: int | str = MOST_SKIPPED
 
     def __post_init__(self) -> None:
         settings = self.settings()

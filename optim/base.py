@@ -54,7 +54,7 @@ class TieredOptimizer(BoundOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update once; returns the closure's loss. `last_report` says what it did.
 
-        Raises NonFiniteGradientError where the engine's settings ask for it.
+        Raises NonFiniteGradientError for one skipped step too many (`on_nonfinite`).
         """
         self._refuse_unusable()
         loss = None

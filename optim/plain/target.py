@@ -19,7 +19,7 @@ from gemini.optim.rules.config import StateConfig, UpdateFacts
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.line_rule import LineRule
 from gemini.optim.rules.matrix_rule import MatrixRule
-from gemini.optim.rules.report import Outcome, SkipLog, StepReport
+from gemini.optim.rules.report import Outcome, Skips, StepReport
 from gemini.optim.rules.rule import NormRule, UpdateRule
 from gemini.optim.rules.state_layout import ALL_COLUMNS, Plane
 from gemini.optim.state.deferred_signals import DeferredSignals
@@ -116,7 +116,7 @@ class PlainTarget:
             own = list(range(len(params))) if rule.over_norms else self._group_of
             self._executor = make_executor(rule, config, own, self._params)
         self._num_steps = 0
-        self._log = SkipLog()
+        self._skips = Skips()
         self._names = [str(i) for i in range(len(params))]
 
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
@@ -203,9 +203,9 @@ class PlainTarget:
         return self._executor.outcome()
 
     @property
-    def log(self) -> SkipLog:
-        """Log of skipped steps."""
-        return self._log
+    def skips_in_a_row(self) -> Skips:
+        """Skipped steps, as they come."""
+        return self._skips
 
     @property
     def counters(self) -> ControlVector:
@@ -376,7 +376,7 @@ def step_together(
             target.end(views)
     if amp is not None:
         report = replace(report, outcome=targets[0].outcome())
-        targets[0].log.add(report)
+        targets[0].skips_in_a_row.add(report)
     return report
 
 
@@ -386,7 +386,7 @@ def _skipped(targets: Sequence[PlainTarget], amp: AmpInputs) -> StepReport:
     found = [target.skip() for target in targets]
     where = next((name for name in found if name is not None), None)
     report = StepReport(Done(Outcome(True, math.nan, where, scale)))
-    targets[0].log.add(report)
+    targets[0].skips_in_a_row.add(report)
     return report
 
 

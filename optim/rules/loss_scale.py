@@ -62,6 +62,12 @@ class LossScale:
             "hysteresis", self.hysteresis, "a whole number of overflows, 1 or more",
         )  # fmt: skip
 
+    @property
+    def least(self) -> float:
+        """Scale from which an overflow lowers it no more."""
+        falls = self.growth_interval > 0 and self.backoff_factor < 1
+        return self.min_scale if falls else math.inf
+
     def start(self) -> ScaleState:
         """State before the first step."""
         return ScaleState(float(self.initial_scale), 0, int(self.hysteresis))

@@ -11,6 +11,8 @@ from gemini.tickets import Done, Ticket
 
 log = logging.getLogger("gemini")
 
+MOST_SKIPPED = 64  # steps in a row, at the least loss scale: by then no batch is to blame
+LEAST_SCALE = 1.0  # of torch's GradScaler, which knows none: below it there is nothing to be won
 QUIET_STEPS = 8  # in a row, after which updates begin in backward again
 
 
@@ -143,30 +145,74 @@ class StepReport:
 
 
 class NonFiniteGradientError(ArithmeticError):
-    """A gradient has a NaN or an Inf, and `on_nonfinite="raise"`; nothing was changed."""
+    """As many steps in a row were skipped as `on_nonfinite` allows; the last changed nothing."""
 
     def __init__(self, message: str, report: StepReport) -> None:
         super().__init__(message)
         self.report = report
 
 
-class SkipLog:
-    """Log of skipped steps: warns once for a burst, as soon as an outcome is known; waits for
-    none."""
+class Skips:
+    """Skipped steps in a row: the 1st, 2nd, 4th, 8th ... is logged, and one too many raises.
 
-    def __init__(self) -> None:
-        self._unread: deque[Ticket[Outcome]] = deque()
-        self._in_burst = False
+    most: skipped steps in a row, at a loss scale of `least` or below it, that raise; inf: none do.
+    tells: whether this rank logs.
+    """
+
+    def __init__(
+        self, most: float = MOST_SKIPPED, least: float = LEAST_SCALE, *, tells: bool = True
+    ) -> None:
+        self._most, self._least, self._tells = most, least, tells
+        self._unread: deque[StepReport] = deque()
+        self._in_a_row = self._at_least = 0
 
     def add(self, report: StepReport) -> None:
-        self._unread.append(report.outcome)
-        while self._unread and self._unread[0].ready():
-            outcome = self._unread.popleft().wait()
-            if outcome.skipped and not self._in_burst:
-                log.warning(
-                    "step skipped: the gradient of %s is not finite (loss scale %g); the steps "
-                    "that are skipped right after it are not logged",
-                    outcome.nonfinite,
-                    outcome.loss_scale,
-                )
-            self._in_burst = outcome.skipped
+        """Note a step. Waits for outcomes only where this one may be too many.
+
+        Raises NonFiniteGradientError.
+        """
+        self._unread.append(report)
+        # All ranks raise in one step, whatever each has heard of its device: none goes on before it
+        # knows that this step is not the last one allowed.
+        while self._unread and (
+            self._unread[0].outcome.ready() or self._at_least + len(self._unread) >= self._most
+        ):
+            self._note(self._unread.popleft())
+
+    def _note(self, report: StepReport) -> None:
+        outcome = report.outcome.wait()
+        self._in_a_row = self._in_a_row + 1 if outcome.skipped else 0
+        stays = outcome.skipped and outcome.loss_scale <= self._least
+        self._at_least = self._at_least + 1 if stays else 0
+        row, where = self._in_a_row, outcome.nonfinite or "a parameter"
+        if self._tells and row == 1:
+            log.warning(
+                "step skipped: the gradient of %s is not finite (loss scale %g); of more in a row "
+                "the 2nd, 4th, 8th and so on are logged",
+                where,
+                outcome.loss_scale,
+            )
+        elif self._tells and row and row & (row - 1) == 0:
+            log.warning(
+                "%d steps skipped in a row: the gradient of %s is not finite (loss scale %g)",
+                row,
+                where,
+                outcome.loss_scale,
+            )
+        if self._at_least < self._most:
+            return
+        self._at_least = 0
+        if self._most == 1:
+            raise NonFiniteGradientError(
+                f"the gradient of {where} is not finite (loss scale {outcome.loss_scale:g}); "
+                "weights and state are those of the last step",
+                report,
+            )
+        raise NonFiniteGradientError(
+            f"{self._most:g} steps in a row were skipped, where no lower loss scale than "
+            f"{outcome.loss_scale:g} can help: in the last one the gradient of {where} is not "
+            "finite; weights and state are those of the last step that counted. Look at the loss "
+            f"and the batch; GeminiDDP(on_nonfinite={self._most:g}) is how many it takes, and "
+            'with on_nonfinite="skip" none raise',
+            report,
+        )

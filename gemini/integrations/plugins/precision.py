@@ -11,8 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from gemini.integrations import parts
 from gemini.integrations.options import SCALE_NAMES, TORCH_SCALE, ZERO_SCALE, check_options, option
 from gemini.optim.rules.loss_scale import LossScale
+from gemini.optim.rules.report import LEAST_SCALE, Outcome, Skips, StepReport
+from gemini.tickets import Done
 from gemini.trees import map_tensors
 
 log = logging.getLogger("gemini")
@@ -164,7 +167,9 @@ class Scaling:
         self._options = options
         self._says_overflows = says_overflows
         self.state = options.start()
+        self._skips = Skips(least=max(options.least, LEAST_SCALE), tells=parts.rank() == 0)
         self._is_finite: bool | None = None  # of gradients that were unscaled
+        self._nonfinite: str | None = None  # the first parameter of which one is not
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Loss times the scale, in fp32."""
@@ -179,20 +184,28 @@ class Scaling:
         """Divide gradients by the scale; a second call before the step does nothing."""
         if self._is_finite is not None:
             return
-        grads = [param.grad for param in params if param.grad is not None]
-        for grad in grads:
+        grads = {i: param.grad for i, param in enumerate(params) if param.grad is not None}
+        for grad in grads.values():
             grad.mul_(1.0 / self.state.scale)
         # one answer from the device for all gradients, and not a wait for each
-        finite = [torch.isfinite(grad).all() for grad in grads]
-        self._is_finite = not finite or bool(torch.stack(finite).all())
+        finite = {i: torch.isfinite(grad).all() for i, grad in grads.items()}
+        self._is_finite = not finite or bool(torch.stack([*finite.values()]).all())
+        if not self._is_finite:
+            bad = next(i for i, is_finite in finite.items() if not bool(is_finite))
+            self._nonfinite = f"parameter {bad}"
 
     def stepped(self) -> bool:
-        """Whether the step is taken. The scale's schedule advances."""
+        """Whether the step is taken. The scale's schedule advances.
+
+        Raises NonFiniteGradientError for one skipped step too many.
+        """
         assert self._is_finite is not None
         good, self._is_finite = self._is_finite, None
+        outcome = Outcome(not good, nonfinite=self._nonfinite, loss_scale=self.state.scale)
         self.state = self._options.after(self.state, overflow=not good)
         if not good and self._says_overflows:
             log.info("a gradient is not finite: step skipped, loss scale %g", self.state.scale)
+        self._skips.add(StepReport(Done(outcome)))
         return good
 
     def forget(self) -> None:

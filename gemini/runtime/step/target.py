@@ -26,7 +26,7 @@ from gemini.optim.matrices.updater import MatrixUpdater
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.control_vector import ControlVector
-from gemini.optim.rules.report import NonFiniteGradientError, Outcome, SkipLog, StepReport, Traffic
+from gemini.optim.rules.report import Outcome, Skips, StepReport, Traffic
 from gemini.optim.rules.rule import NormRule, UpdateRule
 from gemini.optim.state.deferred_signals import TailSignals
 from gemini.optim.step.cpu_step import CpuStep
@@ -75,7 +75,9 @@ class ShardTarget(SavedShards):
         parts.ledger.count_state(self._tiered_state, self._staging_bytes)
         self._moved = parts.storage.traffic()
         self._closed = False
-        self._log = SkipLog()
+        settings = parts.precision_settings  # ranks skip together, and one of them tells
+        most, least = settings.most_skipped
+        self._skips = Skips(most, least, tells=parts.comm.rank == 0)
         self._groups: Sequence[Group] = groups  # of the last step: the user may change them since
         if parts.update in (*IN_BACKWARD, AUTO):
             self.speculation = StepSpeculation(
@@ -147,15 +149,8 @@ class ShardTarget(SavedShards):
         return [self._rule.hyper(group) for group in groups]
 
     def reported(self, report: StepReport) -> StepReport:
-        """Log a report. Raises NonFiniteGradientError for a skipped step where asked for."""
-        if self._parts.comm.rank == 0:  # ranks skip together
-            self._log.add(report)
-        if self._parts.precision_settings.on_nonfinite == "raise" and report.skipped:
-            raise NonFiniteGradientError(
-                f"the gradient of {report.nonfinite} is not finite (loss scale "
-                f"{report.loss_scale:g}); weights and state are those of the last step",
-                report,
-            )
+        """Note a report. Raises NonFiniteGradientError for one skipped step too many."""
+        self._skips.add(report)
         return report
 
     def _step_agreed(self, chunks: Sequence[Chunk], hypers: Sequence[Any]) -> StepReport:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gemini.chunk.layout import ITEMSIZE
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.loss_scale import LossScale
+from gemini.optim.rules.report import MOST_SKIPPED
 from gemini.placement.sizes import Budgets
 
 DTYPE_OF = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -38,7 +39,7 @@ class PrecisionSettings:
     max_norm: float = 0.0
     norm_type: float = 2.0
     loss_scale: LossScale | None = None
-    on_nonfinite: str = "skip"
+    on_nonfinite: int | str = MOST_SKIPPED
     master_weights: bool = True
     rounding_seed: int = 0
     communication_dtype: str | None = None
@@ -52,8 +53,12 @@ class PrecisionSettings:
         if not 0 <= self.max_norm < math.inf:
             raise ValueError(f"max_norm={self.max_norm} is negative; 0 does not clip")
         _ = self.clip  # a norm of no positive order is refused there
-        if self.on_nonfinite not in ("skip", "raise"):
-            raise ValueError(f'on_nonfinite={self.on_nonfinite!r}; expected "skip" or "raise"')
+        asked = self.on_nonfinite
+        if asked not in ("skip", "raise") and (type(asked) is not int or asked < 1):
+            raise ValueError(
+                f'on_nonfinite={asked!r}; expected "skip", "raise", or how many steps in a row may '
+                "be skipped until one raises"
+            )
         if self.loss_scale is not None and self.precision != "fp16":
             raise ValueError(
                 f'loss_scale is for precision="fp16"; {self.precision} has the range of fp32 '
@@ -88,6 +93,15 @@ class PrecisionSettings:
     def scale_options(self) -> LossScale | None:
         """Options of the loss scale, which fp16 always has; None for other precisions."""
         return (self.loss_scale or LossScale()) if self.precision == "fp16" else None
+
+    @property
+    def most_skipped(self) -> tuple[float, float]:
+        """Skipped steps in a row that raise, and the loss scale down to which they do not."""
+        if self.on_nonfinite == "raise":
+            return 1, math.inf
+        options = self.scale_options
+        most = math.inf if isinstance(self.on_nonfinite, str) else self.on_nonfinite
+        return most, math.inf if options is None else options.least
 
 
 def check_travelling(precision_settings: PrecisionSettings, budgets: Budgets) -> None:

@@ -4,12 +4,15 @@ import logging
 import math
 
 import pytest
+import torch
 
 from bench.shared.models import token_batches, token_loss
 from bench.shared.reference import everything, same
 from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
-from optim import LossScale, NonFiniteGradientError
+from gemini import PrecisionPolicy
+from optim import HybridSGD, LossScale, NonFiniteGradientError
+from optim.rules.report import Outcome, Skips, StepReport
 from tests.support import towers
 
 SMALL = {"min_chunk_size_m": 0.004}
@@ -100,6 +103,98 @@ def test_a_burst_is_logged_once_and_the_next_one_again(caplog):
             one_step(model, optimizer, batch[0], "head.weight" if bad else None)
     said = [r.getMessage() for r in caplog.records if "step skipped" in r.getMessage()]
     assert len(said) == 2 and all("embed.weight on rank 0" in text for text in said)
+
+
+class Heard:
+    """Outcome of a step that a rank hears of when it asks, or so many steps later."""
+
+    def __init__(self, outcome, later):
+        self.outcome, self.later = outcome, later
+
+    def ready(self):
+        self.later -= 1
+        return self.later < 0
+
+    def wait(self):
+        return self.outcome
+
+
+@pytest.mark.parametrize("later", [0, 1, 3, 9])
+def test_ranks_raise_in_the_same_step_whenever_they_hear_of_its_outcome(later):
+    """Four skipped steps in a row at the least scale or below; a good step begins anew."""
+    scales = [8, 4, 2, 2, 2, None, 2, 1, 1, 2, 2, 4, 2, 2, 2, 2]
+    skips, raised = Skips(most=4, least=2.0, tells=False), []
+    for number, scale in enumerate(scales):
+        outcome = Outcome(scale is not None, nonfinite="a.weight", loss_scale=scale or 2.0)
+        try:
+            skips.add(StepReport(Heard(outcome, later)))
+        except NonFiniteGradientError as error:
+            assert "4 steps in a row" in str(error) and "a.weight" in str(error)
+            assert error.report.outcome.wait() is outcome
+            raised.append(number)
+    assert raised == [9, 15]
+
+
+def test_outcomes_are_waited_for_only_where_a_step_may_be_one_skipped_too_many():
+    skips, asked = Skips(most=4, tells=False), []
+
+    class Late(Heard):
+        def wait(self):
+            asked.append(self)
+            return self.outcome
+
+    for _ in range(3):
+        skips.add(StepReport(Late(Outcome(), 99)))
+    assert asked == []
+    skips.add(StepReport(Late(Outcome(), 99)))
+    assert len(asked) == 1
+
+
+def test_skips_in_a_row_are_told_ever_more_rarely_and_one_too_many_raises_and_is_named(caplog):
+    scale = LossScale(initial_scale=4.0, hysteresis=1)  # 4 and 2 fall, and do not count
+    model, optimizer = wrapped("fp16", loss_scale=scale, on_nonfinite=4)
+    (batch,) = token_batches(1, 1)
+    before = model.state_dict()
+    with caplog.at_level(logging.WARNING, "gemini"):
+        for _ in range(5):
+            assert one_step(model, optimizer, batch[0], "head.weight").skipped
+        with pytest.raises(
+            NonFiniteGradientError, match=r"4 steps .* embed.weight on rank 0 .*on_nonfinite=4"
+        ):
+            one_step(model, optimizer, batch[0], "head.weight")
+    said = [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()]
+    assert [text[:4] for text in said] == ["step", "2 st", "4 st"]
+    assert optimizer.last_report.skipped and optimizer.skipped_steps == 6
+    assert same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "most", "least"),
+    [
+        ({}, 64, math.inf),
+        ({"precision": "fp16"}, 64, 1.0),
+        ({"precision": "fp16", "loss_scale": 1024.0}, 64, math.inf),  # which never changes
+        ({"precision": "fp16", "loss_scale": LossScale(backoff_factor=1.0)}, 64, math.inf),
+        ({"on_nonfinite": 3}, 3, math.inf),
+        ({"precision": "fp16", "on_nonfinite": "skip"}, math.inf, 1.0),
+        ({"precision": "fp16", "on_nonfinite": "raise"}, 1, math.inf),
+    ],
+)
+def test_how_many_skipped_steps_raise_and_at_which_scale(options, most, least):
+    assert PrecisionPolicy(**options).settings().most_skipped == (most, least)
+
+
+def test_a_plain_module_whose_scaler_skips_every_step_raises_too():
+    """GradScaler's scale falls for ever: from 1 on it is of no use."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = HybridSGD([param], lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
+    with pytest.raises(NonFiniteGradientError, match=r"64 steps in a row.*parameter 0"):
+        for _ in range(66):
+            scaler.scale((param * float("nan")).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert torch.equal(param.detach(), torch.ones(3)) and optimizer.skipped_steps == 65
 
 
 def skipped(rank, _):
