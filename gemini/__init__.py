@@ -73,5 +73,15 @@ __all__ = [*_HOME, "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'gemini' has no attribute {name!r}")
+        raise AttributeError(f"module 'gemini' has no attribute {name!r}{_where(name)}")
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def _where(name: str) -> str:
+    """End of a message about a name that is not here: where it is, or what was meant."""
+    if name.startswith("_"):
+        return ""
+    if name in importlib.import_module("gemini.optim").__all__:
+        return f"; it is gemini.optim.{name}"
+    near = importlib.import_module("gemini.arguments").nearest(name, _HOME)
+    return f"; did you mean {near}?" if near else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import weakref
 from collections import defaultdict
@@ -24,6 +25,7 @@ from gemini.units import parse_bytes
 
 from .target import OWNER_ATTRIBUTE, ParameterOwner, Target, new_lock, owner_of, speaker_of
 
+log = logging.getLogger("gemini")
 # A module that is wrapped after its optimizer was made finds it here.
 _alive: weakref.WeakKeyDictionary[BoundOptimizer, None] = weakref.WeakKeyDictionary()
 
@@ -70,6 +72,11 @@ class BoundOptimizer(torch.optim.Optimizer):
                 check_folder(folder, allow_ram=nvme.allow_ram)
         self._begin(rule)
         super().__init__(params, defaults)
+        if not any(param.requires_grad for param in self._flat_params()):
+            log.warning(
+                "%s: nothing is trained, as no parameter requires a gradient; a step needs one",
+                self.own_name(),
+            )
         if self._is_wrapped():
             self._bind()  # the engine can free fp32 originals now
 

@@ -159,7 +159,7 @@ def _load_runs(
 ) -> None:
     assert optimizer is None or isinstance(optimizer, TieredOptimizer)
     buffers = runs.buffers
-    texts, fresh = _differences(source.sizes, keys, runs, optimizer is not None, weights)
+    texts, fresh = _differences(source, keys, runs, optimizer is not None, weights)
     if strict:
         check_fits(source.path, texts)
     whole = runs.small_state() if optimizer is not None else {}
@@ -237,8 +237,18 @@ def _as_mismatch(work: Callable[[], Any]) -> None:
         raise MismatchError(str(error)) from error
 
 
+def _of_weights(path: Path) -> str:
+    """What to do with a file of weights alone."""
+    if not path.is_file() or path.suffix == ".safetensors":
+        return ""
+    return (
+        ": this is a torch file of weights, which model.load_state_dict(torch.load(...)) takes, or "
+        "load_checkpoint without the optimizer"
+    )
+
+
 def _differences(
-    sizes: Mapping[str, torch.Size | None],
+    source: CheckpointSource,
     keys: Keys,
     runs: RunState,
     with_optimizer: bool,
@@ -246,7 +256,7 @@ def _differences(
 ) -> tuple[list[str], set[str]]:
     """(differences between a checkpoint and a model with its optimizer, as texts; keys of state
     that starts at zero, because its parameter had no update before the save)."""
-    texts: list[str] = []
+    sizes, texts = source.sizes, list[str]()
     fresh: set[str] = set()
     unexpected: list[str] = []
     names = {name for alike in runs.names for name in alike} | runs.on_other_ranks
@@ -266,7 +276,7 @@ def _differences(
             lines = {p: v.shape for p, v in whole.get(name, {}).items() if p != "step"}
             trained[name] |= {keys.plane(name, p): size for p, size in lines.items()}
         if not keys.groups(sizes) and not any(key.startswith(optims) for key in sizes):
-            texts.append("it has no optimizer state")
+            texts.append(f"it has no optimizer state{_of_weights(source.path)}")
             trained = {}
         for name, planes in trained.items():
             if any(key in sizes for key in (*planes, keys.plane(name, "step"))):

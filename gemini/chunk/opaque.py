@@ -400,6 +400,11 @@ def _setter(owner: Any, name: str) -> Callable[[Tensor], None]:
 
 def _form_of(name: str, param: Any, places: Sequence[_LeafPlace]) -> Form:
     kind = type(param).__name__
+    if param.requires_grad and param.is_complex():
+        raise ValueError(
+            f"parameter {name} is complex ({param.dtype}), and no optimizer here updates such; "
+            "expected torch.view_as_real of it as the parameter, and view_as_complex in the forward"
+        )
     if param.requires_grad:
         raise ValueError(
             f"parameter {name} is a {kind}, whose bytes no step updates, and requires a gradient; "

@@ -80,8 +80,9 @@ class Question:
     def policy(self) -> AutoPlacement:
         """Policy with which a module is wrapped to be placed so."""
         machine = self.machine
-        sizes = (machine.device_mem, machine.host_mem, machine.nvme)
-        return AutoPlacement(*(one and f"{one}B" for one in sizes), machine.folder)
+        return AutoPlacement(
+            f"{machine.device_mem}B", f"{machine.host_mem}B", f"{machine.nvme}B", machine.folder
+        )
 
     @property
     def trace(self) -> Trace:

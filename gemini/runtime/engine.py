@@ -233,7 +233,8 @@ class GeminiEngine(Parts):
     ) -> ShardTarget:
         if self.target is not None:
             raise ValueError(
-                "this module has an optimizer already; close it before you make another"
+                "this module has an optimizer already; use parameter groups for other options, "
+                "wrap the parts for other optimizers, or close it before you make another"
             )
         calls = StepCalls(
             self.begin_step, self.agree_on_trace, self.meetings.call, self.detach, self.gradients

@@ -88,12 +88,17 @@ def check_fit(config: TrainConfig, folder: Path, tokenizer: Any) -> tuple[int | 
     is_rotary = any(getattr(settings, name, None) for name in _ROTARY)
     if not isinstance(most, int) or most <= 0:
         return None, []
-    said = f"--seq {config.seq} is more than the {most} positions of the model"
     if config.seq > most and not is_rotary:
-        raise ValueError(f"{said}; expected --seq {most} or less")
+        raise ValueError(
+            f"--seq {config.seq} is more than the {most} positions of the model; expected --seq "
+            f"{most} or less"
+        )
     if not is_rotary:
         return most, []
-    goes_on = f"{said}: its rotary embedding goes on behind them, where it was not trained"
+    goes_on = (
+        f"--seq {config.seq} is more than the {most} positions of the model: its rotary embedding "
+        "goes on behind them, where it was not trained"
+    )
     return None, [goes_on] if config.seq > most else []
 
 

@@ -168,4 +168,7 @@ class StepGradients:
 def check_any(present: Sequence[bool]) -> None:
     """Raise RuntimeError where no rank has a gradient of any parameter."""
     if not any(present):
-        raise RuntimeError("step() without a gradient; call loss.backward() first")
+        raise RuntimeError(
+            "step() without a gradient; call loss.backward() first, on a loss of parameters that "
+            "require one"
+        )

@@ -70,8 +70,13 @@ def test_weights_alone_are_loaded_without_an_optimizer_on_either_side(tmp_path):
     bare = GeminiDDP(Tower(4), precision="bf16", min_chunk_size_m=0.004)
     gemini.load_checkpoint(tmp_path, bare)
     assert_same(bare.state_dict(), model.state_dict())
-    with pytest.raises(MismatchError, match="has no optimizer state"):
+    with pytest.raises(MismatchError, match=r"has no optimizer state$"):
         gemini.load_checkpoint(tmp_path, *make())
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(
+        MismatchError, match=r"a torch file of weights, which model.load_state_dict"
+    ):
+        gemini.load_checkpoint(tmp_path / "weights.pt", *make())
 
 
 @pytest.mark.parametrize("policy", ["static", "cpu"])

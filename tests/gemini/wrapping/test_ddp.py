@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+import gemini
 from bench.shared.models import Choosy, Tower, token_batches, token_loss
 from bench.shared.reference import flat, relative_error, train_reference
-from gemini import AutoPlacement, GeminiDDP, StaticPlacement
+from gemini import AutoPlacement, GeminiDDP, PrecisionPolicy, StaticPlacement
+from gemini.placement.policy import parse_placement
 from optim import HybridAdam, HybridSGD
 from tests.support.checkpoints import masters_of, train, weights
 from tests.support.spilled import BLOCKS, SMALL
@@ -153,7 +155,7 @@ def test_what_cannot_be_wrapped_is_refused_and_left_alone():
         GeminiDDP(empty)
     complex_ = nn.Linear(3, 3)
     complex_.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    with pytest.raises(ValueError, match=r"phase is a Parameter, whose bytes no step updates"):
+    with pytest.raises(ValueError, match=r"phase is complex \(torch.complex64\), .*view_as_real"):
         GeminiDDP(complex_)
     assert {type(p) for p in complex_.parameters()} == {nn.Parameter}
 
@@ -184,11 +186,62 @@ def test_bad_placements_are_named():
         AutoPlacement(warmup_non_model_data_ratio=1.0)
 
 
+SPELLINGS = {
+    "bf16": ["bfloat16", "BF16", torch.bfloat16, "torch.bfloat16"],
+    "fp16": ["float16", "half", torch.float16],
+    "fp32": ["float32", "float", torch.float32],
+}
+
+
+@pytest.mark.parametrize("precision", SPELLINGS)
+def test_a_precision_is_taken_in_every_usual_spelling(precision):
+    for given in SPELLINGS[precision]:
+        assert PrecisionPolicy(given) == PrecisionPolicy(precision)
+        assert PrecisionPolicy(communication_dtype=given).communication_dtype == precision
+    for wrong in ("fp64", torch.int8, 16, None):
+        with pytest.raises(ValueError, match=r"precision=.*; expected one of .'bf16'"):
+            PrecisionPolicy(wrong)
+    model = GeminiDDP(nn.Linear(2, 2), precision=given)
+    assert model.engine.precision_settings.precision == precision
+
+
+def test_a_placement_is_taken_whatever_its_case_and_dashes():
+    for given in ("zero3", "zero-3", "ZeRO3", "ZeRO_3", "Zero 3"):
+        assert parse_placement(given) == StaticPlacement.zero(3)
+    for wrong in ("zero4", "", 3, None):
+        with pytest.raises(ValueError, match=r"placement_policy=.* is unknown; expected one of"):
+            parse_placement(wrong)
+
+
+def test_an_option_that_there_is_not_names_the_one_that_was_meant():
+    meant = {
+        "placment_policy": "placement_policy", "precison": "precision", "maxnorm": "max_norm",
+        "max-prefetch": "max_prefetch",
+    }  # fmt: skip
+    for given, name in meant.items():
+        with pytest.raises(TypeError, match=f"{given}'; did you mean {name}.$"):
+            GeminiDDP(nn.Linear(2, 2), **{given: 1})
+    with pytest.raises(TypeError, match=r"keyword argument 'zzz'$"):
+        GeminiDDP(nn.Linear(2, 2), zzz=1)
+    with pytest.raises(TypeError, match=r"takes module, device, placement_policy by .* got 'bf16'"):
+        GeminiDDP(nn.Linear(2, 2), None, "auto", "bf16")
+    with pytest.raises(AttributeError, match=r"'HybridMuon'; it is gemini.optim.HybridMuon"):
+        gemini.HybridMuon  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'GeminiDPP'; did you mean GeminiDDP"):
+        gemini.GeminiDPP  # noqa: B018
+
+
+def test_an_optimizer_over_nothing_that_is_trained_says_so(caplog):
+    module = nn.Linear(2, 2).requires_grad_(False)
+    HybridAdam(module.parameters())
+    assert "HybridAdam: nothing is trained, as no parameter requires a gradient" in caplog.text
+
+
 def test_an_optimizer_over_other_parameters_is_refused():
     model = GeminiDDP(Tower())
     stranger = nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match="together with others"):
         HybridAdam([*model.parameters(), stranger])
     HybridAdam(model.parameters())
-    with pytest.raises(ValueError, match="has an optimizer already"):
+    with pytest.raises(ValueError, match=r"already; use parameter groups .* wrap the parts"):
         HybridAdam(model.parameters())

@@ -130,8 +130,15 @@ def test_what_is_no_path_is_an_id_on_the_hub(saved, monkeypatch):
     assert asked == [("ours/model", "main")]
     assert model.state_dict().keys() == load_pretrained(saved[0]).state_dict().keys()
     assert len(asked) == 1
-    with pytest.raises(ValueError, match=r"ours/other is no folder .*: outgoing traffic has been "):
-        load_pretrained("ours/other")
+    for offline, why in (("0", "no network reaches the hub"), ("1", "HF_HUB_OFFLINE is set")):
+        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+        with pytest.raises(ValueError, match=f"ours/other is no folder here, and {why}; expected"):
+            load_pretrained("ours/other")
+    before = len(asked)
+    for path in ("./none", "../none", "/none", "~/none", "a/b/c", "none/"):
+        with pytest.raises(ValueError, match=f"there is no folder {path}; expected one, or an id"):
+            load_pretrained(path)
+    assert len(asked) == before
 
 
 def test_what_does_not_fit_is_refused(saved, tmp_path):
