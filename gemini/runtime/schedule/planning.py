@@ -368,7 +368,7 @@ class Planning:
             except BudgetError as error:
                 refused = refused or error.without_frames()
                 # of the host too: what it has no room for stays on the device
-                missing += error.missing_bytes << attempt
+                missing += error.missing_bytes << max(0, attempt - _MAX_TRIES // 2)
                 continue
             if refused is not None:
                 assert refused.tier is not None

@@ -54,19 +54,24 @@ class MovingHomes:
         if self.graph_is_open or _is_parked(parts):
             return
         lowered = planning.lowered(trace, params_stay=parts.all_gathered)
+        gradients_leave = False
+        if (lowered is None or lowered.refused is not None) and _wait_on_device(parts):
+            planning.waiting_bytes = waiting_bytes(parts, on_device=False)
+            other = planning.lowered(trace, params_stay=parts.all_gathered)
+            if other is not None and _none_on_device(parts, other.result.plan):
+                lowered, gradients_leave = other, True
         if lowered is None:
             return
         if lowered.refused is not None:
             is_measured = trace in parts.sampler.traces()
             planning.say_lacking(trace, lowered, is_measured=is_measured)
-        before = planning.plan
-        leaving = sum(rising(lowered.result.plan, before).values())
-        if not leaving:
+        leaving = sum(rising(lowered.result.plan, planning.plan).values())
+        if not leaving and not gradients_leave:
             planning.keep_lacking(trace, lowered)
             return
         lower_homes(parts, lowered.result.plan)
         planning.use_lowered(trace, lowered)
-        if any(chunk.gradient.exists for chunk in parts.chunks):
+        if not gradients_leave and any(chunk.gradient.exists for chunk in parts.chunks):
             self._gradients_stay = True
         else:
             parts.storage.place_gradients(planning.plan, parts.chunks)
@@ -108,14 +113,32 @@ class MovingHomes:
         self._tenancy.end()
 
 
-def waiting_bytes(parts: Parts) -> int:
+def waiting_bytes(parts: Parts, *, on_device: bool = True) -> int:
     """Bytes on the device that gradients of earlier backwards take, or may take as the next adds to
-    them: sums are in fp32, and no plan of one backward has room for that."""
+    them: sums are in fp32, and no plan of one backward has room for that.
+
+    on_device: they wait where they are; else they have left.
+    """
     largest = 0
     for chunk in parts.chunks:
         if chunk.gradient.exists and chunk.dtype != torch.float32:
             largest = max(largest, chunk.spec.payload_bytes)
-    return parts.ledger.gradient_bytes + 2 * largest
+    return 2 * largest + (parts.ledger.gradient_bytes if on_device else 0)
+
+
+def _wait_on_device(parts: Parts) -> bool:
+    """Whether gradients wait, and all of them on the device."""
+    found = [chunk.gradient for chunk in parts.chunks if chunk.gradient.exists]
+    return bool(found) and all(gradient.offloaded_dtype is None for gradient in found)
+
+
+def _none_on_device(parts: Parts, plan: Plan) -> bool:
+    """Whether a plan has none of the gradients that wait on the device."""
+    return all(
+        shard.grad_home is not Tier.DEVICE
+        for chunk, shard in zip(parts.chunks, plan.shards, strict=True)
+        if chunk.gradient.exists
+    )
 
 
 @torch.no_grad()
