@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import warnings
 
 import pytest
@@ -26,10 +27,12 @@ S, L = 4, 40  # sequences of 9 tokens: 0.1 and 1 MiB of activations; 0.34 MiB of
 class Loop:
     """A training loop on the simulated device, which knows the most that each iteration held."""
 
-    def __init__(self, kib, *others, sim=None, **options):
+    def __init__(self, kib, *others, sim=None, module=None, **options):
         self.sim = sim or SimBackend(1)
         policy = AutoPlacement(f"{kib}KiB", *others)
-        self.model = GeminiDDP(Tower(), self.sim, policy, max_norm=0.5, **SMALL, **options)
+        self.model = GeminiDDP(
+            module or Tower(), self.sim, policy, max_norm=0.5, **SMALL, **options
+        )
         self.optimizer = HybridAdam(self.model.parameters(), lr=1e-2, nvme=BLOCKS)
         self.generator = torch.Generator().manual_seed(1)
         self.peaks = []
@@ -65,8 +68,8 @@ class Loop:
 
     @property
     def moves(self):
-        homes = self.model.engine.homes
-        return homes.num_down, homes.num_up
+        moves = self.model.engine.planning.moves
+        return moves.num_down, moves.num_up
 
     def on_device(self):
         return len(self.model.engine.planning.plan.blocks_on(Tier.DEVICE))
@@ -151,6 +154,15 @@ def test_homes_rise_again_where_short_batches_go_on():
     assert loop.on_device() < everything_there
     loop.train(*[S] * 8)
     assert loop.on_device() == everything_there
+
+
+def test_reports_say_what_moved_and_for_which_batch():
+    loop = Loop(1250).train(S, S)
+    assert str(loop.model.memory_report()).splitlines()[-1].startswith("moves 0 down, 1 up ")
+    loop.train(L)
+    last = r"moves 1 down .* KiB, 1 up .* KiB; the last one down for a train iteration of int64"
+    for text in (str(loop.model.memory_report()), loop.model.explain("head.weight")):
+        assert re.search(last + r"\[40, 9\], which asks for 1011.41 KiB", text), text
 
 
 def test_constant_lengths_move_nothing_after_the_first_iteration():
