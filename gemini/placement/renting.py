@@ -17,9 +17,9 @@ from gemini.placement.draft import PlanInputs, PlanResult
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import Bandwidths
 from gemini.placement.tiers import Tier
+from gemini.units import format_bytes
 
 LOOKS = (2, 4, 8)  # iterations that are looked back at; none rises after one
-_OCTAVE = 8  # parts of it that peaks are told apart by
 
 Moved = Mapping[tuple[Tier, Tier], int]  # bytes, by where from and where to
 
@@ -47,6 +47,36 @@ def price(moved: Moved, links: Bandwidths, *, has_host_tier: bool) -> float:
         if high is Tier.DEVICE and has_host_tier:
             seconds += nbytes * (1 / links.host_to_device + 1 / links.device_to_host)
     return seconds
+
+
+@dataclass(slots=True)
+class HomeMoves:
+    """Moves of homes of one engine so far; `str` is a line for reports."""
+
+    num_down: int = 0
+    down_bytes: int = 0
+    num_up: int = 0
+    up_bytes: int = 0
+    last: str = ""  # iteration that the last move down made room for, in words
+
+    def down(self, nbytes: int, trace: Trace) -> None:
+        self.num_down += 1
+        self.down_bytes += nbytes
+        inputs = f" of {trace.signature}" if trace.signature else ""
+        asks = format_bytes(trace.peak_non_model_bytes)
+        self.last = f"{trace.kind} iteration{inputs}, which asks for {asks}"
+
+    def up(self, nbytes: int) -> None:
+        self.num_up += 1
+        self.up_bytes += nbytes
+
+    def __str__(self) -> str:
+        down = (
+            f"{self.num_down} down {format_bytes(self.down_bytes)}" if self.num_down else "0 down"
+        )
+        up = f"{self.num_up} up {format_bytes(self.up_bytes)}" if self.num_up else "0 up"
+        last = f"; the last one down for a {self.last}" if self.last else ""
+        return f"moves {down}, {up}{last}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +110,7 @@ class Tenancy:
             if count > len(self._recent):
                 return None
             last = list(self._recent)[-count:]
-            key = count, _bucket(max(trace.peak_non_model_bytes for trace in last))
+            key = count, rounded_up(max(trace.peak_non_model_bytes for trace in last))
             if key in self._looked:
                 continue
             self._looked.add(key)
@@ -95,7 +125,7 @@ class Tenancy:
         self._looked.clear()
 
 
-def _bucket(nbytes: int) -> int:
-    """Size to an eighth of an octave, rounded up."""
-    octave = max(0, nbytes.bit_length() - 4)
-    return (octave * 2 * _OCTAVE) + -(-nbytes // (1 << octave))
+def rounded_up(nbytes: int) -> int:
+    """Size rounded up to an eighth of an octave."""
+    unit = 1 << max(0, nbytes.bit_length() - 4)
+    return -(-nbytes // unit) * unit

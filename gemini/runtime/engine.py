@@ -156,6 +156,8 @@ class GeminiEngine(Parts):
         self._last_trace: Trace | None = None  # of training
         self._has_said_start = self.is_lent = False
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
+        if comm.world_size > 1 and self.all_gathered:
+            planning.keep_homes()
         self._make_wings()
         self._wrap(params)
 
@@ -292,15 +294,21 @@ class GeminiEngine(Parts):
 
     def agree_on_trace(self) -> None:
         """Plan, before a step, with the traces of all ranks, once they have some. Collective."""
-        if self.comm.world_size == 1 or self.all_gathered or not self._agreements_left:
+        if self.comm.world_size == 1 or self.all_gathered:
+            return
+        if not self._agreements_left:
+            self.homes.agree_on_level()
             return
         self._agreements_left -= 1
         trace = self._last_trace if self.sampler.measures else None
         if self.planning.follow_all(trace):
             self._agreements_left = 0
             self._follow_plan()
-        elif self.planning.take_doubt() and trace is not None:
-            self.sampler.forget(trace)
+        elif self.planning.take_doubt():
+            if trace is not None:
+                self.sampler.forget(trace)
+        elif self.planning.levels.like is not None:  # it fits in other homes, or in none
+            self._agreements_left = 0
 
     def _follow_plan(self) -> None:
         """Follow a new plan of a measured iteration; homes stay until they may rise."""

@@ -143,6 +143,8 @@ class Calls:
         if not in_pass(parts) and not parts.is_summoned and not parts.in_schedule:
             told_apart = inputs if self.tells_inputs_apart else None
             self._sampler.begin(told_apart, again=self._manager.deviated)
+            if parts.comm.world_size > 1:  # a collective may follow
+                self._meetings.end_reading()
             self._homes.before_forward()
 
     def tracking(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -187,7 +189,9 @@ class Calls:
         self._meetings.begin_cycle()
         self.unpin()
         # inputs may differ between ranks, and what is gathered when may not
-        signature = self._sampler.signature if self._parts.comm.world_size == 1 else ""
+        one_rank = self._parts.comm.world_size == 1
+        levels = self._parts.planning.levels
+        signature = self._sampler.signature if one_rank else levels.signature
         self._manager.begin_cycle("train" if torch.is_grad_enabled() else "eval", signature)
 
     @_disable_dynamo

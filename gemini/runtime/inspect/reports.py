@@ -51,6 +51,7 @@ class MemoryReport:
     """Table of the peak bytes of every tier, predicted and, in a sampled iteration, measured.
 
     overruns: budgets that were passed, and measured iterations that no plan fits, in words.
+    moves: of homes so far, in words; "" where none moved.
     frozen_bytes: of frozen parameters, by tier; also counted in the rows.
     frozen_read_bytes: of frozen parameters that one iteration reads from files, as planned.
     ignored_bytes: of `ignored_params`, by device; in no row, plan or budget.
@@ -58,6 +59,7 @@ class MemoryReport:
 
     rows: tuple[MemoryRow, ...]
     overruns: tuple[str, ...] = ()
+    moves: str = ""
     frozen_bytes: Mapping[str, int] = field(default_factory=dict)
     frozen_read_bytes: int = 0
     ignored_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -90,6 +92,8 @@ class MemoryReport:
             lines.append(f"of it frozen: {_places(self.frozen_bytes)}{read}")
         if self.ignored_bytes:
             lines.append(f"ignored, in no budget: {_places(self.ignored_bytes)}")
+        if self.moves:
+            lines.append(self.moves)
         return "\n".join((*lines, *self.overruns))
 
 
@@ -160,7 +164,13 @@ def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str
             shape = tuple(mine.shape)
             own = f"{split} {spec.shape}" if split else ""
             text = f"{name} {shape}{own}\n{parts.plan.explain(chunk)}"
-            return "\n".join((text, *_update_lines(parts), *parts.planning.overruns.lines()))
+            lines = (
+                text,
+                *_update_lines(parts),
+                _moves_of(parts),
+                *parts.planning.overruns.lines(),
+            )
+            return "\n".join(filter(None, lines))
     names = [*ignored, *(name for spec in parts.layout.params for name in spec.names)]
     near = difflib.get_close_matches(name, names, n=3)
     raise ValueError(
@@ -194,10 +204,15 @@ def memory_report(parts: Parts, ignored: Iterable[nn.Parameter]) -> MemoryReport
         left[param.device.type] += leaf_bytes(param)
     plan = planning.plan
     return MemoryReport(
-        tuple(rows), planning.overruns.lines(),
+        tuple(rows), planning.overruns.lines(), _moves_of(parts),
         {tier.value: nbytes for tier, nbytes in plan.frozen_bytes.items()},
         plan.frozen_read_bytes, dict(left),
     )  # fmt: skip
+
+
+def _moves_of(parts: Parts) -> str:
+    moves = parts.planning.moves
+    return str(moves) if moves.num_down or moves.num_up else ""
 
 
 def _pinned(total: MemoryRow, predicted: Mapping[str, int], found: Mapping[str, int]) -> MemoryRow:

@@ -50,7 +50,7 @@ from gemini.placement.policy import (
     has_budgets,
     never_released,
 )
-from gemini.placement.renting import Raised, price, rising
+from gemini.placement.renting import HomeMoves, Raised, price, rising
 from gemini.placement.sizes import (
     UNLIMITED,
     BudgetError,
@@ -66,6 +66,8 @@ from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
 from gemini.units import ChunkId
+
+from .levels import Levels
 
 log = logging.getLogger("gemini")
 
@@ -122,12 +124,17 @@ class Planning:
     # in the same homes: of evaluation, of training with inputs of other signatures, and of both
     # beside `waiting_bytes`; the last used one last
     others: dict[tuple[Kind, str, int], IterationPlan] = field(default_factory=dict)
+    moves: HomeMoves = field(default_factory=HomeMoves)  # so far
+    levels: Levels = field(default_factory=Levels)  # of iterations of several ranks
+    keeps_homes: bool = False  # whatever iterations ask for
     waiting_bytes: int = 0  # of gradients of earlier backwards, as the iteration begins
 
     def __post_init__(self) -> None:
         self.homes_are_final = self.has_trace
         self.overruns = Overruns(self.policy, self.inputs.budgets)
         self.overruns.homes_follow = self.homes_follow
+        if self.has_trace:
+            self.levels.like = self.inputs.trace
         begun, self._num_ahead = self.inputs, self.inputs.num_ahead
 
         def fitted(num_ahead: int) -> Fitted:
@@ -160,9 +167,14 @@ class Planning:
         except BudgetError as error:
             raise in_words_of(self.policy, self.machine, error) from None
         self.others.clear()
-        self._compare(self.plan)
+        self.compare(self.plan)
 
-    def _compare(self, plan: Plan) -> None:
+    def keep_homes(self) -> None:
+        """Move nothing from now on: of several ranks that release nothing, nobody has a trace."""
+        self.keeps_homes = True
+        self.overruns.homes_follow = False
+
+    def compare(self, plan: Plan) -> None:
         digests = self.comm.gather_objects(plan.digest())
         if len(set(digests)) > 1:
             raise AssertionError(f"ranks made different plans from the same inputs: {digests}")
@@ -199,7 +211,7 @@ class Planning:
         self._begun = replace(begun, with_originals=kept), was_measured
         self.inputs = replace(self.inputs, with_originals=kept)
         self.result = plan_within(self.plan, self.inputs, self.policy)
-        self._compare(self.plan)
+        self.compare(self.plan)
 
     def keep_averages(self, average: tuple[tuple[Tier, int], ...]) -> None:
         """Plan with averages of weights: `average` has the bytes of all of them by tier.
@@ -219,7 +231,7 @@ class Planning:
     @property
     def homes_follow(self) -> bool:
         """Whether homes move with what iterations ask for."""
-        return self.overruns.limits_device and self.comm.world_size == 1
+        return self.overruns.limits_device and not self.keeps_homes
 
     def follow(self, trace: Trace, *, is_coarse: bool = False) -> bool:
         """Plan a measured iteration in the present homes; returns whether plans changed.
@@ -283,23 +295,38 @@ class Planning:
         """
         if isinstance(self.policy, StaticPlacement):
             return False
-        traces = [found for found in self.comm.gather_objects(trace) if found is not None]
-        if len(traces) < self.comm.world_size:
+        reduced = self.reduced(trace)
+        if reduced is None:
             return False
+        self.levels.begin(reduced.peak_non_model_bytes)
+        self.levels.take(reduced)
+        reduced = replace(reduced, signature=ASSUMED_SIGNATURE)
         try:
-            reduced = replace(reduce_traces(traces), signature=ASSUMED_SIGNATURE)
             inputs = replace(self.inputs, trace=reduced)
             self.result = plan_within(self.plan, inputs, self.policy)
-        except TraceError as error:
-            log.warning("what the ranks measured is not planned with: %s", error)
-            return False
         except BudgetError as error:
-            self._refused(inputs, error)
+            self._refused(inputs, error.without_frames())
             return False
         self.inputs, self.has_trace = inputs, True
         self.overruns.forget(f"{reduced.kind} {reduced.signature}")
-        self._compare(self.plan)
+        self.compare(self.plan)
         return True
+
+    def reduced(self, trace: Trace | None) -> Trace | None:
+        """One trace of the traces of all ranks; None where one has none, or ran other calls.
+
+        Collective.
+        """
+        traces = [found for found in self.comm.gather_objects(trace) if found is not None]
+        if len(traces) < self.comm.world_size:
+            return None
+        try:
+            found = reduce_traces(traces)
+        except TraceError as error:
+            log.warning("what the ranks measured is not planned with: %s", error)
+            return None
+        self.levels.like = found
+        return found
 
     def take_doubt(self) -> bool:
         """Whether to measure the last iteration that did not fit again, before it is reported.
@@ -368,7 +395,7 @@ class Planning:
             except BudgetError as error:
                 refused = refused or error.without_frames()
                 # of the host too: what it has no room for stays on the device
-                missing += error.missing_bytes << attempt
+                missing += error.missing_bytes << max(0, attempt - _MAX_TRIES // 2)
                 continue
             if refused is not None:
                 assert refused.tier is not None
@@ -432,7 +459,7 @@ class Planning:
         except BudgetError as error:
             log.warning("homes stay as they are: %s", error)
             return None
-        self._compare(found.plan)
+        self.compare(found.plan)
         return found if _differ(self.plan, found.plan) else None
 
     def grow(self, layout: ChunkLayout) -> None:
@@ -446,7 +473,7 @@ class Planning:
         self._begun = replace(begun, layout=layout), was_measured
         self.inputs, self.result = inputs, planned
         self.others.clear()
-        self._compare(self.plan)
+        self.compare(self.plan)
 
     def use_plan(self, planned: PlanResult, inputs: PlanInputs | None = None) -> None:
         """Make this the plan of training: shards and state are in its homes by now.

@@ -105,8 +105,11 @@ class Sampler:
         nothing like it was measured."""
         if self._key is None:
             return None
-        measured = self.collector.traces.get(self._key)
-        return measured or bound(self.collector.traces.values(), *self._key)
+        return self.measured() or bound(self.collector.traces.values(), *self._key)
+
+    def measured(self) -> Trace | None:
+        """Trace of the iteration that began last, or of one like it."""
+        return None if self._key is None else self.collector.traces.get(self._key)
 
     def forget(self, trace: Trace) -> None:
         """Forget a trace, so that such an iteration is sampled again: libraries may have allocated

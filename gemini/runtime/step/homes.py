@@ -18,6 +18,7 @@ from gemini.placement.planner import PlanInputs, PlanResult
 from gemini.placement.renting import Tenancy, rising
 from gemini.placement.tiers import Tier
 from gemini.runtime.parts import Parts
+from gemini.runtime.schedule.planning import Lowered
 
 
 class MovingHomes:
@@ -26,96 +27,171 @@ class MovingHomes:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = weakref.proxy(parts)
-        self._higher: PlanResult | None = None  # after the first measured iteration
+        # homes that wait for gradients to be dropped, and another trace that they are for
+        self._higher: tuple[PlanResult, PlanInputs | None] | None = None
         self.graph_is_open = False  # a forward was recorded, and no backward has ended since
         self._gradients_stay = False  # where they waited as homes went down
         self._tenancy = Tenancy()
-        self.num_down = self.num_up = 0  # moves so far
-        self.down_bytes = self.up_bytes = 0
 
     # -- down --
 
     def before_forward(self) -> None:
-        """Make room for the iteration that begins, where the present homes leave it too little."""
-        parts = self._parts
-        if not parts.planning.homes_follow or parts.target is None:
+        """Make room for the iteration that begins, where the present homes leave it too little.
+
+        Collective at several ranks, where gradients are recorded.
+        """
+        parts, trains = self._parts, torch.is_grad_enabled()
+        planning = parts.planning
+        if not planning.homes_follow or parts.target is None:
             return
         trace = parts.sampler.expected()
+        is_measured = trace in parts.sampler.traces()
+        waiting = waiting_bytes(parts)
+        if parts.comm.world_size > 1:
+            if not trains:
+                return  # ranks need not evaluate together
+            trace = self._of_all_ranks(0 if trace is None else trace.peak_non_model_bytes + waiting)
+            is_measured, waiting = planning.levels.is_measured, 0
         if trace is None:
             return
-        if torch.is_grad_enabled():
+        if trains:
             self._tenancy.note(trace)
-        if not parts.planning.has_room(trace, waiting_bytes(parts)):
-            self._make_room(trace)
+        if not planning.has_room(trace, waiting):
+            self._make_room(trace, is_measured)
 
-    def _make_room(self, trace: Trace) -> None:
+    def _of_all_ranks(self, nbytes: int) -> Trace | None:
+        """Trace of an iteration in which one rank asks for `nbytes`: of the largest of all ranks.
+
+        Collective, once all ranks have measured one.
+        """
+        parts = self._parts
+        levels = parts.planning.levels
+        if levels.like is None:
+            return None
+        parts.comm.check_unchanged()
+        most = parts.comm.numbers([nbytes], torch.int64)
+        parts.comm.log.record("compares", "what the ranks' batches ask for")
+        parts.comm.all_reduce(most, largest=True).wait()
+        found: Trace | None = levels.begin(int(most.item()))
+        return found
+
+    def agree_on_level(self) -> None:
+        """Take the ranks' traces of a level that is new, and ask for higher homes where these pay.
+
+        Collective, before a step.
+        """
+        parts = self._parts
+        planning = parts.planning
+        if not planning.homes_follow or planning.levels.like is None:
+            return
+        if planning.levels.asks:
+            planning.levels.take(planning.reduced(parts.sampler.measured()))
+        if self._higher is None and planning.has_trace:
+            found = self._tenancy.what_pays(planning.raised)
+            if found is not None:
+                planning.compare(found.result.plan)
+                self._higher = found.result, found.inputs
+
+    def _make_room(self, trace: Trace, is_measured: bool) -> None:
         parts = self._parts
         planning = parts.planning
         if self.graph_is_open or _is_parked(parts):
             return
         lowered = planning.lowered(trace, params_stay=parts.all_gathered)
+        gradients_leave = False
+        if (lowered is None or lowered.refused is not None) and _wait_on_device(parts):
+            planning.waiting_bytes = waiting_bytes(parts, on_device=False)
+            other = planning.lowered(trace, params_stay=parts.all_gathered)
+            if other is not None and _none_on_device(parts, other.result.plan):
+                lowered, gradients_leave = other, True
         if lowered is None:
             return
         if lowered.refused is not None:
-            is_measured = trace in parts.sampler.traces()
             planning.say_lacking(trace, lowered, is_measured=is_measured)
-        before = planning.plan
-        leaving = sum(rising(lowered.result.plan, before).values())
-        if not leaving:
+        leaving = sum(rising(lowered.result.plan, planning.plan).values())
+        if not leaving and not gradients_leave:
             planning.keep_lacking(trace, lowered)
             return
+        self._sink(trace, lowered, leaving, gradients_leave=gradients_leave)
+
+    def _sink(self, trace: Trace, lowered: Lowered, nbytes: int, *, gradients_leave: bool) -> None:
+        """Use the homes of `lowered`, where `nbytes` more have left the device."""
+        parts = self._parts
+        planning = parts.planning
         lower_homes(parts, lowered.result.plan)
         planning.use_lowered(trace, lowered)
-        if any(chunk.gradient.exists for chunk in parts.chunks):
+        if not gradients_leave and any(chunk.gradient.exists for chunk in parts.chunks):
             self._gradients_stay = True
         else:
             parts.storage.place_gradients(planning.plan, parts.chunks)
         _homes_changed(parts)
         parts.manager.release_all()  # also what was never released before
         self._higher = None
-        self.num_down += 1
-        self.down_bytes += leaving
+        planning.moves.down(nbytes, trace)
         self._tenancy.end()
 
     # -- up --
 
     def propose(self) -> None:
         """Ask for higher homes, once, when a measured iteration was planned. Collective."""
-        self._higher = self._higher or self._parts.planning.higher()
+        found = self._parts.planning.higher()
+        if found is not None:
+            self._higher = found, None
 
     def gradients_dropped(self) -> None:
         """Raise homes where it pays and no graph is open."""
-        parts, planned = self._parts, self._higher
+        parts, higher = self._parts, self._higher
         if self.graph_is_open or parts.target is None or _is_parked(parts):
             return
         if self._gradients_stay:
             self._gradients_stay = False
             parts.storage.place_gradients(parts.planning.plan, parts.chunks)
-        if planned is not None:
+        if higher is not None:
             self._higher = None
-            self._rise(planned, None)
-            parts.sampler.look_again()  # its traces were measured in other homes
+            self._rise(*higher)
+            if higher[1] is None:
+                parts.sampler.look_again()  # its traces were measured in other homes
+        elif parts.comm.world_size > 1:
+            return  # they agree in a step
         elif parts.planning.homes_follow and parts.planning.has_trace:
             found = self._tenancy.what_pays(parts.planning.raised)
             if found is not None:
                 self._rise(found.result, found.inputs)
 
     def _rise(self, planned: PlanResult, inputs: PlanInputs | None) -> None:
-        moved = sum(rising(self._parts.planning.plan, planned.plan).values())
+        planning = self._parts.planning
+        moved = sum(rising(planning.plan, planned.plan).values())
         raise_homes(self._parts, planned, inputs)
-        self.num_up += 1
-        self.up_bytes += moved
+        planning.moves.up(moved)
         self._tenancy.end()
 
 
-def waiting_bytes(parts: Parts) -> int:
+def waiting_bytes(parts: Parts, *, on_device: bool = True) -> int:
     """Bytes on the device that gradients of earlier backwards take, or may take as the next adds to
-    them: sums are in fp32, and no plan of one backward has room for that."""
+    them: sums are in fp32, and no plan of one backward has room for that.
+
+    on_device: they wait where they are; else they have left.
+    """
     largest = 0
     for chunk in parts.chunks:
         if chunk.gradient.exists and chunk.dtype != torch.float32:
             largest = max(largest, chunk.spec.payload_bytes)
-    return parts.ledger.gradient_bytes + 2 * largest
+    return 2 * largest + (parts.ledger.gradient_bytes if on_device else 0)
+
+
+def _wait_on_device(parts: Parts) -> bool:
+    """Whether gradients wait, and all of them on the device."""
+    found = [chunk.gradient for chunk in parts.chunks if chunk.gradient.exists]
+    return bool(found) and all(gradient.offloaded_dtype is None for gradient in found)
+
+
+def _none_on_device(parts: Parts, plan: Plan) -> bool:
+    """Whether a plan has none of the gradients that wait on the device."""
+    return all(
+        shard.grad_home is not Tier.DEVICE
+        for chunk, shard in zip(parts.chunks, plan.shards, strict=True)
+        if chunk.gradient.exists
+    )
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import warnings
 
 import pytest
@@ -26,10 +27,12 @@ S, L = 4, 40  # sequences of 9 tokens: 0.1 and 1 MiB of activations; 0.34 MiB of
 class Loop:
     """A training loop on the simulated device, which knows the most that each iteration held."""
 
-    def __init__(self, kib, *others, **options):
-        self.sim = SimBackend(1)
+    def __init__(self, kib, *others, sim=None, module=None, **options):
+        self.sim = sim or SimBackend(1)
         policy = AutoPlacement(f"{kib}KiB", *others)
-        self.model = GeminiDDP(Tower(), self.sim, policy, max_norm=0.5, **SMALL, **options)
+        self.model = GeminiDDP(
+            module or Tower(), self.sim, policy, max_norm=0.5, **SMALL, **options
+        )
         self.optimizer = HybridAdam(self.model.parameters(), lr=1e-2, nvme=BLOCKS)
         self.generator = torch.Generator().manual_seed(1)
         self.peaks = []
@@ -41,21 +44,32 @@ class Loop:
         with self.sim.running():
             return token_loss(self.model, self.ids(length))
 
-    def train(self, *lengths):
-        for length in lengths:
-            self.sim.pages.peak_device_bytes = 0
+    def train(self, *steps):
+        """A step each: a length, or several that add up; a negative one is evaluated."""
+        for step in steps:
+            for length in (step,) if isinstance(step, int) else step:
+                self.sim.pages.peak_device_bytes = 0
+                with self.sim.running():
+                    if length > 0:
+                        token_loss(self.model, self.ids(length)).backward()
+                    else:
+                        self.evaluate(-length)
+                self.peaks.append(self.sim.peak_device_bytes)
             with self.sim.running():
-                token_loss(self.model, self.ids(length)).backward()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            self.peaks.append(self.sim.peak_device_bytes)
+            self.peaks[-1] = max(self.peaks[-1], self.sim.peak_device_bytes)
         self.sim.check()
         return self
 
+    @torch.no_grad()
+    def evaluate(self, length):
+        self.model(self.ids(length))
+
     @property
     def moves(self):
-        homes = self.model.engine.homes
-        return homes.num_down, homes.num_up
+        moves = self.model.engine.planning.moves
+        return moves.num_down, moves.num_up
 
     def on_device(self):
         return len(self.model.engine.planning.plan.blocks_on(Tier.DEVICE))
@@ -97,6 +111,28 @@ def test_state_goes_to_disk_where_the_host_is_full(no_warning):
     assert_same(loop, free)
 
 
+@pytest.mark.parametrize("budgets", [(1250,), (1250, "300KiB")], ids=["host", "disk"])
+def test_backwards_that_add_up_and_evaluation_between_them_pass_no_budget(budgets, no_warning):
+    """Gradients that wait count, and sums in fp32 too."""
+    steps = [(S, S), (S, S), (S, L), (L, S), (S, -L, S), (S, L, S), (-L, L), (L, L)]
+    loop, free = Loop(*budgets).train(*steps), Loop(1 << 20).train(*steps)
+    assert max(free.peaks) > 1250 * KIB >= max(loop.peaks[1:])
+    assert loop.moves[0] > 0
+    assert_same(loop, free)
+
+
+def test_two_engines_on_one_device_hold_their_budgets_in_turns(no_warning):
+    first = Loop(1250)
+    second = Loop(1250, sim=first.sim)
+    free = Loop(1 << 20).train(S, S, L, L, S, L)
+    for length in (S, S, L, L, S, L):
+        first.train(length)
+        second.train(length)
+    assert max(*first.peaks[2:], *second.peaks[2:]) <= 2 * 1250 * KIB
+    assert_same(first, free)
+    assert_same(second, free)
+
+
 def test_what_the_host_has_no_room_for_stays_and_that_is_said():
     loop = Loop(1200, "60KiB", "1KiB").train(S, S, L)
     with pytest.warns(BudgetWarning, match=r"host_budget of 60.00 KiB is .* too small"):
@@ -118,6 +154,15 @@ def test_homes_rise_again_where_short_batches_go_on():
     assert loop.on_device() < everything_there
     loop.train(*[S] * 8)
     assert loop.on_device() == everything_there
+
+
+def test_reports_say_what_moved_and_for_which_batch():
+    loop = Loop(1250).train(S, S)
+    assert str(loop.model.memory_report()).splitlines()[-1].startswith("moves 0 down, 1 up ")
+    loop.train(L)
+    last = r"moves 1 down .* KiB, 1 up .* KiB; the last one down for a train iteration of int64"
+    for text in (str(loop.model.memory_report()), loop.model.explain("head.weight")):
+        assert re.search(last + r"\[40, 9\], which asks for 1011.41 KiB", text), text
 
 
 def test_constant_lengths_move_nothing_after_the_first_iteration():
