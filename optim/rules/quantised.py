@@ -36,7 +36,7 @@ from .state_layout import GROUP_NUMEL, MASTER, Plane, StateLayout
 
 NOISE_KEY = 1 << 32  # added to a parameter's: its weights may be rounded at random, too
 NEAREST = 1 << 15  # in the place of noise
-INF_BITS = 0x7F800000
+INF_BITS, NAN_BITS = 0x7F800000, 0x7FC00000
 NAN_CODE, INF_CODE = 254, 255  # of a plane that never is negative
 SIGNED_NAN = -128
 FINE, COARSE = (3, 30), (2, 62)  # bits of the mantissa, and octaves from the first to the last
@@ -151,32 +151,47 @@ def _upper(bits: Tensor, up: Tensor, kept: int) -> Tensor:
     return (bits + (up << (7 - kept))) >> (23 - kept)
 
 
-def _window(upper: Tensor, live: Tensor, form: tuple[int, int], least: int) -> tuple[Tensor, ...]:
+def _are_plain(bits: Tensor) -> bool:
+    """Whether none is 0, inf or NaN, so that nothing has to be put aside."""
+    low, high = torch.aminmax(bits)
+    return bool(low > 0) and bool(high < INF_BITS)
+
+
+def _window(upper: Tensor, live: Tensor | None, form: tuple[int, int], least: int) -> list[Tensor]:
     """[groups] int32: exponent from which codes count, a multiple of `least`, and the least
-    exponent of what is `live` (255 where nothing is)."""
+    exponent of what is `live` (None: all), 255 where nothing is."""
     kept, octaves = form
-    exponents = upper >> kept
-    top = _groups(torch.where(live, exponents, 0)).amax(1)
-    below = 255 - _groups(torch.where(live, 255 - exponents, 0)).amax(1)
-    base = (top - octaves).clamp_(min=least)
-    return (base + (least - 1)).bitwise_and_(-least), below
+    high = low = upper >> kept
+    if live is None and upper.numel() % GROUP_NUMEL:
+        live = torch.ones_like(upper, dtype=torch.bool)
+    if live is not None:  # zeros after the end are not live, and 255 - 0 is what they count as
+        high, low = torch.where(live, high, 0), torch.where(live, 255 - low, 0)
+        below = 255 - _groups(low).amax(1)
+    else:
+        below = _groups(low).amin(1)
+    base = (_groups(high).amax(1) - octaves).clamp_(min=least)
+    return [(base + (least - 1)).bitwise_and_(-least), below]
 
 
 def _encode_positive(values: Tensor, codes: Tensor, shared: Tensor, up: Tensor) -> None:
     bits, numel = values.view(torch.int32) & 0x7FFFFFFF, values.numel()
-    live = (bits > 0) & (bits < INF_BITS)
-    fine, coarse = _upper(bits, up, FINE[0]), _upper(bits, up, COARSE[0])
-    base, below = _window(fine, live, FINE, 2)
-    other, _ = _window(coarse, live, COARSE, 2)
-    is_fine = below > base
-    shared.copy_(torch.where(below == 255, 0, torch.where(is_fine, 128 + base // 2, other // 2)))
-    found = torch.where(
-        _wide(is_fine, numel),
-        fine - _wide(base << FINE[0], numel),
-        coarse - _wide(other << COARSE[0], numel),
-    )
-    found.clamp_(1, NAN_CODE - 1).masked_fill_(bits == 0, 0)
-    codes.copy_(found.masked_fill_(bits == INF_BITS, INF_CODE).masked_fill_(bits > INF_BITS, 254))
+    live = None if _are_plain(bits) else (bits > 0) & (bits < INF_BITS)
+    found = _upper(bits, up, FINE[0])
+    base, below = _window(found, live, FINE, 2)
+    is_fine, header = below > base, 128 + (base >> 1)
+    found -= _wide(base << FINE[0], numel)
+    if not bool(is_fine.all()):
+        coarse = _upper(bits, up, COARSE[0])
+        base, _ = _window(coarse, live, COARSE, 2)
+        header = torch.where(is_fine, header, base >> 1).masked_fill_(below == 255, 0)
+        coarse -= _wide(base << COARSE[0], numel)
+        found = torch.where(_wide(is_fine, numel), found, coarse)
+    found.clamp_(1, NAN_CODE - 1)
+    if live is not None:
+        found.masked_fill_(bits == 0, 0).masked_fill_(bits == INF_BITS, INF_CODE)
+        found.masked_fill_(bits > INF_BITS, NAN_CODE)
+    shared.copy_(header.masked_fill_(below == 255, 0))
+    codes.copy_(found)
 
 
 def _positive(codes: Tensor, shared: Tensor) -> Tensor:
@@ -184,8 +199,12 @@ def _positive(codes: Tensor, shared: Tensor) -> Tensor:
     kept = COARSE[0] + (of_groups >> 7)
     base = ((of_groups & 127) * 2) << kept
     values = (codes.int() + _wide(base, numel)) << _wide(23 - kept, numel)
-    values.masked_fill_(codes == 0, 0).masked_fill_(codes == INF_CODE, INF_BITS)
-    return values.view(torch.float32).masked_fill_(codes == NAN_CODE, torch.nan)
+    low, high = torch.aminmax(codes)
+    if int(low) == 0:
+        values.masked_fill_(codes == 0, 0)
+    if int(high) >= NAN_CODE:
+        values.masked_fill_(codes == INF_CODE, INF_BITS).masked_fill_(codes == NAN_CODE, NAN_BITS)
+    return values.view(torch.float32)
 
 
 def _encode_signed(values: Tensor, codes: Tensor, shared: Tensor, up: Tensor) -> None:
@@ -194,10 +213,9 @@ def _encode_signed(values: Tensor, codes: Tensor, shared: Tensor, up: Tensor) ->
     live = (bits > 0) & (bits < INF_BITS)
     upper = _upper(bits, up, kept)
     base, below = _window(upper, live, SIGNED, 1)
-    shared.copy_(torch.where(below == 255, 0, base))
-    found = (upper - _wide(base << kept, numel)).clamp_(0, 127)
-    found = torch.where(every < 0, -found, found)
-    codes.copy_(found.masked_fill_(bits == 0, 0).masked_fill_(bits >= INF_BITS, SIGNED_NAN))
+    shared.copy_(base.masked_fill(below == 255, 0))
+    found = (upper - _wide(base << kept, numel)).clamp_(0, 127).masked_fill_(bits == 0, 0)
+    codes.copy_(_with_sign(found, every).masked_fill_(bits >= INF_BITS, SIGNED_NAN))
 
 
 def _signed(codes: Tensor, shared: Tensor) -> Tensor:
@@ -208,26 +226,46 @@ def _signed(codes: Tensor, shared: Tensor) -> Tensor:
     return torch.where(signed < 0, -values, values)
 
 
+def _with_sign(found: Tensor, every: Tensor) -> Tensor:
+    """`found`, negative where the bits of fp32 are those of a negative number."""
+    sign = every >> 31
+    return (found ^ sign) - sign
+
+
+_ROOTS = (
+    (torch.arange(1 << 11, dtype=torch.int32) << 20).view(torch.float32).double().sqrt().float()
+)
+
+
 def _root(values: Tensor) -> Tensor:
-    """Square root, correctly rounded, as torch's of fp32 is not everywhere."""
-    return values.double().sqrt_().float()
+    """Square root of what is decoded, correctly rounded, as torch's of fp32 is not everywhere."""
+    return _ROOTS.index_select(0, values.view(torch.int32) >> (23 - FINE[0]))
 
 
 def _encode_under_root(values: Tensor, codes: Tensor, root: Tensor, up: Tensor) -> None:
     size = values.abs()
-    ratio = torch.where(root > 0, size / root, size * 0.0).add_(OFFSET)
-    bits = ratio.view(torch.int32)
+    ratio = size / root
+    if not bool(root.min() > 0):
+        ratio = torch.where(root > 0, ratio, size * 0.0)
+    bits = ratio.add_(OFFSET).view(torch.int32)
     found = (_upper(bits, up, RATIO_BITS) - RATIO_BASE).clamp_(0, 127)
     found.masked_fill_(bits < LEAST_RATIO, 0)  # or it would come to more than twice what it is
-    found = torch.where(values < 0, -found, found)
-    codes.copy_(found.masked_fill_(bits >= INF_BITS, SIGNED_NAN))
+    found = _with_sign(found, values.view(torch.int32))
+    if not bool(ratio.max() < torch.inf):
+        found.masked_fill_((bits & 0x7FFFFFFF) >= INF_BITS, SIGNED_NAN)
+    codes.copy_(found)
 
 
 def _under_root(codes: Tensor, root: Tensor) -> Tensor:
     signed = codes.int()
     ratio = ((signed.abs() + RATIO_BASE) << (23 - RATIO_BITS)).view(torch.float32).sub_(OFFSET)
-    values = torch.where(signed < 0, -ratio, ratio).mul_(root).masked_fill_(signed == 0, 0.0)
-    return values.masked_fill_(signed == SIGNED_NAN, torch.nan)
+    sign = (signed & -0x80000000).bitwise_or_(ratio.view(torch.int32))
+    values = sign.view(torch.float32).mul_(root)
+    if not bool(root.max() < torch.inf):
+        values.masked_fill_(signed == 0, 0.0)
+    if int(codes.min()) == SIGNED_NAN:
+        values.masked_fill_(signed == SIGNED_NAN, torch.nan)
+    return values
 
 
 # -- codes of earlier versions, of 64 elements with one fp32 scale: linear in the root, and softsign
