@@ -336,7 +336,7 @@ class ModuleFace(nn.Module):
 
     def ignored_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of every parameter of `ignored_params`."""
-        return ((n, p) for n, p in self.module.named_parameters() if handle_of(p) is None)
+        return ((n, p) for n, p in self.named_parameters() if handle_of(p) is None)
 
     def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of a state dict's tensors that are in no chunk: persistent buffers, and

@@ -8,7 +8,7 @@ with other wrappers. `state_dict()` and `named_parameters()` are torch's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -40,14 +40,21 @@ def peeled(module: nn.Module) -> nn.Module:
     return module
 
 
+def params_by_path(module: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """(path, parameter) under each of its names, in registration order. `named_parameters()` of a
+    wrapper leaves parts of a path out."""
+    for path, inner in module.named_modules(remove_duplicate=False):
+        for key, param in inner._parameters.items():
+            if param is not None:
+                yield f"{path}.{key}" if path else key, param
+
+
 class SavedNames:
     """Names of one module's parameters, buffers and extra state, and the names that are saved."""
 
     def __init__(self, module: nn.Module) -> None:
         # of every wrapper the inner module's prefix and the wrapper's own, the innermost first
         self._prefixes: list[tuple[str, str]] = []
-        if not hasattr(module, "named_modules"):  # no module, but something with its parameters
-            return
         for path, inner in module.named_modules(remove_duplicate=False):
             if (child := wrapped_child(inner)) is not None:
                 own = f"{path}." if path else ""

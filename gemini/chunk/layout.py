@@ -16,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
 from gemini.mesh.roles import WORLD
-from gemini.saved_names import SavedNames
+from gemini.saved_names import SavedNames, params_by_path
 from gemini.units import (
     PARAM_ALIGN_NUMEL,
     SHARD_ALIGN_NUMEL,
@@ -104,9 +104,10 @@ def distinct(named: Iterable[tuple[str, T]]) -> list[tuple[T, tuple[str, ...]]]:
 def saved_params(module: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
     """Each parameter of a module once, in registration order, with all names that it is saved
     under."""
+    if not hasattr(module, "named_modules"):  # no module, but something with its parameters
+        return distinct(module.named_parameters(remove_duplicate=False))
     saved = SavedNames(module).saved
-    named = module.named_parameters(remove_duplicate=False)
-    return distinct((saved(name), param) for name, param in named)
+    return distinct((saved(path), param) for path, param in params_by_path(module))
 
 
 def spec_of(param: Tensor, names: tuple[str, ...], dtype: str) -> ParamSpec:

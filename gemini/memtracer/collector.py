@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
 from gemini.chunk.layout import ParamSpec, specs_of
-from gemini.saved_names import SavedNames
+from gemini.saved_names import SavedNames, params_by_path
 from gemini.trees import map_tensors, tensors_in
 from gemini.units import Bytes, ParamId
 
@@ -194,8 +194,7 @@ def listening(
     """Context in which a module's calls are told. params: by id. ids: of the module's parameters,
     by name."""
     saved = SavedNames(module).saved
-    named = module.named_parameters(remove_duplicate=False)
-    by_param = {id(param): ids[saved(name)] for name, param in named}
+    by_param = {id(param): ids[saved(path)] for path, param in params_by_path(module)}
 
     def params_of(inner: nn.Module, whole: bool) -> list[ParamId]:
         return [by_param[id(param)] for param in inner.parameters(recurse=whole)]
@@ -257,8 +256,7 @@ def trace(
             torch.empty(spec.shape, dtype=dtype, requires_grad=spec.trainable) for spec in specs
         ]
         saved = SavedNames(module).saved
-        actual = {name: made[ids[saved(name)]]
-                  for name, _ in module.named_parameters(remove_duplicate=False)}  # fmt: skip
+        actual = {path: made[ids[saved(path)]] for path, _ in params_by_path(module)}
         buffers = {
             name: torch.empty(buffer.shape, dtype=buffer.dtype)
             for name, buffer in module.named_buffers()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemini.saved_names import SavedNames
+from gemini.saved_names import SavedNames, params_by_path
 
 InitFn = Callable[[nn.Module], Any]
 
@@ -63,7 +63,7 @@ class Materialiser:
         self._owner: dict[int, str] = {}
         self._kept: list[str] = []
         self._saved = SavedNames(root).saved
-        for name, param in root.named_parameters(remove_duplicate=False):
+        for name, param in params_by_path(root):
             alike = dict.fromkeys(
                 (name, self._saved(name))
             )  # a state dict has the one or the other

@@ -18,6 +18,7 @@ from gemini.dtypes import DTYPES
 from gemini.memtracer.module_calls import is_compiled
 from gemini.mesh.roles import EXPERTS, WORLD
 from gemini.runtime.comm.communicator import Communicator
+from gemini.saved_names import params_by_path
 from gemini.units import ParamId
 
 IgnoredParams = Collection[nn.Parameter] | Callable[[str, nn.Parameter], bool]
@@ -123,7 +124,7 @@ def collect_params(
 def _owners(module: nn.Module) -> dict[int, list[nn.Module]]:
     """Modules that have each parameter, by its id, in the order of its names."""
     found: dict[int, list[nn.Module]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
+    for name, param in params_by_path(module):
         found.setdefault(id(param), []).append(module.get_submodule(name.rpartition(".")[0]))
     return found
 
