@@ -322,6 +322,7 @@ def late_rank(rank, compared):
     return whole(model)
 
 
+@pytest.mark.one_process("an event of this process says when one is late")
 def test_a_rank_that_is_late_is_waited_for():
     first, second = run_ranks(late_rank, 2, threading.Event())
     assert torch.equal(first, second)

@@ -172,6 +172,7 @@ def unwrapped(rank, precision, poor):
     )
 
 
+@pytest.mark.one_process("the memory that is left is patched in this process")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_unwrap_gives_every_rank_the_plain_module(precision, monkeypatch):
     left, poor = machine.memory_left, set()  # threads that have no memory left

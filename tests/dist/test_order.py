@@ -338,6 +338,7 @@ def reads_while_two_others_talk(rank, looks):
     return model.module.layers[2].weight.data.norm().item()
 
 
+@pytest.mark.one_process("looks are counted in this process")
 def test_a_rank_that_waits_for_a_third_one_is_late_and_not_lost(monkeypatch):
     looks, look = [], UserCalls.look
 

@@ -12,6 +12,8 @@ from bench.shared.models import Tower, seeded, token_batches, token_loss
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 
+pytestmark = pytest.mark.one_process("the claims are of threads")
+
 
 def state():
     """What ranks share while they run."""

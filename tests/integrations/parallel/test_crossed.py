@@ -13,6 +13,8 @@ from gemini.integrations.classic.moe import Experts
 from gemini.integrations.parallel.experts import share_experts
 from gemini.integrations.parallel.plans import TensorParallel, split, split_layer
 from gemini.integrations.plugins.fsdp import TorchFSDPPlugin
+from gemini.runtime.comm.collective_log import SequenceError
+from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.pipeline.ties import Ties
 
 
@@ -104,6 +106,7 @@ def crossed(rank, work):
 
 
 SAID = {
+    one_layer: ("sends bias [6]", "sends nothing more"),
     experts: (
         "sends 0.up__weight [2, 6, 4] torch.float32",
         "sends 0.down__bias [2, 4] torch.float32",
@@ -114,7 +117,6 @@ SAID = {
     ),
     probed: ("sends up_mean [4]", "sends down_mean [6]"),
     dropout: ("sends nothing more", "sends the state of a generator"),
-    one_layer: ("sends bias [6]", "sends nothing more"),
     fsdp: ("sends up.weight", "sends down.weight"),
     buffers: ("sends 1.up [2]", "sends 1.down [4]"),
     ties: ("sends up", "sends down"),
@@ -126,3 +128,16 @@ SAID = {
 def test_ranks_that_would_cross_are_told_what_each_sends(work):
     for kind, text in run_ranks(crossed, 2, work):
         assert kind == "SequenceError" and all(words in text for words in SAID[work]), text
+
+
+def announced(rank):
+    comm = Communicator()
+    comm.announce("f()", ["a", "b"])
+    with pytest.raises(SequenceError) as raised:
+        comm.announce("f()", ["a", "b"][: 2 - rank])
+    return str(raised.value)
+
+
+def test_one_that_would_send_less_is_told_so_too():
+    for text in run_ranks(announced, 2):
+        assert "rank 0 sends b, and rank 1 sends nothing more. All ranks must be given" in text
