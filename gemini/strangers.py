@@ -101,24 +101,23 @@ def parsed(text: bytes) -> Any:
 def check_folder(folder: str | os.PathLike[str], levels: int = _MOST_LEVELS) -> None:
     """Raise OSError unless everything in a folder may be opened: others' code reads it by name.
 
-    Hidden names are left out.
+    Hidden names are left out, and links to nothing.
     """
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                inner_folder(folder, entry.name)
-                if levels and not entry.is_symlink():
-                    check_folder(entry.path, levels - 1)
-                continue
+            if entry.name.startswith(".") or not os.path.exists(entry.path):
+                continue  # a link to nothing gives nothing to read
             try:
-                nbytes = size_of(entry.path)
+                if is_folder := entry.is_dir():
+                    _place(entry.path)
+                nbytes = 0 if is_folder else size_of(entry.path)
             except OSError as error:
                 raise StrangerError(f"{entry.name!r}: {said(error)}") from None
+            if is_folder and levels and not entry.is_symlink():
+                check_folder(entry.path, levels - 1)
             if nbytes > TEXT_BYTES and entry.name.endswith(_TEXTS):
                 raise StrangerError(f"{entry.name!r} has {nbytes} bytes, and is to be read whole")
-            if nbytes <= SMALL_BYTES and entry.name.endswith(".json"):
+            if not is_folder and nbytes <= SMALL_BYTES and entry.name.endswith(".json"):
                 _check_levels(entry)
 
 
@@ -131,12 +130,6 @@ def _check_levels(entry: os.DirEntry[str]) -> None:
             raise StrangerError(
                 f"{entry.name!r} is nested deeper than anything that was written"
             ) from None
-
-
-def inner_folder(folder: str | os.PathLike[str], name: str) -> Path:
-    """Folder `name` in `folder`. Raises StrangerError if it is a link to outside."""
-    _place(Path(folder, name))
-    return Path(folder, name)
 
 
 def _place(path: str | os.PathLike[str]) -> str:

@@ -6,6 +6,7 @@ fp32 after six steps of different updates.
 
 import copy
 import math
+import os
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from gemini import GeminiDDP
+from gemini.checkpoint import CheckpointError
 from optim import (
     HybridAdafactor,
     HybridAdagrad,
@@ -192,6 +194,29 @@ def test_a_run_resumes_with_the_same_bits(tmp_path):
     assert torch.equal(resumed.steps, whole.steps) and resumed.eval_loss == whole.eval_loss
     digests = [one.trainer.model_wrapped.digest() for one in (whole, resumed)]
     assert digests[0] == digests[1]
+
+
+def test_a_checkpoint_is_looked_at_before_anything_of_it_is_read(tmp_path):
+    """A pipe in the place of Trainer's own files would be waited for, a link be followed."""
+    run(tmp_path, cls=trainer(), save_strategy="steps", save_steps=2, max_steps=2)
+    folder, away = tmp_path / "checkpoint-2", tmp_path / "away"
+    names = ["trainer_state.json", "rng_state.pth", "gemini"]
+    for name in names:
+        path = folder / name
+        for change in (
+            os.mkfifo,
+            lambda p: p.symlink_to(away),
+            lambda p: p.write_text("[" * 10**5),
+        ):
+            path.rename(away)
+            change(path)
+            if path.is_file() and name != "trainer_state.json" and not path.is_symlink():
+                path.unlink()  # which is no JSON: its own reader refuses it
+            else:
+                with pytest.raises(CheckpointError, match=f"{name}|latest"):  # which leads to it
+                    run(tmp_path, cls=trainer(), resume=folder, max_steps=2)
+                path.unlink()
+            away.rename(path)
 
 
 def test_a_plain_trainers_checkpoint_resumes(tmp_path, plain):
