@@ -224,10 +224,11 @@ def new_lock() -> AbstractContextManager[Any]:
     return lock
 
 
-def _free_in_child() -> None:
+def free_in_child() -> None:
+    """Free all locks that this thread does not hold, in a process that was just forked."""
     for lock in _locks:
         if not lock._is_owned():
             lock._at_fork_reinit()
 
 
-os.register_at_fork(after_in_child=_free_in_child)
+os.register_at_fork(after_in_child=free_in_child)

@@ -46,6 +46,7 @@ from gemini.ddp import GeminiDDP
 from gemini.nvme import is_gone
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.groups import as_torchs
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.runtime.comm.leaving import ask_at_the_end
 from gemini.runtime.inspect.digest import base_digests
 from gemini.runtime.step.state.saved_state import SavedShards
@@ -417,7 +418,8 @@ class BackgroundSave:
         self._error: BaseException | None = None
         self.was_raised = False
         self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint")
-        self._thread.start()
+        with DeferredSignals():  # a handler that raised in `start` would leave half a thread
+            self._thread.start()
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -449,9 +451,14 @@ _last: BackgroundSave | None = None
 
 
 def in_background(path: str, work: Callable[[], None]) -> BackgroundSave:
-    """Run `work` in a thread. The caller has made sure that no other save is under way."""
+    """Run `work` in a thread. Raises CheckpointError where another thread has begun a save since
+    the caller waited for the last one."""
     global _last
-    assert _last is None or _last.ready()
+    if _last is not None and not _last.ready():
+        raise CheckpointError(
+            f"the save to {_last.path} was begun by another thread meanwhile, and goes on; "
+            "expected one asynchronous save at a time in a process: wait for its ticket, then save"
+        )
     _last = BackgroundSave(path, work)
     ask_at_the_end("save", _error_at_the_end)
     return _last

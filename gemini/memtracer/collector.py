@@ -112,7 +112,8 @@ class MemStatsCollector:
 
     def end(self) -> Trace:
         """End the iteration. Returns its trace, which is kept."""
-        assert self._key is not None, "end() without begin()"
+        if self._key is None:
+            raise RuntimeError("end() of an iteration that was not begun; call begin() before")
         self._end_period()
         for monitor in self._monitors:
             monitor.stop()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gemini.nvme import Buffer
 from gemini.optim.rules.speculation import BlockInputs
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.state.machine import Do, Event, Row, next_action, note
 from gemini.optim.state.nvme_state import NvmeState
 from gemini.optim.state.pieces import SteppedViews
@@ -120,7 +121,8 @@ class Speculation:
         thread = threading.Thread(target=self._run, args=(gate,), name="optim-early")
         self._last = thread, gate
         try:
-            thread.start()
+            with DeferredSignals():  # a handler that raised in `start` would leave half a thread
+                thread.start()
         except RuntimeError:  # the system has no room for a thread: the step does it all
             self._last = None
             self._goes_on(stop=True)

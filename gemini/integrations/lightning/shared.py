@@ -179,7 +179,10 @@ def _move_what_has_no_parameters(module: nn.Module, device: torch.device) -> Non
 def inner(optimizer: Any) -> TieredOptimizer:
     """Optimizer of this project, out of Lightning's wrapper."""
     found = getattr(optimizer, "_optimizer", optimizer)
-    assert isinstance(found, TieredOptimizer)
+    if not isinstance(found, TieredOptimizer):
+        raise ValueError(
+            f"the optimizer is a {type(found).__name__}; expected the one that this strategy set up"
+        )
     return found
 
 

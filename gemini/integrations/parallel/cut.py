@@ -348,7 +348,7 @@ def copies_of(
 
 
 def _check_parts(model: nn.Module, parts: Sequence[nn.Module]) -> None:
-    """Raise ValueError for a stage without parameters; assert that none was left out."""
+    """Raise ValueError for a stage without parameters, and for a parameter that no stage has."""
     for stage, part in enumerate(parts):
         if not any(True for _ in part.parameters()):
             raise ValueError(
@@ -357,4 +357,8 @@ def _check_parts(model: nn.Module, parts: Sequence[nn.Module]) -> None:
             )
     there = {id(param) for part in parts for param in part.parameters()}
     missing = [name for name, param in model.named_parameters() if id(param) not in there]
-    assert not missing, missing
+    if missing:
+        raise ValueError(
+            f"{missing[0]} and {len(missing) - 1} more parameters are in no stage; expected those "
+            "of the architecture alone: add others behind the cut, to the stages"
+        )

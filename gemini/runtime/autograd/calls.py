@@ -347,27 +347,27 @@ class Calls:
         if in_pass and self._collector.collecting:
             self._sampler.record("leave", caller)
 
-    @held
     def gradient_arrived(self, param: ParamId, grad: Tensor) -> None:
         """Pack the whole gradient of a parameter, as autograd has accumulated it."""
         parts = self._parts
         if grad.requires_grad:
             _refuse_double_backward()
-        if not self._reducer.active:
-            self.begin_backward()
-        if parts.control_vector.active and not self._entered:
-            _refuse_unscaled(parts.layout, param)
-        chunk = parts.chunks[parts.chunk_of[param]]
-        watched = parts.ledger.watched and chunk.gradient.next_changes_memory
-        if watched:
-            self._collector.before_change()
-        self._reducer.arrived(chunk, parts.slot_of[param], grad)
-        if watched:
-            self._collector.after_change()
-            parts.ledger.note()
-        parts.present[param] = True
-        self._manager.gradient_arrived(param)
-        self._modules.gradient_arrived(param)
+        with parts.lock:  # here, as `held` is a call more for every gradient
+            if not self._reducer.active:
+                self.begin_backward()
+            if parts.control_vector.active and not self._entered:
+                _refuse_unscaled(parts.layout, param)
+            chunk = parts.chunks[parts.chunk_of[param]]
+            watched = parts.ledger.watched and chunk.gradient.next_changes_memory
+            if watched:
+                self._collector.before_change()
+            self._reducer.arrived(chunk, parts.slot_of[param], grad)
+            if watched:
+                self._collector.after_change()
+                parts.ledger.note()
+            parts.present[param] = True
+            self._manager.gradient_arrived(param)
+            self._modules.gradient_arrived(param)
 
     def taken_out(self, param: ParamId, grad: Tensor) -> Tensor | None:
         """`grad` without the loss scale, for `torch.autograd.grad`; None: it is for `.grad`."""

@@ -14,7 +14,7 @@ from gemini.chunk.storage import Chunk
 from gemini.nvme import NvmeError
 from optim import HybridAdam, NvmeConfig
 from optim.state.deferred_signals import TailSignals
-from optim.target import _free_in_child, new_lock
+from optim.target import free_in_child, new_lock
 from tests.support.disks.faults import failing
 from tests.support.disks.waiting import waiting
 from tests.support.loops import sides
@@ -335,9 +335,9 @@ def test_a_forked_child_has_locks_free_that_another_thread_held():
     thread.start()
     is_held.wait()
     assert not lock.acquire(blocking=False)
-    _free_in_child()
+    free_in_child()
     assert lock.acquire(blocking=False)  # by this thread, which forks while it holds another
-    _free_in_child()
+    free_in_child()
     lock.release()
     ends.set()
     thread.join()

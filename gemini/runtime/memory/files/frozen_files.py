@@ -137,7 +137,8 @@ class FrozenFiles:
             torch.is_inference_mode_enabled(), self._memory.mover(),
         )  # fmt: skip
         self._reads = [read for read in self._reads if not read.done()]
-        self._reads.append(self._reader.submit(fill.run, self._pool, partial(_begin, blocks)))
+        with DeferredSignals():  # a handler that raised in `submit` would leave its locks taken
+            self._reads.append(self._reader.submit(fill.run, self._pool, partial(_begin, blocks)))
         return ReadTicket(self._reads[-1], None)
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:

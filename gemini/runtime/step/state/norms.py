@@ -96,7 +96,13 @@ def with_norms(
         return torch.tensor(sums, dtype=torch.float64).flatten()
 
     norms = _over_ranks(parts, 2 * len(hyper), norms_here)
-    assert bool(norms.isfinite().all())
+    if not bool(norms.isfinite().all()):
+        found_at = int(norms.isfinite().logical_not().nonzero()[0]) // 2
+        raise RuntimeError(
+            f"the norm of {parts.layout.params[found_at].name}, or of what it moves along, is not "
+            "finite, and its gradient is: weights or state have a NaN or an Inf already. Nothing "
+            "was changed; load a checkpoint"
+        )
     numels = [spec.numel for spec in parts.layout.params]
     return trusted(rule, hyper, norms.view(-1, 2).tolist(), numels)
 
