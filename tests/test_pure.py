@@ -7,6 +7,7 @@ import pytest
 
 PURE = [
     "gemini.units",
+    "gemini.arguments",
     "gemini.tickets",
     "gemini.chunk.sizing.search",
     "gemini.chunk.layout",
