@@ -102,9 +102,12 @@ class HybridAdam(TieredOptimizer):
         dicts and checkpoints stay in fp32, and load into any. Not with amsgrad or float64
         parameters.
 
-    Raises ValueError for a hyperparameter out of range and names it, `nvme.FolderError` for a
-    folder that cannot be used, `nvme.DiskFullError` where the state does not fit, and
-    `KernelBuildError` where `cpu_path="compile"` is not possible.
+    Options behind `lr` go by name: torch and Colossal-AI have different ones third.
+
+    Raises ValueError for a hyperparameter out of range and names it, TypeError for one of another
+    type, for an unknown one and for one by position, `nvme.FolderError` for a folder that cannot be
+    used, `nvme.DiskFullError` where the state does not fit, and `KernelBuildError` where
+    `cpu_path="compile"` is not possible.
     Formulas: `optim.rules.formulas.adam` (Kingma & Ba 2015; Loshchilov & Hutter 2019; with
     amsgrad Reddi et al. 2018).
     """

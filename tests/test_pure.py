@@ -9,6 +9,7 @@ PURE = [
     "gemini.units",
     "gemini.strangers",
     "gemini.optim.rules.saved",
+    "gemini.arguments",
     "gemini.tickets",
     "gemini.chunk.sizing.search",
     "gemini.chunk.layout",

@@ -77,6 +77,11 @@ def look_at(files: Sequence[str], flag: str, tokenizer: Any) -> RowForm:
                 form = _checked(next(rows), form, tokenizer)
             except StopIteration:
                 break
+            except RecursionError:
+                raise ValueError(
+                    f"{flag} {file} row {number}: is nested too deep; expected one object with "
+                    f"{EXPECTED}"
+                ) from None
             except ValueError as wrong:
                 raise ValueError(f"{flag} {file} row {number}: {wrong}") from None
             except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
@@ -118,8 +123,6 @@ def _parsed(line: bytes) -> Any:
         raise ValueError(
             f"is no UTF-8 (byte {error.start}: {error.reason}); expected JSON"
         ) from None
-    except RecursionError:
-        raise ValueError(f"is nested too deep; expected one object with {EXPECTED}") from None
     except ValueError as error:
         raise ValueError(f"is no JSON ({error}); expected one object a line") from None
 
@@ -192,13 +195,18 @@ def _check_message(where: str, message: Any, tokenizer: Any) -> None:
 
 def _check_characters(row: dict[str, Any]) -> None:
     """Raise ValueError for half of a surrogate pair, which no file can have as UTF-8."""
-    for key, value in row.items():
-        try:
-            json.dumps([key, value], ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError(
-                f"{_listed([key])} has half of a surrogate pair; expected whole characters"
-            ) from None
+    if _is_encoded(row):
+        return
+    key = next(key for key in row if not _is_encoded({key: row[key]}))
+    raise ValueError(f"{_listed([key])} has half of a surrogate pair; expected whole characters")
+
+
+def _is_encoded(row: dict[str, Any]) -> bool:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_template(row: dict[str, Any], form: RowForm, tokenizer: Any) -> None:

@@ -51,7 +51,7 @@ def make_folder(folder: Path, **sizes: int) -> Path:
 
 
 def rows(kind: str, count: int = 40) -> list[dict[str, Any]]:
-    """Of `gemini.train.data.KINDS`."""
+    """Of `gemini.train.rows.KINDS`."""
     found: list[dict[str, Any]] = []
     for i in range(count):
         first, second = TEXT[100 * i : 100 * i + 30], TEXT[100 * i + 30 : 100 * i + 90]
