@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from bench.shared.models import Tower, token_loss
+from bench.shared.models import Tower, seeded, token_loss
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, BudgetWarning, GeminiDDP
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace, TraceMoment
@@ -210,6 +210,67 @@ def test_nothing_grows_with_the_number_of_lengths(no_warning):
     longest = max(t.peak_non_model_bytes for t in engine.sampler.traces())
     loop.train(*[S, 5, 6] * 8, *range(3, 3 + MAX_SIGNATURES))
     assert longest == max(t.peak_non_model_bytes for t in engine.sampler.traces())
+
+
+# -- a device without memory --
+
+
+class Dropping(Tower):
+    def forward(self, ids):
+        return super().forward(ids * (torch.rand(ids.shape) > 0.3))
+
+
+def exhausted_at(loop, count):
+    """Let the operator that makes the `count`-th storage of the next forward find no memory."""
+    pages = loop.sim.pages
+    made, left = pages.operator_made, [count]
+
+    def operator_made(tensor):
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            left[0] -= 1
+            if left[0] == 0:
+                raise torch.OutOfMemoryError("no memory")
+        made(tensor)
+
+    pages.operator_made = operator_made
+    return left
+
+
+@pytest.mark.parametrize("first", [2, 9, 30, 50])
+def test_a_forward_that_finds_no_memory_is_tried_again_with_the_same_bits(first):
+    with seeded():
+        free = Loop(1 << 20, module=Dropping()).train(S, S, S)
+    with seeded():
+        loop = Loop(1 << 20, module=Dropping()).train(S)
+        left = exhausted_at(loop, first)
+        loop.train(S)
+        assert left[0] < 0 and loop.moves[0] == 1
+        loop.train(S)
+    assert_same(loop, free)
+
+
+def test_a_forward_is_not_tried_again_where_it_changed_buffers_or_a_graph_is_open():
+    class Counts(Tower):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, ids):
+            self.count += 1
+            return super().forward(ids)
+
+    loop = Loop(1 << 20, module=Counts()).train(S)
+    exhausted_at(loop, 20)
+    with pytest.raises(torch.OutOfMemoryError) as info:
+        loop.forward(S)
+    assert "changed buffers" in info.value.__notes__[0]
+    loop = Loop(1 << 20).train(S)
+    loss = loop.forward(S)
+    exhausted_at(loop, 20)
+    with pytest.raises(torch.OutOfMemoryError) as info:
+        loop.forward(S)
+    assert "waits for its backward" in info.value.__notes__[0]
+    assert loop.moves[0] == 0 and loss.requires_grad
 
 
 # -- renting against buying --
