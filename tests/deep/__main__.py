@@ -27,6 +27,7 @@ PYTEST = ("-m", "pytest", "-q", "--tb=short")
 ROUNDS = 20  # of new examples: 10 000 files of checkpoints and stores that were changed
 CERTIFICATES = 200
 PROGRAMS = {1: 2000, 2: 500}  # drawn, by ranks
+LENGTHS = 2000  # drawn programs
 INTERRUPTED = 400  # drawn, a place
 SOME_LINES = "500"  # where one takes two seconds
 
@@ -66,6 +67,8 @@ def jobs() -> Iterator[Job]:
     for ranks, count in PROGRAMS.items():
         drawn = ("-m", "tests.support.loops.programs", f"--ranks={ranks}", f"--count={count}")
         yield Job("fuzz", f"programs at {ranks} ranks", drawn, count)
+    drawn = ("-m", "tests.support.loops.lengths", f"--count={LENGTHS}")
+    yield Job("fuzz", "programs of many lengths", drawn, LENGTHS)
     drawn = ("-m", "bench.certificate", f"--draws={CERTIFICATES}")
     yield Job("certificate", f"{CERTIFICATES} plans", drawn, 1)
     for name, place in PLACES.items():
