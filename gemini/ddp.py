@@ -234,17 +234,25 @@ class GeminiDDP(ModuleFace):
         if self.broadcast_buffers:
             self.engine.meetings.come_together()
             self._broadcast_buffers()
-        self._boundary.look((args, kwargs))
-        self.engine.calls.begin_iteration((args, kwargs))
-        args, kwargs = self._boundary.enter((args, kwargs))
+        calls, given = self.engine.calls, (args, kwargs)
+        self._boundary.look(given)
+        calls.begin_iteration(given)
+        args, kwargs = self._boundary.enter(given)
         depth = self.engine.forward_depth
-        try:
-            with self.engine.calls.tracking(self.module):
-                outputs = self.module(*args, **kwargs)
-        except BaseException:
-            self.engine.calls.cut_short(depth)
-            raise
-        return self._boundary.leave(outputs)
+        attempt = calls.attempt(self.module) if depth == 0 else None
+        while True:
+            try:
+                with calls.tracking(self.module):
+                    outputs = self.module(*args, **kwargs)
+            except BaseException as error:
+                calls.cut_short(depth)
+                if attempt is None or not attempt.may_be_repeated(error):
+                    raise
+            else:
+                return self._boundary.leave(outputs)
+            # outside of the handler, whose traceback keeps what the forward had made
+            calls.again(attempt, given)
+            attempt = None
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:

@@ -29,6 +29,7 @@ CERTIFICATES = 200
 PROGRAMS = {1: 2000, 2: 500}  # drawn, by ranks
 BESIDE_READERS = 500  # drawn
 DOORS = 500  # drawn with wrappers and files
+LENGTHS = 2000  # drawn programs
 INTERRUPTED = 400  # drawn, a place
 TIME_OUTS = "400"
 SOME_LINES = "500"  # where one takes two seconds
@@ -75,6 +76,8 @@ def jobs() -> Iterator[Job]:
     yield Job("fuzz", "programs beside readers", drawn, BESIDE_READERS)
     drawn = ("-m", "tests.support.loops.programs", "--doors", f"--count={DOORS}")
     yield Job("fuzz", "programs under wrappers, through files", drawn, DOORS)
+    drawn = ("-m", "tests.support.loops.lengths", f"--count={LENGTHS}")
+    yield Job("fuzz", "programs of many lengths", drawn, LENGTHS)
     drawn = ("-m", "bench.certificate", f"--draws={CERTIFICATES}")
     yield Job("certificate", f"{CERTIFICATES} plans", drawn, 1)
     for name, place in PLACES.items():

@@ -49,6 +49,8 @@ from gemini.runtime.thaw import thaw
 from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
 
+from .attempt import Attempt
+
 
 class Calls:
     """Passes and module calls of one engine, as they begin and end; see `CallListener`."""
@@ -146,6 +148,21 @@ class Calls:
             if parts.comm.world_size > 1:  # a collective may follow
                 self._meetings.end_reading()
             self._homes.before_forward()
+
+    def attempt(self, module: nn.Module) -> Attempt | None:
+        """What is asked when the outermost forward of `module`, which is next, has no memory; None
+        where model data could not make room for it."""
+        parts = self._parts
+        counts = parts.backend.has_host_tier and torch.is_grad_enabled()
+        if not counts or in_backward() or parts.in_schedule or not self._homes.may_sink():
+            return None
+        return Attempt(parts, self._homes, module)
+
+    def again(self, attempt: Attempt, inputs: Any) -> None:
+        """Make room for a forward that had no memory, and begin it anew."""
+        self.forget()
+        self.unpin()
+        attempt.make_room(inputs if self.tells_inputs_apart else None)
 
     def tracking(self, module: nn.Module) -> AbstractContextManager[None]:
         """Context around the forward that `begin_iteration` announced."""

@@ -7,11 +7,14 @@ homes rise again is said in `gemini.placement.renting`.
 
 from __future__ import annotations
 
+import logging
 import weakref
+from dataclasses import replace
 
 import torch
 
 from gemini.chunk.storage import Chunk
+from gemini.memtracer.forecast import with_bytes_added
 from gemini.memtracer.trace import Trace
 from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, PlanResult
@@ -19,6 +22,8 @@ from gemini.placement.renting import Tenancy, rising
 from gemini.placement.tiers import Tier
 from gemini.runtime.parts import Parts
 from gemini.runtime.schedule.planning import Lowered
+
+log = logging.getLogger("gemini")
 
 
 class MovingHomes:
@@ -129,6 +134,33 @@ class MovingHomes:
         self._higher = None
         planning.moves.down(nbytes, trace)
         self._tenancy.end()
+
+    def may_sink(self) -> bool:
+        """Whether anything on the device could leave it now."""
+        parts = self._parts
+        if not parts.planning.homes_follow or parts.target is None or parts.comm.world_size > 1:
+            return False
+        return not _is_parked(parts) and any(
+            Tier.DEVICE in (shard.param_home, *shard.state_homes)
+            for shard in parts.planning.plan.shards
+        )
+
+    def sink_all(self) -> None:
+        """Move all that may leave the device, as a forward found no memory there."""
+        planning = self._parts.planning
+        trace = planning.inputs.trace
+        everything = with_bytes_added(trace, int(planning.inputs.budgets.device))
+        lowered = planning.lowered(everything, params_stay=self._parts.all_gathered)
+        if lowered is None:
+            return
+        leaving = sum(rising(lowered.result.plan, planning.plan).values())
+        if leaving:
+            fits = replace(lowered, refused=None)  # for all that anybody knows
+            self._sink(trace, fits, leaving, gradients_leave=False)
+        log.warning(
+            "a forward ran out of memory; it begins again, and its Python runs twice: %s",
+            planning.moves,
+        )
 
     # -- up --
 

@@ -8,78 +8,16 @@ import warnings
 import pytest
 import torch
 
-from bench.shared.models import Tower, token_loss
-from bench.shared.simulated import SimBackend
-from gemini import AutoPlacement, BudgetWarning, GeminiDDP
+from bench.shared.models import Tower, seeded
+from gemini import BudgetWarning
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace, TraceMoment
 from gemini.placement.renting import Raised, Tenancy
 from gemini.placement.tiers import Tier
 from gemini.runtime.schedule.planning import MAX_PLANS
 from gemini.runtime.schedule.sampler import MAX_SIGNATURES
-from optim import HybridAdam
-from tests.support.checkpoints import everything
-from tests.support.spilled import BLOCKS, SMALL
+from tests.support.loops.lengths import KIB, Loop, assert_same
 
-KIB = 1024
-S, L = 4, 40  # sequences of 9 tokens: 0.1 and 1 MiB of activations; 0.34 MiB of model data
-
-
-class Loop:
-    """A training loop on the simulated device, which knows the most that each iteration held."""
-
-    def __init__(self, kib, *others, sim=None, module=None, **options):
-        self.sim = sim or SimBackend(1)
-        policy = AutoPlacement(f"{kib}KiB", *others)
-        self.model = GeminiDDP(
-            module or Tower(), self.sim, policy, max_norm=0.5, **SMALL, **options
-        )
-        self.optimizer = HybridAdam(self.model.parameters(), lr=1e-2, nvme=BLOCKS)
-        self.generator = torch.Generator().manual_seed(1)
-        self.peaks = []
-
-    def ids(self, length):
-        return torch.randint(97, (length, 9), generator=self.generator)
-
-    def forward(self, length):
-        with self.sim.running():
-            return token_loss(self.model, self.ids(length))
-
-    def train(self, *steps):
-        """A step each: a length, or several that add up; a negative one is evaluated."""
-        for step in steps:
-            for length in (step,) if isinstance(step, int) else step:
-                self.sim.pages.peak_device_bytes = 0
-                with self.sim.running():
-                    if length > 0:
-                        token_loss(self.model, self.ids(length)).backward()
-                    else:
-                        self.evaluate(-length)
-                self.peaks.append(self.sim.peak_device_bytes)
-            with self.sim.running():
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            self.peaks[-1] = max(self.peaks[-1], self.sim.peak_device_bytes)
-        self.sim.check()
-        return self
-
-    @torch.no_grad()
-    def evaluate(self, length):
-        self.model(self.ids(length))
-
-    @property
-    def moves(self):
-        moves = self.model.engine.planning.moves
-        return moves.num_down, moves.num_up
-
-    def on_device(self):
-        return len(self.model.engine.planning.plan.blocks_on(Tier.DEVICE))
-
-
-def assert_same(first, second):
-    one, two = (everything(loop.model, loop.optimizer) for loop in (first, second))
-    assert one["runs"].keys() == two["runs"].keys()
-    for name, values in one["runs"].items():
-        assert torch.equal(values, two["runs"][name]), name
+S, L = 4, 40  # 0.1 and 1 MiB of activations; 0.34 MiB of model data
 
 
 @pytest.fixture
@@ -210,6 +148,67 @@ def test_nothing_grows_with_the_number_of_lengths(no_warning):
     longest = max(t.peak_non_model_bytes for t in engine.sampler.traces())
     loop.train(*[S, 5, 6] * 8, *range(3, 3 + MAX_SIGNATURES))
     assert longest == max(t.peak_non_model_bytes for t in engine.sampler.traces())
+
+
+# -- a device without memory --
+
+
+class Dropping(Tower):
+    def forward(self, ids):
+        return super().forward(ids * (torch.rand(ids.shape) > 0.3))
+
+
+def exhausted_at(loop, count):
+    """Let the operator that makes the `count`-th storage of the next forward find no memory."""
+    pages = loop.sim.pages
+    made, left = pages.operator_made, [count]
+
+    def operator_made(tensor):
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            left[0] -= 1
+            if left[0] == 0:
+                raise torch.OutOfMemoryError("no memory")
+        made(tensor)
+
+    pages.operator_made = operator_made
+    return left
+
+
+@pytest.mark.parametrize("first", [2, 9, 30, 50])
+def test_a_forward_that_finds_no_memory_is_tried_again_with_the_same_bits(first):
+    with seeded():
+        free = Loop(1 << 20, module=Dropping()).train(S, S, S)
+    with seeded():
+        loop = Loop(1 << 20, module=Dropping()).train(S)
+        left = exhausted_at(loop, first)
+        loop.train(S)
+        assert left[0] < 0 and loop.moves[0] == 1
+        loop.train(S)
+    assert_same(loop, free)
+
+
+def test_a_forward_is_not_tried_again_where_it_changed_buffers_or_a_graph_is_open():
+    class Counts(Tower):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, ids):
+            self.count += 1
+            return super().forward(ids)
+
+    loop = Loop(1 << 20, module=Counts()).train(S)
+    exhausted_at(loop, 20)
+    with pytest.raises(torch.OutOfMemoryError) as info:
+        loop.forward(S)
+    assert "changed buffers" in info.value.__notes__[0]
+    loop = Loop(1 << 20).train(S)
+    loss = loop.forward(S)
+    exhausted_at(loop, 20)
+    with pytest.raises(torch.OutOfMemoryError) as info:
+        loop.forward(S)
+    assert "waits for its backward" in info.value.__notes__[0]
+    assert loop.moves[0] == 0 and loss.requires_grad
 
 
 # -- renting against buying --

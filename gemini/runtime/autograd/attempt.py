@@ -1,0 +1,59 @@
+"""One forward that may be run again: it found no memory, and model data can make room for it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.runtime.parts import Parts
+from gemini.runtime.step.homes import MovingHomes
+
+
+class Attempt:
+    """First attempt at an outermost forward, with all that a second one must begin with."""
+
+    def __init__(self, parts: Parts, homes: MovingHomes, module: nn.Module) -> None:
+        self._parts = weakref.proxy(parts)
+        self._homes = homes
+        self._module = module
+        self._graph_was_open = homes.graph_is_open
+        self._versions = [buffer._version for buffer in module.buffers()]
+        self._random = torch.get_rng_state()
+        device = parts.backend.device
+        self._device = device if device.type == "cuda" else None
+        self._drawn = None if self._device is None else torch.cuda.get_rng_state(self._device)
+
+    def may_be_repeated(self, error: BaseException) -> bool:
+        """Whether the forward that ended with `error` left everything as it was.
+
+        Where it ran out of memory and did not, the error gets a note that says what forbids it.
+        """
+        if not isinstance(error, torch.OutOfMemoryError):
+            return False
+        reason = self._against()
+        if reason is not None:
+            error.add_note(f"this forward is not tried again in lower homes: {reason}")
+        return reason is None
+
+    def _against(self) -> str | None:
+        if self._graph_was_open:
+            return "an earlier one waits for its backward"
+        if self._versions != [buffer._version for buffer in self._module.buffers()]:
+            return "it has changed buffers of the module already"
+        if not self._homes.may_sink():
+            return "nothing on the device could leave it"
+        return None
+
+    def make_room(self, inputs: Any) -> None:
+        """Move all that may leave the device, and bring random generators back."""
+        parts = self._parts
+        parts.sampler.collector.abandon()
+        self._homes.graph_is_open = self._graph_was_open
+        self._homes.sink_all()
+        torch.set_rng_state(self._random)
+        if self._device is not None and self._drawn is not None:
+            torch.cuda.set_rng_state(self._drawn, self._device)
+        parts.sampler.begin(inputs, again=False)

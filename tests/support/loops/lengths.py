@@ -1,0 +1,168 @@
+"""Loops whose batches have many lengths, on the simulated device, and a search among them.
+
+    python -m tests.support.loops.lengths [--count 100] [--seed 0]
+
+A drawn program has a distribution of lengths, budgets, an update mode, backwards that add up and
+evaluations. It must have the bits of the same program without budgets, and pass no budget: but in
+its first iteration, and where a warning said before the forward that no homes hold it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.shared.models import Tower, token_loss
+from bench.shared.simulated import SimBackend
+from gemini import AutoPlacement, BudgetWarning, GeminiDDP
+from gemini.placement.tiers import Tier
+from optim import HybridAdam
+from tests.support.checkpoints import everything
+from tests.support.spilled import BLOCKS, SMALL
+
+KIB = 1024
+Step = int | tuple[int, ...]  # a length, or several that add up; a negative one is evaluated
+
+
+class Loop:
+    """A training loop on the simulated device, which knows the most that each iteration held."""
+
+    def __init__(
+        self,
+        kib: int,
+        *others: str | None,
+        sim: SimBackend | None = None,
+        module: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        self.sim = sim or SimBackend(1)
+        policy = AutoPlacement(f"{kib}KiB", *others)
+        self.model = GeminiDDP(
+            module or Tower(), self.sim, policy, max_norm=0.5, **SMALL, **options
+        )
+        self.optimizer = HybridAdam(self.model.parameters(), lr=1e-2, nvme=BLOCKS)
+        self.generator = torch.Generator().manual_seed(1)
+        self.peaks: list[int] = []
+
+    def ids(self, length: int) -> Tensor:
+        return torch.randint(97, (length, 9), generator=self.generator)
+
+    def forward(self, length: int) -> Tensor:
+        with self.sim.running():
+            return token_loss(self.model, self.ids(length))
+
+    def train(self, *steps: Step) -> Loop:
+        for step in steps:
+            for length in (step,) if isinstance(step, int) else step:
+                self.sim.pages.peak_device_bytes = 0
+                with self.sim.running():
+                    if length > 0:
+                        token_loss(self.model, self.ids(length)).backward()
+                    else:
+                        self.evaluate(-length)
+                self.peaks.append(self.sim.peak_device_bytes)
+            with self.sim.running():
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.peaks[-1] = max(self.peaks[-1], self.sim.peak_device_bytes)
+        self.sim.check()
+        return self
+
+    @torch.no_grad()
+    def evaluate(self, length: int) -> None:
+        self.model(self.ids(length))
+
+    @property
+    def moves(self) -> tuple[int, int]:
+        moves = self.model.engine.planning.moves
+        return moves.num_down, moves.num_up
+
+    def on_device(self) -> int:
+        return len(self.model.engine.planning.plan.blocks_on(Tier.DEVICE))
+
+
+def assert_same(first: Loop, second: Loop) -> None:
+    one, two = (everything(loop.model, loop.optimizer) for loop in (first, second))
+    assert one["runs"].keys() == two["runs"].keys()
+    for name, values in one["runs"].items():
+        assert torch.equal(values, two["runs"][name]), name
+
+
+def drawn(generator: random.Random) -> tuple[list[Step], int, str | None, str]:
+    """Steps, budgets of device (KiB) and host, and update mode."""
+    count = generator.randint(6, 14)
+    kind = generator.choice(("lognormal", "buckets", "bursts", "outlier"))
+    if kind == "lognormal":
+        lengths = [min(48, max(2, int(generator.lognormvariate(2, 0.9)))) for _ in range(count)]
+    elif kind == "buckets":
+        lengths = [generator.choice((4, 8, 16, 40)) for _ in range(count)]
+    elif kind == "bursts":
+        lengths = [40 if i // 3 % 2 else 4 for i in range(count)]
+    else:
+        lengths = [4] * count
+        lengths[generator.randrange(1, count)] = 44
+    steps: list[Step] = []
+    for length in lengths:
+        extra = generator.random()
+        if extra < 0.15:
+            steps.append((length, generator.choice(lengths)))
+        elif extra < 0.25:
+            steps.append((-generator.choice(lengths), length))
+        else:
+            steps.append(length)
+    host = generator.choice((None, None, "300KiB", "220KiB"))
+    mode = generator.choice(("serial", "tail", "speculate", "both", "auto"))
+    fits = 180 + 25.5 * max(lengths)  # the longest fits alone, beside gradients that wait
+    return steps, round(fits * generator.choice((1.0, 1.05, 1.1, 1.2))), host, mode
+
+
+def fails(seed: int) -> str | None:
+    """What is wrong with one drawn program; None: nothing."""
+    steps, kib, host, mode = drawn(random.Random(seed))
+    program = f"seed {seed}: {steps} in {kib} KiB, host {host}, {mode}"
+    free = Loop(1 << 20).train(*steps)
+    said_of = set()
+    loop = Loop(kib, host, update=mode)
+    for i, step in enumerate(steps):
+        before = len(loop.peaks)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            loop.train(step)
+        lengths = (step,) if isinstance(step, int) else step
+        if any(issubclass(warning.category, BudgetWarning) for warning in said):
+            said_of.update(abs(length) for length in lengths)
+        for length, peak in zip(lengths, loop.peaks[before:], strict=True):
+            if peak > kib * KIB and i and abs(length) not in said_of:
+                return f"{program}: {peak - kib * KIB} bytes above in step {i}, of {length}"
+    try:
+        assert_same(loop, free)
+    except AssertionError as error:
+        return f"{program}: {error} differs"
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.support.loops.lengths")
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args(arguments)
+    logging.getLogger("gemini").setLevel(logging.ERROR)
+    found = 0
+    for seed in range(asked.seed, asked.seed + asked.count):
+        said = fails(seed)
+        if said is not None:
+            found += 1
+            print(said, flush=True)
+    print(f"{asked.count} programs of many lengths, {found} failed")
+    return int(found > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
