@@ -139,5 +139,5 @@ def _remedy(entry: Entry, other: Entry) -> str:
     return (
         "All ranks must call the same modules in the same order; put what differs by its input "
         "below a module that is gathered whole (gather_whole=; of GeminiTrainer, "
-        "gemini=dict(gather_whole=...)), or release nothing (placement_policy=\"zero2\")"
+        'gemini=dict(gather_whole=...)), or release nothing (placement_policy="zero2")'
     )
