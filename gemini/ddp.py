@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +171,8 @@ class GeminiDDP(ModuleFace):
         capacities, num_shards = self.chunk_configuration.capacities, connections.num_shards
         layout = training_layout(specs, capacities, num_shards, order, connections.num_replicas)
         max_prefetch = communication.max_prefetch
-        same = (placement, precision_settings, max_prefetch, update)
-        _check_same_set_up(comm, layout, same)
-        if communication.broadcast_buffers:
-            sent = [f"{name} {[*x.shape]} {x.dtype}" for name, x in module.named_buffers()]
-            comm.announce("GeminiDDP(broadcast_buffers=True)", sent)
+        same = placement, precision_settings, max_prefetch, update
+        _check_same_set_up(comm, layout, module, same)
         backend = _backend(device)
         planning = begin_planning(
             layout, placement, backend, comm,
@@ -458,9 +456,13 @@ def _check_trace(
     trace.check_model(specs)
 
 
-def _check_same_set_up(comm: Communicator, layout: ChunkLayout, options: object) -> None:
+def _check_same_set_up(
+    comm: Communicator, layout: ChunkLayout, module: nn.Module, options: object
+) -> None:
     """Raise ValueError, with the first difference, on every rank if models or options differ."""
-    digests = comm.gather_objects((layout.digest(), repr(options)))
+    # buffers, too: rank 0's are sent one by one
+    buffers = tuple((name, tuple(x.shape), str(x.dtype)) for name, x in module.named_buffers())
+    digests = comm.gather_objects((layout.digest(), repr(options), buffers))
     if len(set(digests)) == 1:
         return
     names = comm.gather_objects([(p.name, p.shape, p.trainable) for p in layout.params])
@@ -477,6 +479,12 @@ def _check_same_set_up(comm: Communicator, layout: ChunkLayout, options: object)
                 f"rank {rank} has {len(other)} parameters and rank 0 has {len(names[0])}; "
                 "all ranks must wrap the same module"
             )
+        for first, own in zip_longest(digests[0][2], digests[rank][2]):
+            if first != own:
+                raise ValueError(
+                    f"rank {rank} has the buffer {own} where rank 0 has {first}; all ranks must "
+                    "wrap the same module, with its buffers in the same order"
+                )
         if digests[rank] != digests[0]:
             raise ValueError(
                 f"rank {rank} was given the options {digests[rank][1]} and rank 0 "

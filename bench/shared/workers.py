@@ -27,6 +27,8 @@ _preloaded = [
 ]  # fmt: skip
 _context.set_forkserver_preload(_preloaded)
 TIMEOUT_SECONDS = 300
+# By rank. Under the first two, names of mesh dimensions, planes, weights and experts in a set have
+# unlike orders; under any two, half of all pairs of names have.
 HASH_SEEDS = ("1", "3", "5", "8")
 _unlike: list[forkserver.ForkServer] = []  # by rank, if ranks hash unlike each other
 

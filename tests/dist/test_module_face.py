@@ -93,6 +93,24 @@ def broadcast(rank, wraps):
         return model(batch(0)[0]), statistics(model)
 
 
+def in_another_order(rank):
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Module())
+    for name in ("mean", "var")[:: 1 - 2 * rank]:
+        module[1].register_buffer(name, torch.zeros(len(name)))
+    return module
+
+
+def refuse_buffers(rank):
+    with seeded():
+        module = in_another_order(rank)
+    return said(GeminiDDP, module)
+
+
+def test_buffers_in_another_order_are_refused_before_one_is_sent():
+    for text in run_ranks(refuse_buffers, 2):
+        assert "rank 1 has the buffer ('1.var', (3,), 'torch.float32') where rank 0 has" in text
+
+
 @pytest.mark.unlike
 def test_buffers_that_are_broadcast_are_those_of_ddp():
     for ours, theirs in zip(

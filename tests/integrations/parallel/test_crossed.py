@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
-from gemini import GeminiDDP
 from gemini.integrations.classic.moe import Experts
 from gemini.integrations.parallel.experts import share_experts
 from gemini.integrations.parallel.plans import TensorParallel, split, split_layer
@@ -75,13 +74,6 @@ def fsdp(rank):
     return lambda: plugin.wrap(model, None, None, torch.device("cpu"))
 
 
-def buffers(rank):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Module())
-    for name in names_of(rank):
-        model[1].register_buffer(name, torch.zeros(len(name)))
-    return lambda: GeminiDDP(model, broadcast_buffers=True)
-
-
 def ties(rank):
     weight = nn.Parameter(torch.zeros(4 + rank))
     return lambda: Ties(dist.group.WORLD, rank).add([weight], names_of(rank), [0, 1])
@@ -118,7 +110,6 @@ SAID = {
     probed: ("sends up_mean [4]", "sends down_mean [6]"),
     dropout: ("sends nothing more", "sends the state of a generator"),
     fsdp: ("sends up.weight", "sends down.weight"),
-    buffers: ("sends 1.up [2]", "sends 1.down [4]"),
     ties: ("sends up", "sends down"),
     other_things: ("calls share_experts()", "calls split() of Wide"),
 }
