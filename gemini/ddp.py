@@ -377,7 +377,8 @@ class GeminiDDP(ModuleFace):
         engine, own = self.engine, self._own_names()
         found = named_gradients(engine, engine.meetings, engine.gradients, full=full)
         while True:
-            with engine.alone("named_gradients()"):
+            with engine.lock:
+                engine.refuse_beside_pass("named_gradients()")
                 one = next(found, None)
             if one is None:
                 return

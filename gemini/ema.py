@@ -108,7 +108,7 @@ class EMA:
         Call it after a step; the first call copies the weights. Raises RuntimeError inside
         `swapped`, and the error of the last step's tail.
         """
-        with self._model.engine.alone():
+        with self._model.engine.lock:
             self._update()
 
     def _update(self) -> None:
@@ -135,19 +135,20 @@ class EMA:
         engine = self._model.engine
         swapped: list[Chunk] = []
         with ExitStack() as stack:
-            with engine.alone("ema.swapped()"):
+            with engine.lock:
+                engine.refuse_beside_pass("ema.swapped()")
                 self._ready("swapped()")
                 engine.call("ema.swapped()")
                 stack.enter_context(engine.lent())
             try:
-                with engine.alone():
+                with engine.lock:
                     for chunk in self._chunks:
                         self._exchange(chunk)
                         swapped.append(chunk)
                     self._follow()
                 yield
             finally:
-                with engine.alone():
+                with engine.lock:
                     engine.write_back_changes()
                     # Only chunks that were exchanged: any other would get the average for good.
                     for chunk in swapped:

@@ -41,8 +41,12 @@ class ModuleFace(nn.Module):
         self._inner_prefix = "module."  # by which a parent's load_state_dict knows the inner module
         self.register_load_state_dict_post_hook(_forget_inner_names)
 
-    def _alone(self, changes: str = "") -> AbstractContextManager[None]:
-        return self.engine.alone(changes)
+    @property
+    def _turns(self) -> AbstractContextManager[Any]:
+        return self.engine.lock
+
+    def _refuse_beside_pass(self, changes: str) -> None:
+        self.engine.refuse_beside_pass(changes)
 
     def __getattr__(self, name: str) -> Any:
         """Attribute of the inner module that the wrapper lacks: `config`, `generate`, ..."""

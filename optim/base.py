@@ -61,7 +61,8 @@ class TieredOptimizer(BoundOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._alone("optimizer.step()"):
+        with self._turns:
+            self._refuse_beside_pass("optimizer.step()")
             self._step()
         return loss
 
@@ -258,14 +259,15 @@ class TieredOptimizer(BoundOptimizer):
         self._refuse_unusable()
         self._bind()
         # A signal while tensors move would leave some of them without memory.
-        with self._alone("optimizer.parked()"), DeferredSignals():
+        with self._turns, DeferredSignals():
+            self._refuse_beside_pass("optimizer.parked()")
             tensors = [tensor for target in self._targets for tensor in target.movable()]
             away = park(tensors, where, self._config.nvme)
         self._is_parked = True
         try:
             yield
         finally:
-            with self._alone(), DeferredSignals():
+            with self._turns, DeferredSignals():
                 away.bring_back()
                 away.close()
                 self._is_parked = False

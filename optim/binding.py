@@ -96,9 +96,13 @@ class BoundOptimizer(torch.optim.Optimizer):
         """Name of the class that updates, also where it goes on for another optimizer."""
         return cls.__mro__[1 if cls.in_place_of else 0].__name__
 
-    def _alone(self, changes: str = "") -> AbstractContextManager[None]:
-        """See `ParameterOwner.alone`."""
-        return self._lock if self._owner is None else self._owner.alone(changes)
+    @property
+    def _turns(self) -> AbstractContextManager[Any]:
+        return self._lock if self._owner is None else self._owner.lock
+
+    def _refuse_beside_pass(self, changes: str) -> None:
+        if self._owner is not None:
+            self._owner.refuse_beside_pass(changes)
 
     def waits_for(self, params: set[int]) -> bool:
         """Whether this optimizer has these parameters (ids), and no state of them is made yet."""

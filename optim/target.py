@@ -149,9 +149,14 @@ class ParameterOwner(Protocol):
     """Owner of the parameters of a wrapped module: its engine.
 
     ignored: names by id of parameters of the module that it leaves as they are.
+    lock: held by whoever reads or changes weights, gradients or state. It is taken by `with lock:`
+        alone, in which no signal comes between the lock and the body.
     """
 
     ignored: Mapping[int, str]
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]: ...
 
     def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> Target:
         """Make the state of these groups and take over their update.
@@ -160,11 +165,9 @@ class ParameterOwner(Protocol):
         """
         ...
 
-    def alone(self, changes: str = "") -> AbstractContextManager[None]:
-        """Context in which no other thread reads or changes weights, gradients or state.
-
-        changes: a call that changes them; RuntimeError while another thread runs a pass.
-        """
+    def refuse_beside_pass(self, changes: str) -> None:
+        """Raise RuntimeError while another thread runs a pass. changes: a call that changes
+        weights, gradients or state."""
         ...
 
 
@@ -183,9 +186,12 @@ def speaker_of(owner: ParameterOwner) -> ParameterOwner:
 
 
 class Shared(Protocol):
-    """Object whose methods several threads may call; see `ParameterOwner.alone`."""
+    """Object whose methods several threads may call; see `ParameterOwner`."""
 
-    def _alone(self, changes: str = "") -> AbstractContextManager[None]: ...
+    @property
+    def _turns(self) -> AbstractContextManager[Any]: ...
+
+    def _refuse_beside_pass(self, changes: str) -> None: ...
 
 
 S = TypeVar("S", bound=Shared)
@@ -196,7 +202,7 @@ def reads(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
 
     @functools.wraps(method)
     def alone(this: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with this._alone():
+        with this._turns:
             return method(this, *args, **kwargs)
 
     return alone
@@ -207,7 +213,8 @@ def changes(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
 
     @functools.wraps(method)
     def alone(this: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with this._alone(f"{method.__name__.strip('_')}()"):
+        with this._turns:
+            this._refuse_beside_pass(f"{method.__name__.strip('_')}()")
             return method(this, *args, **kwargs)
 
     return alone

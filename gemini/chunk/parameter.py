@@ -28,7 +28,7 @@ class EngineHandle:
 
     all_gathered: no chunk is ever released, so there is nothing to fetch.
     is_elsewhere: whether this thread is another one than the one that trains.
-    borrowed: context of an operator that reads parameters in such a thread.
+    borrowed: runs an operator that reads parameters in such a thread; it is given their chunks.
     arrive: a parameter of an engine that is `all_gathered` is about to be read: a gather may be
         under way.
     fetch: an operator is about to read parameters: fetch those that no module has in use. Returns
@@ -45,7 +45,7 @@ class EngineHandle:
 
     all_gathered: bool
     is_elsewhere: Callable[[], bool]
-    borrowed: Callable[[list[ParamId]], AbstractContextManager[tuple[ChunkId, ...]]]
+    borrowed: Callable[[list[ParamId], Callable[[tuple[ChunkId, ...]], Any]], Any]
     arrive: Callable[[ParamId], None]
     fetch: Callable[[list[ParamId]], tuple[ChunkId, ...]]
     check_address: Callable[[], None]
@@ -274,30 +274,31 @@ def call_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if func == _SET_DATA:
         return handles[0].engine.assign(handles[0].param, args[1])
     may_write = func == _GET_DATA or works_in_place(func, kwargs)
-    fetched = []
-    with ExitStack() as stack:
-        for handle in handles:
-            if func in _GIVES_ADDRESS:
-                handle.engine.check_address()
-            if may_write:
-                handle.engine.written(handle.param)
-            if handle.engine.is_elsewhere():
-                chunks = stack.enter_context(handle.engine.borrowed([handle.param]))
-            else:
-                chunks = handle.engine.fetch([handle.param])
-            fetched.append((handle.engine, chunks))
-        for handle in handles:
-            stack.enter_context(handle.shown())
-        result = func(*args, **kwargs)
-        if hasattr(result, "__tensor_flatten__") and all(result is not arg for arg in args):
-            result = result.clone()  # nobody watches what a wrapper of the library consists of
-    with torch._C.DisableTorchFunctionSubclass():
-        for handle in handles:
-            result = _mark_views(result, handle)
-    for engine, chunks in fetched:
-        if chunks:
-            engine.fetched(chunks, (args, kwargs), result)
-    return result
+    for handle in handles:
+        if func in _GIVES_ADDRESS:
+            handle.engine.check_address()
+        if may_write:
+            handle.engine.written(handle.param)
+
+    def compute(there: Mapping[EngineHandle, tuple[ChunkId, ...]]) -> Any:
+        with ExitStack() as stack:
+            for handle in handles:
+                stack.enter_context(handle.shown())
+            result = func(*args, **kwargs)
+            if hasattr(result, "__tensor_flatten__") and all(result is not arg for arg in args):
+                result = result.clone()  # nobody watches what a wrapper of the library consists of
+        with torch._C.DisableTorchFunctionSubclass():
+            for handle in handles:
+                result = _mark_views(result, handle)
+        for engine, chunks in there.items():
+            if chunks:
+                engine.fetched(chunks, (args, kwargs), result)
+        return result
+
+    used = _by_engine(handles)
+    if handles[0].engine.is_elsewhere():
+        return _borrowing(used, compute)
+    return compute({engine: engine.fetch(params) for engine, params in used.items()})
 
 
 def learn(hidden: type) -> None:
@@ -363,26 +364,46 @@ def _compute_elsewhere(
     handles: list[ParamHandle],
 ) -> Any:
     """Run an operator in a thread that does not train: nothing changes what it reads."""
-    used: dict[EngineHandle, list[ParamId]] = {}
-    for handle in handles:
-        used.setdefault(handle.engine, []).append(handle.param)
+    used = _by_engine(handles)
     if func in _GIVES_ADDRESS:
         for engine in used:
             if not engine.all_gathered:
                 engine.check_address()
-    with ExitStack() as stack:
-        # in one order: two threads may take two locks
-        there = {e: stack.enter_context(e.borrowed(used[e])) for e in sorted(used, key=id)}
-        if func in _GIVES_MEMORY_AWAY:
-            result = _given_away(func, args, kwargs)
-        else:
-            result = func(*args, **kwargs)
+
+    def compute(there: Mapping[EngineHandle, tuple[ChunkId, ...]]) -> Any:
+        gives_away = func in _GIVES_MEMORY_AWAY
+        result = _given_away(func, args, kwargs) if gives_away else func(*args, **kwargs)
         for handle in handles:
             result = _mark_views(result, handle)
         for engine, chunks in there.items():
             if not engine.all_gathered:
                 engine.fetched(chunks, (args, kwargs), result)
-    return result
+        return result
+
+    return _borrowing(used, compute)
+
+
+def _by_engine(handles: Iterable[ParamHandle]) -> dict[EngineHandle, list[ParamId]]:
+    """Parameters by engine, in an order of engines that is the same in all threads."""
+    used: dict[EngineHandle, list[ParamId]] = {}
+    for handle in sorted(handles, key=lambda handle: id(handle.engine)):
+        used.setdefault(handle.engine, []).append(handle.param)
+    return used
+
+
+def _borrowing(
+    used: Mapping[EngineHandle, list[ParamId]],
+    compute: Callable[[Mapping[EngineHandle, tuple[ChunkId, ...]]], Any],
+) -> Any:
+    """Run `compute` while the parameters of all engines are borrowed."""
+
+    def borrow(there: Mapping[EngineHandle, tuple[ChunkId, ...]]) -> Any:
+        left = next((engine for engine in used if engine not in there), None)
+        if left is None:
+            return compute(there)
+        return left.borrowed(used[left], lambda chunks: borrow({**there, left: chunks}))
+
+    return borrow({})
 
 
 def _given_away(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

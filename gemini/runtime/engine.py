@@ -67,7 +67,7 @@ from gemini.runtime.wrap.specs import Collected
 from gemini.units import ChunkId, ParamId
 
 from .meetings import Meetings, describe
-from .parts import EngineEvents, Parts, alone, in_pass
+from .parts import EngineEvents, Parts, in_pass, refuse_beside_pass
 from .step import weights
 from .step.state.shard_state import StepCalls
 
@@ -227,7 +227,8 @@ class GeminiEngine(Parts):
 
     def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> ShardTarget:
         """Make the optimizer's state from the fp32 originals; see `optim.target`."""
-        with self.alone("making an optimizer"):
+        with self.lock:
+            self.refuse_beside_pass("an optimizer is made")
             return self._attach(groups, rule, config)
 
     def _attach(
@@ -247,8 +248,8 @@ class GeminiEngine(Parts):
             say_start(self, config, self.target.executor.path, len(groups))
         return self.target
 
-    def alone(self, changes: str = "") -> AbstractContextManager[None]:
-        return alone(self, changes)
+    def refuse_beside_pass(self, changes: str) -> None:
+        refuse_beside_pass(self, changes)
 
     def detach(self) -> None:
         self.target = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
@@ -245,16 +245,13 @@ def has_pass_elsewhere(parts: Parts) -> bool:
     return any(thread.ident == parts.thread for thread in threading.enumerate())
 
 
-@contextmanager
-def alone(parts: Parts, changes: str = "") -> Iterator[None]:
-    """See `ParameterOwner.alone`."""
-    with parts.lock:
-        if changes and has_pass_elsewhere(parts):
-            raise RuntimeError(
-                f"{changes} while another thread runs a forward or a backward of this module; call "
-                "it there, or between iterations. Any thread may read weights and state meanwhile"
-            )
-        yield
+def refuse_beside_pass(parts: Parts, changes: str) -> None:
+    """See `ParameterOwner.refuse_beside_pass`."""
+    if has_pass_elsewhere(parts):
+        raise RuntimeError(
+            f"{changes} while another thread runs a forward or a backward of this module; call "
+            "it there, or between iterations. Any thread may read weights and state meanwhile"
+        )
 
 
 class HasParts(Protocol):

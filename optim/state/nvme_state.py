@@ -247,17 +247,24 @@ class NvmeState:
         with DeferredSignals():
             note(self.state, Event.LOOK)
             self._go_on()
-            self._check_at_rest(self.num_in_use)
+            self._check_at_rest(in_use=True)
 
-    def _check_at_rest(self, in_use: int = 0) -> None:
+    def _check_at_rest(self, *, in_use: bool = False) -> None:
         """Raise RuntimeError where something has cut a step or a read off in its middle."""
-        if in_use or self.state.phase is not Phase.PASS:
+        self._take_back()
+        held = self.num_in_use if in_use else 0
+        if held or self.state.phase is not Phase.PASS:
             raise RuntimeError(
                 "a step or a read of state on disk was cut off in its middle "
-                f"({self.state.phase.name}, {in_use} buffers in use), by an exception that another "
+                f"({self.state.phase.name}, {held} buffers in use), by an exception that another "
                 "thread raised in this one, say; the disk has the last whole step: close the "
                 "optimizer with keep_masters=False, make another and load a checkpoint"
             )
+
+    def _take_back(self) -> None:
+        """Take buffers back that a signal kept a read from giving back: it came on the way out."""
+        while self._pool.num_free:
+            self.state.free.append(self._pool.take())
 
     def _go_on(self) -> None:
         """Carry out actions between steps: reads and drops, and the end of what does not count."""
@@ -269,6 +276,8 @@ class NvmeState:
 
     def check_step(self) -> None:
         """Check the write budget. Raises WriteBudgetError where a step has no room."""
+        with DeferredSignals():
+            self._take_back()
         self.store.check_step(self.written_bytes_per_step)
 
     def planes(self, row: Row) -> Planes:

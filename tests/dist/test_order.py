@@ -6,6 +6,7 @@ them end in an error that names both. Nothing ends by a signal.
 
 import os
 import re
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -93,6 +94,36 @@ def read_in_orders(rank, widths):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_read_parameters_in_orders_of_their_own(widths, world_size):
     assert run_ranks(read_in_orders, world_size, widths) == [[]] * world_size
+
+
+def read_beside_a_forward(rank):
+    """In a thread, what this rank has a part of; and then training goes on."""
+    model = wrapped(Layers(), placement_policy="zero3")
+    optimizer, said = HybridAdam(model.parameters(), lr=0.1), []
+    train(model, optimizer)
+
+    def read():
+        released = next(chunk for chunk in model.engine.chunks if not chunk.gathered)
+        try:
+            list(model.parameters())[released.spec.slots[0].param].detach().sum()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    def beside(*_):
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+
+    handle = model.module.layers[3].register_forward_hook(beside)
+    train(model, optimizer)
+    handle.remove()
+    train(model, optimizer)
+    return said
+
+
+def test_a_thread_that_would_gather_beside_a_forward_is_refused():
+    for (refusal,) in run_ranks(read_beside_a_forward, 2):
+        assert "is released, and read while another thread runs a forward" in refusal
 
 
 def penalty_in_orders(rank, wraps):

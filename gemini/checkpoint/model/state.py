@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, ParamSpec, TypeVar
@@ -27,7 +26,7 @@ from gemini.dtypes import BYTES, DTYPES
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.state_stream import RunSpec, StateRun, StateSnapshot
-from gemini.optim.target import Target
+from gemini.optim.target import Shared, Target
 from gemini.runtime.inspect.weights import set_without_master, weights_without_master
 from gemini.runtime.pipeline.joint_target import JointTarget
 from gemini.runtime.step.state.saved_state import PinnedRuns
@@ -413,17 +412,20 @@ def parts_of(model: nn.Module) -> list[GeminiDDP]:
 
 
 def alone(changes: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a function of a model and an optimizer; see `ParameterOwner.alone`."""
+    """Decorator of a function of a model and an optimizer; see `ParameterOwner`."""
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def taking_turns(*args: P.args, **kwargs: P.kwargs) -> R:
-            with ExitStack() as stack:
-                for given in (*args, *kwargs.values()):
-                    for part in parts_of(inside(given)) if isinstance(given, nn.Module) else ():
-                        stack.enter_context(part.engine.alone(changes))
-                    if isinstance(given, TieredOptimizer):
-                        stack.enter_context(given._alone(changes))
+            given = (*args, *kwargs.values())
+            models = [one for one in given if isinstance(one, nn.Module)]
+            shared: list[Shared] = [part for model in models for part in parts_of(inside(model))]
+            shared += [one for one in given if isinstance(one, TieredOptimizer)]
+            if not shared:
+                return function(*args, **kwargs)
+            with shared[0]._turns:  # the others have the same lock
+                for one in shared if changes else ():
+                    one._refuse_beside_pass(changes)
                 return function(*args, **kwargs)
 
         return taking_turns

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,8 @@ from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
 
 from .attempt import Attempt
+
+R = TypeVar("R")
 
 
 class Calls:
@@ -446,10 +448,9 @@ class Calls:
         """Whether this thread is another one than the one that trains."""
         return is_elsewhere(self._parts)
 
-    @contextmanager
-    def borrowed(self, params: Sequence[ParamId]) -> Iterator[tuple[ChunkId, ...]]:
-        """Context of an operator in a thread that does not train: parameters are those of the last
-        step, and stay so.
+    def borrowed(self, params: Sequence[ParamId], body: Callable[[tuple[ChunkId, ...]], R]) -> R:
+        """`body(chunks)`, an operator in a thread that does not train: parameters are those of the
+        last step, and stay so.
 
         Chunks that are released are gathered for the body alone, one after the other for all
         threads: no plan sees them. Raises RuntimeError where other ranks had to gather too, while
@@ -464,26 +465,30 @@ class Calls:
             chunks = [parts.chunks[chunk] for chunk in ids]
             missing = [chunk for chunk in chunks if not chunk.gathered]
             if missing and parts.comm.world_size > 1:
-                if has_pass_elsewhere(parts):
-                    said = self._meetings.in_words([missing[0].spec.id])
-                    raise RuntimeError(
-                        f"{' '.join(said.values())} is released, and read while another thread "
-                        "runs a forward or a backward, in which ranks gather in one order; read it "
-                        "between iterations, or in the thread that trains"
-                    )
-                self._make_readable(ids)
+                self._read_between_passes(ids)
                 missing = []
             try:
                 for chunk in missing:
                     chunk.gather()
                 for chunk in chunks:
                     chunk.wait_gathered()
-                yield ids
+                return body(ids)
             finally:
                 for chunk in missing:
                     if chunk.gathered:
                         self._manager.before_release(chunk)
                         chunk.release()
+
+    def _read_between_passes(self, chunks: tuple[ChunkId, ...]) -> None:
+        """Gather chunks with all ranks. Raises RuntimeError beside a pass."""
+        if has_pass_elsewhere(self._parts):
+            said = " ".join(self._meetings.in_words(chunks[:1]).values())
+            raise RuntimeError(
+                f"{said} is released, and read while another thread runs a forward or a backward, "
+                "in which ranks gather in one order; read it between iterations, or in the thread "
+                "that trains"
+            )
+        self._make_readable(chunks)
 
     def owns_memory_of(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of a chunk."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
@@ -61,8 +60,8 @@ class PipelineOwner:
             members.append(member)
         return JointTarget(members, [*owners.values()], self)
 
-    def alone(self, changes: str = "") -> AbstractContextManager[Any]:
-        return self.lock
+    def refuse_beside_pass(self, changes: str) -> None:
+        """Refuse nothing: a part refuses by itself what would change it."""
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank. Collective."""

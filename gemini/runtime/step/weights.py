@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
-from gemini.runtime.parts import Parts, alone, settle
+from gemini.runtime.parts import Parts, refuse_beside_pass, settle
 
 
 def take_replaced(parts: Parts) -> None:
@@ -53,12 +53,13 @@ def after_step(parts: Parts, *, trained: bool = True) -> None:
 @contextmanager
 def summoned(parts: Parts, writeback: bool) -> Iterator[None]:
     """Gather all chunks and keep them so in the body; then shards follow writes, or not."""
-    with alone(parts, "summon_full_params()"):
+    with parts.lock:
+        refuse_beside_pass(parts, "summon_full_params()")
         shards = _summon(parts, writeback)
     try:
         yield
     finally:
-        with alone(parts):
+        with parts.lock:
             _dismiss(parts, shards)
 
 

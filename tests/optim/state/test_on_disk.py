@@ -283,6 +283,21 @@ def test_a_signal_inside_a_step_leaves_it_undone_or_whole(case, at, tmp_path, mo
     optimizer.close()
 
 
+def test_a_read_that_a_signal_cut_off_on_its_way_out_leaves_state_to_be_read_and_updated(
+    tmp_path, monkeypatch
+):
+    params = make_params()
+    optimizer = make_optimizer(params, tmp_path)
+    train(params, optimizer, 2)
+    for use in (optimizer.state_dict, lambda: train(params, optimizer, 1, first=2)):
+        with monkeypatch.context() as patch, pytest.raises(TimeoutError):
+            patch.setattr(nvme.WriteBehind, "abandon", mock.Mock(side_effect=TimeoutError))
+            optimizer.state_dict()
+        use()
+    assert same(copies(params), in_memory(3))
+    optimizer.close()
+
+
 def test_state_that_an_exception_has_left_in_its_middle_says_what_to_do(tmp_path):
     """As another thread may raise one, which nothing defers."""
     params = make_params()
