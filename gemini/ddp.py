@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from gemini.chunk.layout import ChunkLayout, ParamSpec, training_layout
 from gemini.chunk.local import mesh_dims
-from gemini.chunk.sizing.search import search_chunk_configuration
+from gemini.chunk.sizing.search import ChunkConfiguration, cut, search_chunk_configuration
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.trace import Trace
 from gemini.optim.rules.clipping import asked_norm
 from gemini.optim.target import changes, reads
+from gemini.placement.homes.budgets import first_that_fits
 from gemini.placement.policy import Placement, parse_placement
 from gemini.placement.timetable.updates import AUTO, BEHIND, UPDATES
 from gemini.runtime.autograd.io_casts import Boundary
@@ -30,7 +31,7 @@ from gemini.runtime.inspect.digest import digest
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.memory.backend import Backend, make_backend
 from gemini.runtime.pipeline.together import together_of
-from gemini.runtime.schedule.planning import begin_planning
+from gemini.runtime.schedule.planning import Planning, begin_planning
 from gemini.runtime.unwrap import check_room, unwrap
 from gemini.runtime.wrap.keep_fp32 import (
     cast_at_boundary,
@@ -162,25 +163,33 @@ class GeminiDDP(ModuleFace):
         connections = connect(process_group, mesh, split, groups, ties)
         comm = connections.comm
         specs = padded(own_specs, comm)
-        self.chunk_configuration = chunks.chunks or search_chunk_configuration(
+        configuration = chunks.chunks or search_chunk_configuration(
             specs, chunks.search_range_m, chunks.hidden_dim, chunks.min_chunk_size_m
         )
-        self.chunk_configuration.check_specs(specs)
+        configuration.check_specs(specs)
         _check_trace(trace, specs, ignored)
         order = None if trace is None else trace.param_order(specs)
-        capacities, num_shards = self.chunk_configuration.capacities, connections.num_shards
-        layout = training_layout(specs, capacities, num_shards, order, connections.num_replicas)
         max_prefetch = communication.max_prefetch
-        same = placement, precision_settings, max_prefetch, update
-        _check_same_set_up(comm, layout, module, same)
         backend = _backend(device)
-        planning = begin_planning(
-            layout, placement, backend, comm,
-            master_weights=precision.master_weights,
-            itemsizes=[dtype.itemsize for dtype in found.dtypes],
-            max_prefetch=max_prefetch, update=update, trace=trace,
-            ranks_per_node=None if together is None else together.ranks_here,
-        )  # fmt: skip
+
+        def planned(sized: ChunkConfiguration) -> tuple[ChunkConfiguration, ChunkLayout, Planning]:
+            num_shards, num_replicas = connections.num_shards, connections.num_replicas
+            layout = training_layout(specs, sized.capacities, num_shards, order, num_replicas)
+            same = placement, precision_settings, max_prefetch, update
+            _check_same_set_up(comm, layout, module, same)
+            planning = begin_planning(
+                layout, placement, backend, comm,
+                master_weights=precision.master_weights,
+                itemsizes=[dtype.itemsize for dtype in found.dtypes],
+                max_prefetch=max_prefetch, update=update, trace=trace,
+                ranks_per_node=None if together is None else together.ranks_here,
+            )  # fmt: skip
+            return sized, layout, planning
+
+        searched = cut(configuration, chunks.hidden_dim)
+        self.chunk_configuration, layout, planning = first_that_fits(
+            (configuration,) if chunks.chunks else searched, planned
+        )
         if communication.overlap_allgather and not planning.never_released:
             raise ValueError(NOTHING_STAYS)
         self.module = module

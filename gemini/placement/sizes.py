@@ -272,6 +272,9 @@ def least_budgets(budgets: Sequence[Budgets]) -> Budgets:
     )
 
 
+SMALLER_CHUNKS = "lower min_chunk_size_m, so that chunks are smaller"
+
+
 class BudgetError(ValueError):
     """Model data does not fit the budgets, whatever its homes.
 
@@ -309,6 +312,11 @@ class BudgetError(ValueError):
         return BudgetError(
             f"{self}{text}", self.tier, self.missing_bytes, self.knob, self.what, self.budget_bytes
         )
+
+    def with_least_chunks(self) -> BudgetError:
+        """Copy of the error for chunks that were cut as far as that helps."""
+        knob, text = (said.replace(f", or {SMALLER_CHUNKS}", "") for said in (self.knob, str(self)))
+        return BudgetError(text, self.tier, self.missing_bytes, knob, self.what, self.budget_bytes)
 
     @classmethod
     def missing(

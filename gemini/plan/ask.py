@@ -10,14 +10,15 @@ from pathlib import Path
 from torch import nn
 
 from gemini.chunk.layout import training_layout
-from gemini.chunk.sizing.search import search_chunk_configuration
+from gemini.chunk.sizing.search import ChunkConfiguration, cut, search_chunk_configuration
 from gemini.dtypes import BYTES
 from gemini.memtracer.trace import sequential_trace
 from gemini.optim.adam import AdamRule
 from gemini.optim.adaptive import LionRule
 from gemini.optim.rules.state_layout import WEIGHT_DTYPE
 from gemini.optim.sgd import SGDRule
-from gemini.placement.sizes import StateBytes, wider_chunks
+from gemini.placement.homes.budgets import first_that_fits
+from gemini.placement.sizes import BudgetError, StateBytes, wider_chunks
 from gemini.placement.timetable.updates import AUTO
 
 from . import models
@@ -133,7 +134,6 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
         order = activations.at(training.batch).param_order(specs)
     else:
         activations = constant_activations(sequential_trace(specs), training.activation_bytes)
-    layout = training_layout(specs, searched.capacities, machine.world_size, order)
     trained = sum(spec.numel for spec in specs if spec.trainable)
     used = models.used_numel(model)
     gradients = trained if training.lora else used  # those of inputs are computed either way
@@ -152,12 +152,24 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
         except ValueError:  # a model without checkpointing, or without layers for adapters
             return None
 
-    return Question(
-        layout, activations, machine, training.batch, training.seq, training.accumulate,
-        training.lora, training.checkpointing, training.nvme_fraction,
-        wider_chunks(layout, itemsizes),
-        StateBytes(state.bytes_per_element, has_master),
-        float(2 * (2 + training.checkpointing) * used + 2 * gradients),
-        training.update, training.ema, *models.experts_of(model), other,
-        state.splits(WEIGHT_DTYPE), training.quantize,
-    )  # fmt: skip
+    def asked(chunks: ChunkConfiguration) -> Question:
+        layout = training_layout(specs, chunks.capacities, machine.world_size, order)
+        return Question(
+            layout, activations, machine, training.batch, training.seq, training.accumulate,
+            training.lora, training.checkpointing, training.nvme_fraction,
+            wider_chunks(layout, itemsizes),
+            StateBytes(state.bytes_per_element, has_master),
+            float(2 * (2 + training.checkpointing) * used + 2 * gradients),
+            training.update, training.ema, *models.experts_of(model), other,
+            state.splits(WEIGHT_DTYPE), training.quantize,
+        )  # fmt: skip
+
+    def fitting(chunks: ChunkConfiguration) -> Question:
+        question = asked(chunks)
+        question.wrapped()
+        return question
+
+    try:
+        return first_that_fits(cut(searched), fitting)
+    except BudgetError:  # which is an answer
+        return asked(searched)

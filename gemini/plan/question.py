@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import expm1, sqrt
 from typing import TYPE_CHECKING
 
 from gemini.chunk.layout import ITEMSIZE, ChunkLayout
 from gemini.memtracer.trace import Trace
 from gemini.placement.fit import (
+    Fitted,
     StateRequest,
     assumed_state,
     few_blocks_numel,
@@ -111,28 +111,33 @@ class Question:
         priced = replace(inputs, bandwidths=self.machine.bandwidths, flops=flops)
         return priced, plan_within(result.plan, priced, self.policy)
 
-    def fitted(self) -> tuple[PlanInputs, PlanResult]:
+    def wrapped(self) -> Fitted:
+        """Plan as `GeminiDDP` makes it with this trace. Raises BudgetError if it does not fit."""
+        # staging of a few takes 1 % of such a model; a run may use smaller ones where it must
+        return self._fit(self._begun(), few_blocks_numel(self.layout))
+
+    def fitted(self) -> Fitted:
         """Plan as `GeminiDDP` makes it with this trace, and then its optimizer.
 
         Raises BudgetError where it does not fit.
         """
-        policy, begun = self.policy, self._begun()
+        now = self.wrapped()
+        request = StateRequest(self._state(now[1]), self.nvme_frac, None, DEPTH)
+        most, own = request.blocks(self.policy, *now)
+        return self._fit(request.inputs(*now, most), max(own, few_blocks_numel(self.layout)))
+
+    def _fit(self, inputs: PlanInputs, least_block_numel: int) -> Fitted:
+        policy = self.policy
         num_ahead = buffers_ahead(
-            self.update, has_masters=begun.state.has_master, has_host_tier=begun.has_host_tier,
+            self.update, has_masters=self.state.has_master, has_host_tier=inputs.has_host_tier,
             has_budgets=has_budgets(policy),
         )  # fmt: skip
-        # staging of a few takes 1 % of such a model; a run may use smaller ones where it must
-        least = few_blocks_numel(self.layout)
 
-        def fitted(inputs: PlanInputs, extra_buffers: int) -> tuple[PlanInputs, PlanResult]:
-            inputs = replace(inputs, num_ahead=extra_buffers)
-            return fit(inputs, policy, is_measured=True, least_block_numel=least)
+        def fitted(extra_buffers: int) -> Fitted:
+            more = replace(inputs, num_ahead=extra_buffers)
+            return fit(more, policy, is_measured=True, least_block_numel=least_block_numel)
 
-        now = with_ahead(partial(fitted, begun), num_ahead)
-        request = StateRequest(self._state(now[1]), self.nvme_frac, None, DEPTH)
-        most, own = request.blocks(policy, *now)
-        least = max(own, least)
-        return with_ahead(partial(fitted, request.inputs(*now, most)), num_ahead)
+        return with_ahead(fitted, num_ahead)
 
     def _begun(self) -> PlanInputs:
         """Inputs of the plan when the module is wrapped."""

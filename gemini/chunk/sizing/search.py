@@ -18,6 +18,7 @@ Bounds, in the order in which they give way where they cannot all hold:
 3. 16 MiB a collective, or `min_chunk_size_m` where that is less;
 4. `min_chunk_size_m`.
 Parameters that are less than `min_chunk_size_m` together are one chunk, whatever they consist of.
+A budget that cannot hold such chunks comes before all of these: they are cut (`cut`).
 
 Waste is capacity left over: chunks of one length take each other's memory over in an allocator, and
 what a shorter one leaves is too short for the next. If the best capacity wastes more than 1 %, the
@@ -29,7 +30,7 @@ of the least cost (and 10 % of its peak) the one with least waste is taken.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -216,6 +217,31 @@ def search_chunk_configuration(
     capacities = {group.key: group.capacity for group in groups}
     layout = ChunkLayout.build(specs, capacities, world_size, order)
     return ChunkConfiguration(groups, layout, time.perf_counter() - started)
+
+
+def cut(found: ChunkConfiguration, hidden_dim: int | None = None) -> Iterator[ChunkConfiguration]:
+    """Chunks as they were found; then, for a budget that cannot hold these, of at most half the
+    capacity each time, until each has one parameter."""
+    by_key: dict[GroupKey, list[ParamSpec]] = {}
+    for spec in found.layout.params:
+        by_key.setdefault(spec.key, []).append(spec)
+    packers = {key: _Packer(specs, hidden_dim, max_prefetch=1) for key, specs in by_key.items()}
+    while True:
+        yield found
+        groups = tuple(_halved(group, packers[group.key]) for group in found.groups)
+        if groups == found.groups:
+            return
+        capacities = {group.key: group.capacity for group in groups}
+        layout = ChunkLayout.build(found.layout.params, capacities, 1)
+        found = ChunkConfiguration(groups, layout, found.seconds)
+
+
+def _halved(group: GroupChoice, packer: _Packer) -> GroupChoice:
+    """Choice of at most half the capacity; the same one if no chunk has several parameters."""
+    if group.capacity == 1 or group.chosen.num_chunks == len(packer.sizes.ends):
+        return group
+    tried = packer.within(max(1, group.capacity // 4), group.capacity // 2, 1)
+    return _choose(group.key, packer, tried, tried)
 
 
 def _in_words(spec: ParamSpec | None) -> str:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from gemini.placement.plan import Staging, UpdatePath
 from gemini.placement.problem import Homes, PlacementProblem, state_parts
-from gemini.placement.sizes import BudgetError
+from gemini.placement.sizes import SMALLER_CHUNKS, BudgetError
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.room import Demand, DeviceRoom
-from gemini.units import ChunkId
+from gemini.units import MIN_BLOCK_NUMEL, ChunkId
 
 
 def fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
@@ -293,10 +293,12 @@ def _check_floor(
         parts["an average of weights"] = kept - originals
     knobs = {
         "activations and temporaries": "use a smaller batch or activation checkpointing",
-        "the chunks in use": "lower min_chunk_size_m, so that chunks are smaller",
-        "gradient buffers": "lower min_chunk_size_m, so that fewer gradients wait for a chunk",
+        "the chunks in use": SMALLER_CHUNKS,
+        "gradient buffers": SMALLER_CHUNKS,
         "staging": "lower block_numel, of AutoPlacement or NvmeConfig",
     }
+    if all(b.numel <= MIN_BLOCK_NUMEL for chunk in problem.chunks for b in chunk.blocks[:1]):
+        del knobs["staging"]  # which is the least already
     largest = max(knobs, key=lambda name: parts[name])
     listed = ", ".join(f"{name} {nbytes}" for name, nbytes in parts.items())
     raise BudgetError.missing(

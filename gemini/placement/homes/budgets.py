@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from gemini.placement.policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
 from gemini.placement.sizes import UNLIMITED, BudgetError, Budgets
 from gemini.placement.tiers import Tier
 from gemini.units import Bytes
 
+C = TypeVar("C")
+P = TypeVar("P")
 USABLE = 0.9  # of what the machine has left, where no budget is given
 
 
@@ -62,6 +66,29 @@ def in_words_of(policy: Placement, machine: Machine, error: BudgetError) -> Budg
     shared = f", on each of {ranks} ranks" if ranks > 1 else ""
     knob = error.knob.replace(f"{error.tier.value}_budget", name)
     return BudgetError.missing(error.tier, missing, given, error.what + shared, knob, name)
+
+
+def first_that_fits(chunks: Iterable[C], planned: Callable[[C], P]) -> P:
+    """Plan with the first of ever smaller chunks that the budgets hold.
+
+    Chunks are cut as long as one of two cuts leaves less missing on the device: two neighbours may
+    be in use at once, as large as the one that they were. Raises BudgetError if none fits.
+    """
+    refused: list[BudgetError] = []
+    least = 0  # the one that lacks least
+    for smaller in chunks:
+        try:
+            return planned(smaller)
+        except BudgetError as error:
+            refused.append(error)
+        last = len(refused) - 1
+        if refused[last].tier is not Tier.DEVICE:
+            break
+        if refused[last].missing_bytes < refused[least].missing_bytes:
+            least = last
+        if last - least == 2:
+            break
+    raise refused[least] if len(refused) == 1 else refused[least].with_least_chunks()
 
 
 def given_budgets(policy: Placement, *, has_host_tier: bool) -> Budgets:

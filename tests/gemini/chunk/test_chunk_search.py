@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 import gemini
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.chunk.sizing.packing import COLLECTIVE_BYTES, Sizes, exact_fits, pack
-from gemini.chunk.sizing.search import repeated_blocks, search_chunk_configuration
+from gemini.chunk.sizing.search import cut, repeated_blocks, search_chunk_configuration
 from tests.support.counting import LINEAR, growth, lines, python_bytes
 
 MIB = 1 << 20
@@ -48,6 +49,20 @@ def test_packing_makes_the_chunks_that_the_layout_makes(numels, capacities):
         assert packing.traffic_bytes == (
             2 * (3 * sum(used) - used[-1]) + (3 * len(used) - 1) * COLLECTIVE_BYTES
         )
+
+
+@given(numels, st.sampled_from([None, 64, 5000]))
+def test_chunks_are_cut_by_half_or_more_each_time_until_each_has_one_parameter(numels, hidden_dim):
+    specs = flat(numels)
+    found = search_chunk_configuration(specs, None, hidden_dim)
+    first, *others = cut(found, hidden_dim)
+    assert first == found
+    for larger, smaller in pairwise([first, *others]):
+        (before,), (after,) = larger.groups, smaller.groups
+        assert after.capacity <= before.capacity // 2
+        assert smaller.layout == ChunkLayout.build(specs, smaller.capacities)
+    last = [first, *others][-1]
+    assert last.num_chunks == len(specs) or last.groups[0].capacity == 1
 
 
 @given(numels, st.integers(1, 9000), st.integers(0, 3))

@@ -6,9 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from bench.shared.models import Tower, token_batches
+import gemini
+from bench.shared.models import Tower, seeded, token_batches
 from bench.shared.simulated import SimBackend
+from bench.shared.threads import run_threads
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP, StaticPlacement, trace
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
@@ -46,6 +49,69 @@ def test_a_model_that_fits_is_not_refused_for_activations_that_nobody_measured(k
     for each in (run, free):
         train(*each, token_batches(3, 1))
     assert_same(run, free)
+
+
+def cut_for(budget, module="alike", **options):
+    """Chunks, and a digest behind two steps, of a model that is less than one chunk."""
+    layers = 8
+    with seeded():
+        if module == "alike":
+            net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(layers)])
+        else:  # no list of layers, and some larger than others
+            net = nn.Sequential()
+            for i in range(layers):
+                net.add_module(f"part_{i}", nn.Linear(*((64, 128), (128, 64))[i % 2]))
+    model = GeminiDDP(net, None, AutoPlacement(budget), **options)
+    optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=BLOCKS)
+    for _ in range(2):
+        model(torch.ones(2, 64)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plan = model.engine.planning.result
+    assert plan.profile.peak(D) <= (budget or 1 << 60)
+    found = len(model.engine.chunks), model.digest()
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        ("alike", {}),
+        *(pytest.param(*case, marks=pytest.mark.ci) for case in (
+            ("unlike", {}), ("alike", {"search_range_m": 8.0}), ("alike", {"hidden_dim": 64}),
+        )),
+    ],
+)  # fmt: skip
+def test_a_budget_below_the_chunk_that_the_search_found_has_it_cut(module, options):
+    """And no more than it asks for. What is refused in the end is told what does fit."""
+    whole, digest = cut_for(None, module, **options)
+    nbytes = 2 * 8 * (64 * 64 + 64 if module == "alike" else 64 * 128 + 96)
+    room = 80 << 10  # staging
+    few = cut_for(2 * nbytes - 1 + room, module, **options)
+    many = cut_for(nbytes + room, module, **options)
+    assert (whole, digest) == (1, few[1]) == (1, many[1])
+    assert 1 < few[0] <= many[0]
+    with pytest.raises(BudgetError) as error:
+        cut_for(nbytes // 8, module, **options)
+    assert "min_chunk_size_m" not in str(error.value)
+    assert cut_for(nbytes // 8 + error.value.missing_bytes, module, **options)[1] == digest
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_all_ranks_cut_alike(num_ranks):
+    budget = num_ranks * ((2 * 8 * (64 * 64 + 64)) + (96 << 10))  # of one node, for all ranks
+    found = run_threads(lambda rank: cut_for(budget), num_ranks, backend="gloo")
+    assert len(set(found)) == 1 and found[0][0] > 1
+
+
+def test_chunks_that_were_given_are_not_cut():
+    with seeded():
+        net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    given = gemini.search_chunk_configuration(net)
+    with pytest.raises(BudgetError, match="lower min_chunk_size_m"):
+        GeminiDDP(net, None, AutoPlacement(1 << 16), chunks=given)
 
 
 CI = pytest.mark.ci
