@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -163,10 +163,7 @@ class GeminiDDP(ModuleFace):
         connections = connect(process_group, mesh, split, groups, ties)
         comm = connections.comm
         specs = padded(own_specs, comm)
-        configuration = chunks.chunks or search_chunk_configuration(
-            specs, chunks.search_range_m, chunks.hidden_dim, chunks.min_chunk_size_m
-        )
-        configuration.check_specs(specs)
+        configurations = _configurations(chunks, specs)
         _check_trace(trace, specs, ignored)
         order = None if trace is None else trace.param_order(specs)
         max_prefetch = communication.max_prefetch
@@ -186,10 +183,7 @@ class GeminiDDP(ModuleFace):
             )  # fmt: skip
             return sized, layout, planning
 
-        searched = cut(configuration, chunks.hidden_dim)
-        self.chunk_configuration, layout, planning = first_that_fits(
-            (configuration,) if chunks.chunks else searched, planned
-        )
+        self.chunk_configuration, layout, planning = first_that_fits(configurations, planned)
         if communication.overlap_allgather and not planning.never_released:
             raise ValueError(NOTHING_STAYS)
         self.module = module
@@ -441,6 +435,17 @@ class GeminiDDP(ModuleFace):
 
 if GeminiDDP.__doc__:  # `python -OO` has none
     GeminiDDP.__doc__ += f"\n{field_docs()}    "
+
+
+def _configurations(chunks: ChunkSearch, specs: list[ParamSpec]) -> Iterable[ChunkConfiguration]:
+    """Chunks that were given; or what is found, and what a budget may have cut of it."""
+    if chunks.chunks is not None:
+        chunks.chunks.check_specs(specs)
+        return (chunks.chunks,)
+    found = search_chunk_configuration(
+        specs, chunks.search_range_m, chunks.hidden_dim, chunks.min_chunk_size_m
+    )
+    return cut(found, chunks.hidden_dim)
 
 
 def _backend(device: torch.device | str | Backend | None) -> Backend:
