@@ -39,6 +39,11 @@ class Attempt:
         return reason is None
 
     def _against(self) -> str | None:
+        """Reason against a second attempt; None: there is none.
+
+        What Python of the module did besides, in counters or logs, nobody can see: it happens
+        twice.
+        """
         if self._graph_was_open:
             return "an earlier one waits for its backward"
         if self._versions != [buffer._version for buffer in self._module.buffers()]:
@@ -50,7 +55,7 @@ class Attempt:
     def make_room(self, inputs: Any) -> None:
         """Move all that may leave the device, and bring random generators back."""
         parts = self._parts
-        parts.sampler.collector.abandon()
+        parts.sampler.abandon()
         self._homes.graph_is_open = self._graph_was_open
         self._homes.sink_all()
         torch.set_rng_state(self._random)

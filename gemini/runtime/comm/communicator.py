@@ -240,6 +240,14 @@ class Communicator:
         work = dist.all_reduce(tensor, op=op, group=self._group, async_op=True)
         return WorkTicket(self, work, (tensor,))
 
+    def largest(self, number: int, what: str) -> int:
+        """The largest `number` of all ranks; `what` it is in the log of collectives."""
+        self.check_unchanged()
+        self.log.record("compares", what)
+        most = self.numbers([number], torch.int64)
+        self.all_reduce(most, largest=True).wait()
+        return int(most.item())
+
     def all_to_all(
         self, there: Tensor, numels: Sequence[int], here: Tensor, sent: Sequence[int]
     ) -> None:

@@ -67,36 +67,12 @@ from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
 from gemini.units import ChunkId
 
+from .iteration_plans import IterationPlan, IterationPlans, Lowered
 from .levels import Levels
 
 log = logging.getLogger("gemini")
 
-MAX_PLANS = 32  # of iterations in the present homes, beside that of training
 _MAX_TRIES = 8  # to find the lowest homes, where an iteration fits in none
-
-
-@dataclass(frozen=True, slots=True)
-class Lowered:
-    """Homes that leave an iteration the room that it asks for, or as much as any do."""
-
-    inputs: PlanInputs
-    result: PlanResult
-    refused: BudgetError | None  # with all bytes that it lacks; None: it fits
-
-
-@dataclass(frozen=True, slots=True)
-class IterationPlan:
-    """Plan of one iteration in the present homes, and the trace that it was made with."""
-
-    trace: Trace
-    result: PlanResult | None  # None: it lacks no more than measurements may be wrong by
-    lacks: bool = (
-        False  # it fits in no homes, and this is a plan of an iteration that asks for less
-    )
-
-    def holds(self, trace: Trace, noise_bytes: int) -> bool:
-        """Whether it is made with this trace, or with a bound of it that is no measurement."""
-        return self.trace is trace or (not self.lacks and covers(self.trace, trace, noise_bytes))
 
 
 @dataclass(slots=True)
@@ -123,7 +99,7 @@ class Planning:
     _doubtful: bool = False
     # in the same homes: of evaluation, of training with inputs of other signatures, and of both
     # beside `waiting_bytes`; the last used one last
-    others: dict[tuple[Kind, str, int], IterationPlan] = field(default_factory=dict)
+    others: IterationPlans = field(default_factory=IterationPlans)
     moves: HomeMoves = field(default_factory=HomeMoves)  # so far
     levels: Levels = field(default_factory=Levels)  # of iterations of several ranks
     keeps_homes: bool = False  # whatever iterations ask for
@@ -256,7 +232,8 @@ class Planning:
         if known is not None and known.result is not None:
             calls = trace.calls(self.inputs.layout.chunk_of())
             needs = told_apart(call for call in calls if call is not None)
-            same_calls = is_coarse or known.result.steps.needs == needs
+            steps = known.result.steps
+            same_calls = is_coarse or steps.needs == needs
             if same_calls and is_training and covers(known.trace, trace, self._noise_bytes):
                 return False
             if same_calls and known.trace == trace:
@@ -279,12 +256,7 @@ class Planning:
         return self.overruns.noise_bytes
 
     def _keep(self, planned: IterationPlan) -> None:
-        trace = planned.trace
-        key = trace.kind, trace.signature, self.waiting_bytes
-        self.others.pop(key, None)
-        self.others[key] = planned
-        if len(self.others) > MAX_PLANS:
-            del self.others[next(iter(self.others))]
+        self.others.keep(planned, self.waiting_bytes)
 
     def follow_all(self, trace: Trace | None) -> bool:
         """Plan with the traces of all ranks, in the present homes; returns whether it was possible.
@@ -365,9 +337,6 @@ class Planning:
         """Whether an iteration to come fits in the present homes, beside gradients that wait; then
         there is a plan of it."""
         self.waiting_bytes = waiting_bytes
-        key = trace.kind, trace.signature, waiting_bytes
-        if key in self.others:
-            self.others[key] = self.others.pop(key)  # used last
         known = self._planned_for(trace.kind, trace.signature)
         if known is not None and known.holds(trace, self._noise_bytes):
             return True
@@ -487,7 +456,7 @@ class Planning:
 
     def _planned_for(self, kind: Kind, signature: str) -> IterationPlan | None:
         """What was planned for such an iteration, beside the gradients that wait; None: nothing."""
-        known = self.others.get((kind, signature, self.waiting_bytes))
+        known = self.others.find(kind, signature, self.waiting_bytes)
         trace = self.inputs.trace
         of_any = trace.signature == ASSUMED_SIGNATURE
         if (

@@ -116,6 +116,10 @@ class Sampler:
         in the first one alone."""
         self.collector.traces.pop((trace.kind, trace.signature), None)
 
+    def abandon(self) -> None:
+        """Forget the iteration that began last, which did not end."""
+        self.collector.abandon()
+
     def specs_changed(self, specs: Sequence[ParamSpec]) -> None:
         """Sample training again: frozen parameters are trained now, so iterations are others."""
         self._specs = specs

@@ -21,7 +21,7 @@ from gemini.placement.planner import PlanInputs, PlanResult
 from gemini.placement.renting import Tenancy, rising
 from gemini.placement.tiers import Tier
 from gemini.runtime.parts import Parts
-from gemini.runtime.schedule.planning import Lowered
+from gemini.runtime.schedule.iteration_plans import Lowered
 
 log = logging.getLogger("gemini")
 
@@ -73,11 +73,8 @@ class MovingHomes:
         levels = parts.planning.levels
         if levels.like is None:
             return None
-        parts.comm.check_unchanged()
-        most = parts.comm.numbers([nbytes], torch.int64)
-        parts.comm.log.record("compares", "what the ranks' batches ask for")
-        parts.comm.all_reduce(most, largest=True).wait()
-        found: Trace | None = levels.begin(int(most.item()))
+        most = parts.comm.largest(nbytes, "what the ranks' batches ask for")
+        found: Trace | None = levels.begin(most)
         return found
 
     def agree_on_level(self) -> None:
@@ -141,15 +138,14 @@ class MovingHomes:
         if not parts.planning.homes_follow or parts.target is None or parts.comm.world_size > 1:
             return False
         return not _is_parked(parts) and any(
-            Tier.DEVICE in (shard.param_home, *shard.state_homes)
-            for shard in parts.planning.plan.shards
+            Tier.DEVICE in (shard.param_home, *shard.state_homes) for shard in parts.plan.shards
         )
 
     def sink_all(self) -> None:
         """Move all that may leave the device, as a forward found no memory there."""
         planning = self._parts.planning
-        trace = planning.inputs.trace
-        everything = with_bytes_added(trace, int(planning.inputs.budgets.device))
+        trace, budgets = planning.inputs.trace, planning.inputs.budgets
+        everything = with_bytes_added(trace, int(budgets.device))
         lowered = planning.lowered(everything, params_stay=self._parts.all_gathered)
         if lowered is None:
             return

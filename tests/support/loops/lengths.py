@@ -61,12 +61,13 @@ class Loop:
     def train(self, *steps: Step) -> Loop:
         for step in steps:
             for length in (step,) if isinstance(step, int) else step:
+                ids = self.ids(abs(length))  # there before the forward, so no part of what it asks
                 self.sim.pages.peak_device_bytes = 0
-                with self.sim.running():
+                with self.sim.running(), torch.set_grad_enabled(length > 0):
                     if length > 0:
-                        token_loss(self.model, self.ids(length)).backward()
+                        token_loss(self.model, ids).backward()
                     else:
-                        self.evaluate(-length)
+                        self.model(ids)
                 self.peaks.append(self.sim.peak_device_bytes)
             with self.sim.running():
                 self.optimizer.step()
@@ -74,10 +75,6 @@ class Loop:
             self.peaks[-1] = max(self.peaks[-1], self.sim.peak_device_bytes)
         self.sim.check()
         return self
-
-    @torch.no_grad()
-    def evaluate(self, length: int) -> None:
-        self.model(self.ids(length))
 
     @property
     def moves(self) -> tuple[int, int]:
