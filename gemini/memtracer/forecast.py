@@ -26,7 +26,7 @@ Sizes = tuple[tuple[int, ...], ...]  # of every input, in order
 _INPUT = re.compile(r"([a-z0-9_]+)\[([0-9, ]*)\]")
 # Tensors with a size of 1 are contiguous in any order, which saves some copies: from them bytes
 # grow by more
-_FROM_ONE = 1.06
+_FROM_ONE = 1.3
 
 
 def sizes_of(signature: str) -> tuple[str, Sizes]:
