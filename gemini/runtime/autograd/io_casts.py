@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -51,10 +52,14 @@ class Boundary:
         self._casts_inputs = cast_inputs
         self._raises_outputs = force_outputs_fp32 or dtype == torch.float16
         self._looks_left = LOOKS if cast_inputs else 0
+        self._looks: deque[_Look] = deque()  # at arguments on a device, not read yet
+        self._has_warned = False
 
     def look(self, inputs: Any) -> None:
         """Warn, once, if a number in the arguments of one of the first calls is changed by the
-        cast; see `lost_number`. This waits for the device that they are on."""
+        cast; see `lost_number`. What is on a device is read in a later call: none waits for it."""
+        while self._looks and self._looks[0].ready():
+            self._warn(self._looks.popleft())
         if not self._looks_left:
             return
         self._looks_left -= 1
@@ -62,15 +67,25 @@ class Boundary:
             lost = lost_number(tensor, self._dtype)
             if lost is None:
                 continue
-            self._looks_left = 0
-            warnings.warn(
-                f"the cast of floating arguments to {self._dtype} changes numbers: {lost[0]!r}, in "
-                f"a {tensor.dtype} of shape {tuple(tensor.shape)}, becomes {lost[1]!r}; if they "
-                "must stay (timesteps, positions, targets), give GeminiDDP cast_inputs=False and "
-                "let the module cast what it multiplies with weights",
-                stacklevel=user_stacklevel(),
-            )
+            look = _Look(lost, tensor.dtype, tuple(tensor.shape))
+            if tensor.is_cuda:
+                self._looks.append(look)
+            else:
+                self._warn(look)
+
+    def _warn(self, look: _Look) -> None:
+        """Warn of the number that a look found, if it is the first one."""
+        changed, before, after = look.found.tolist()
+        if not changed or self._has_warned:
             return
+        self._has_warned, self._looks_left = True, 0
+        warnings.warn(
+            f"the cast of floating arguments to {self._dtype} changes numbers: {before!r}, in "
+            f"a {look.dtype} of shape {look.shape}, becomes {after!r}; if they "
+            "must stay (timesteps, positions, targets), give GeminiDDP cast_inputs=False and "
+            "let the module cast what it multiplies with weights",
+            stacklevel=user_stacklevel(),
+        )
 
     def enter(self, inputs: Any) -> Any:
         """Arguments as the module gets them: on its device, floating ones in its dtype."""
@@ -127,8 +142,30 @@ class Boundary:
         return (grad / self._control_vector.scale).to(grad.dtype)
 
 
-def lost_number(tensor: Tensor, dtype: torch.dtype) -> tuple[float, float] | None:
-    """First number of an argument that a cast to `dtype` changes, and what becomes of it.
+class _Look:
+    """Look at one argument of a call: what `lost_number` found, on its way to the host.
+
+    found: fp64 [3], pinned where it comes from a device, and there only if `ready()`.
+    """
+
+    def __init__(self, found: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.found, self.dtype, self.shape = found, dtype, shape
+        self._copied: torch.cuda.Event | None = None
+        if found.is_cuda:
+            self.found = torch.empty_like(found, device="cpu", pin_memory=True)
+            self.found.copy_(found, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(found.device))
+
+    def ready(self) -> bool:
+        return self._copied is None or self._copied.query()
+
+
+def lost_number(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """First number of an argument that a cast to `dtype` changes.
+
+    Returns fp64 [3] on the argument's device: whether there is one, the number, and what becomes of
+    it; None for an argument that is not cast.
 
     Features lose bits in every cast, and are meant to. A number is an integer, what would overflow,
     or any element of an argument that has one for each sample, such as a time or a target.
@@ -141,8 +178,8 @@ def lost_number(tensor: Tensor, dtype: torch.dtype) -> tuple[float, float] | Non
     changed = (became != values) & values.isfinite()
     if tensor.dim() and tensor.numel() > len(tensor):
         changed &= (values == values.round()) | became.isinf()
-    first = int(changed.to(torch.uint8).argmax())
-    return (float(values[first]), float(became[first])) if changed[first] else None
+    first = changed.to(torch.uint8).argmax().view(1)  # no index of the host's: that would wait
+    return torch.cat([x.index_select(0, first).double() for x in (changed, values, became)])
 
 
 def _change_inside(value: Any, change: Callable[[Tensor], Tensor], depth: int = DEPTH) -> None:

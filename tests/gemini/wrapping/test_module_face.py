@@ -368,7 +368,10 @@ def test_targets_keep_their_bits_where_inputs_are_not_cast():
     ],
 )
 def test_a_number_that_a_cast_changes_is_found(values, dtype, lost):
-    assert lost_number(values, dtype) == (lost and pytest.approx(lost, rel=1e-7))
+    found = lost_number(values, dtype)
+    changed, *numbers = [0.0] if found is None else found.tolist()
+    assert bool(changed) == (lost is not None)
+    assert lost is None or tuple(numbers) == pytest.approx(lost, rel=1e-7)
 
 
 def test_numbers_that_the_cast_of_arguments_changes_are_told_once():
