@@ -172,6 +172,15 @@ class Chunk:
             self.wait_gathered()
         return self._shard
 
+    @property
+    def is_parked(self) -> bool:
+        """Whether the shard's memory is given away for a while; see `optim.state.parking`.
+
+        Waits for no update.
+        """
+        shard = self._shard
+        return shard is not None and shard.untyped_storage().nbytes() < shard.nbytes
+
     def begin_update(self, ticket: Ticket[None]) -> None:
         """Note that a step reads the gradient and changes the shard until `ticket`: their readers
         wait."""

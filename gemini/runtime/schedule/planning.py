@@ -454,6 +454,14 @@ class Planning:
         self.inputs = replace(inputs or self.inputs, fixed_params=homes)
         self.others.clear()
 
+    def asked_by(self, trace: Trace) -> Trace:
+        """Trace that counts for homes: one that was given with the module if it is of such an
+        iteration and asks for as much, so that homes do not depend on what else was measured."""
+        begun, was_given = self._begun
+        given = begun.trace
+        is_like = (given.kind, given.signature) == (trace.kind, trace.signature)
+        return given if was_given and is_like and covers(given, trace, self._noise_bytes) else trace
+
     def _planned_for(self, kind: Kind, signature: str) -> IterationPlan | None:
         """What was planned for such an iteration, beside the gradients that wait; None: nothing."""
         known = self.others.find(kind, signature, self.waiting_bytes)

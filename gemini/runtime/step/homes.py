@@ -49,6 +49,8 @@ class MovingHomes:
         planning = parts.planning
         if not planning.homes_follow or parts.target is None:
             return
+        if trains:
+            self._rise_as_found()
         trace = parts.sampler.expected()
         is_measured = trace in parts.sampler.traces()
         waiting = waiting_bytes(parts)
@@ -59,6 +61,7 @@ class MovingHomes:
             is_measured, waiting = planning.levels.is_measured, 0
         if trace is None:
             return
+        trace = planning.asked_by(trace)
         if trains:
             self._tenancy.note(trace)
         if not planning.has_room(trace, waiting):
@@ -97,7 +100,7 @@ class MovingHomes:
     def _make_room(self, trace: Trace, is_measured: bool) -> None:
         parts = self._parts
         planning = parts.planning
-        if self.graph_is_open or _is_parked(parts):
+        if not self._may_move():
             return
         lowered = planning.lowered(trace, params_stay=parts.all_gathered)
         gradients_leave = False
@@ -137,7 +140,7 @@ class MovingHomes:
         parts = self._parts
         if not parts.planning.homes_follow or parts.target is None or parts.comm.world_size > 1:
             return False
-        return not _is_parked(parts) and any(
+        return self._is_whole() and any(
             Tier.DEVICE in (shard.param_home, *shard.state_homes) for shard in parts.plan.shards
         )
 
@@ -167,24 +170,44 @@ class MovingHomes:
             self._higher = found, None
 
     def gradients_dropped(self) -> None:
-        """Raise homes where it pays and no graph is open."""
-        parts, higher = self._parts, self._higher
-        if self.graph_is_open or parts.target is None or _is_parked(parts):
+        """Raise homes to what the first measured iteration leaves; look whether more would pay.
+
+        What pays rises before the next forward: here an overlapped step may be under way, and
+        nothing waits for it.
+        """
+        parts = self._parts
+        if not self._may_move():
             return
         if self._gradients_stay:
             self._gradients_stay = False
             parts.storage.place_gradients(parts.planning.plan, parts.chunks)
-        if higher is not None:
-            self._higher = None
-            self._rise(*higher)
-            if higher[1] is None:
+        if self._higher is not None:
+            planned, inputs = self._higher
+            if inputs is None:
+                self._higher = None
+                self._rise(planned, inputs)
                 parts.sampler.look_again()  # its traces were measured in other homes
         elif parts.comm.world_size > 1:
             return  # they agree in a step
         elif parts.planning.homes_follow and parts.planning.has_trace:
             found = self._tenancy.what_pays(parts.planning.raised)
             if found is not None:
-                self._rise(found.result, found.inputs)
+                self._higher = found.result, found.inputs
+
+    def _rise_as_found(self) -> None:
+        """Raise homes to what pays, once gradients were dropped."""
+        if self._higher is None or self._higher[1] is None or not self._may_move():
+            return
+        if not any(chunk.gradient.exists for chunk in self._parts.chunks):
+            higher, self._higher = self._higher, None
+            self._rise(*higher)
+
+    def _may_move(self) -> bool:
+        return not self.graph_is_open and self._parts.target is not None and self._is_whole()
+
+    def _is_whole(self) -> bool:
+        """Whether no memory is given away for a while; see `optim.state.parking`."""
+        return not any(chunk.is_parked for chunk in self._parts.chunks)
 
     def _rise(self, planned: PlanResult, inputs: PlanInputs | None) -> None:
         planning = self._parts.planning
@@ -270,15 +293,6 @@ def _homes_changed(parts: Parts) -> None:
     assert parts.target is not None
     parts.target.homes_changed()
     parts.manager.homes_changed()
-
-
-def _is_parked(parts: Parts) -> bool:
-    """Whether shards in memory are parked: their memory is given away for a while.
-
-    See `optim.state.parking`.
-    """
-    shards = (chunk.shard_memory for chunk in parts.chunks if chunk.files is None)
-    return any(shard.untyped_storage().nbytes() < shard.nbytes for shard in shards)
 
 
 def _home(chunk: Chunk) -> Tier:
