@@ -9,6 +9,7 @@ with other wrappers. `state_dict()` and `named_parameters()` are torch's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -38,6 +39,25 @@ def peeled(module: nn.Module) -> nn.Module:
     while (child := wrapped_child(module)) is not None:
         module = module.get_submodule(child)
     return module
+
+
+@contextmanager
+def wrappers_aside(module: nn.Module) -> Iterator[None]:
+    """Context in which a module's children stand without torch's wrappers around them: libraries
+    that read names from the tree find those that are saved."""
+    places = [
+        (parent._modules, key, child)
+        for parent in module.modules()
+        for key, child in parent._modules.items()
+        if child is not None and wrapped_child(child) is not None
+    ]
+    try:
+        for children, key, child in places:
+            children[key] = peeled(child)
+        yield
+    finally:
+        for children, key, child in places:
+            children[key] = child
 
 
 def params_by_path(module: Any) -> Iterator[tuple[str, nn.Parameter]]:
