@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gemini.chunk.layout import ChunkLayout, ParamSpec, training_layout
 from gemini.chunk.local import mesh_dims
 from gemini.chunk.sizing.search import ChunkConfiguration, cut, search_chunk_configuration
+from gemini.digests import digest_of
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.trace import Trace
 from gemini.optim.rules.clipping import asked_norm
@@ -477,7 +478,7 @@ def _check_same_set_up(
     """Raise ValueError, with the first difference, on every rank if models or options differ."""
     # buffers, too: rank 0's are sent one by one
     buffers = tuple((name, tuple(x.shape), str(x.dtype)) for name, x in module.named_buffers())
-    digests = comm.gather_objects((layout.digest(), repr(options), buffers))
+    digests = comm.gather_objects((layout.digest(), digest_of(options), buffers))
     if len(set(digests)) == 1:
         return
     names = comm.gather_objects([(p.name, p.shape, p.trainable) for p in layout.params])

@@ -26,7 +26,13 @@ from gemini.runtime.inspect.full_parameters import (
 )
 from gemini.runtime.wrap.module_check import changed
 from gemini.saved_config import lent_configs, written_dtype
-from gemini.saved_names import SavedNames, peeled, renamed, without_wrappers
+from gemini.saved_names import (
+    SavedNames,
+    peeled,
+    renamed,
+    without_wrappers,
+    wrappers_aside,
+)
 
 
 class ModuleFace(nn.Module):
@@ -66,6 +72,8 @@ class ModuleFace(nn.Module):
             _check_wrapped(((f"module.{below}", p) for below, p in value.named_parameters()), "new")
         if self._owns(name):
             super().__setattr__(name, value)
+            if name == "training" and self._is_wrapped:  # both have one, which `train` sets on all
+                peeled(self.module).training = value
         else:
             self._check_change(name, value)
             setattr(peeled(self.module), name, value)
@@ -211,7 +219,8 @@ class ModuleFace(nn.Module):
                 state = dict(renamed(state, SavedNames(self.module).saved))
                 tensors = {n: v.dtype for n, v in state.items() if isinstance(v, Tensor)}
                 dtype = written_dtype(self.module, tensors)
-                with lent_configs(getattr(save, "__self__", self.module), dtype):
+                lent = lent_configs(getattr(save, "__self__", self.module), dtype)
+                with lent, wrappers_aside(self.module):
                     save(save_directory, state_dict=state, **options)
             except Exception as raised:
                 error = raised

@@ -9,6 +9,7 @@ with other wrappers. `state_dict()` and `named_parameters()` are torch's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -40,6 +41,25 @@ def peeled(module: nn.Module) -> nn.Module:
     return module
 
 
+@contextmanager
+def wrappers_aside(module: nn.Module) -> Iterator[None]:
+    """Context in which a module's children stand without torch's wrappers around them: libraries
+    that read names from the tree find those that are saved."""
+    places = [
+        (parent._modules, key, child)
+        for parent in module.modules()
+        for key, child in parent._modules.items()
+        if child is not None and wrapped_child(child) is not None
+    ]
+    try:
+        for children, key, child in places:
+            children[key] = peeled(child)
+        yield
+    finally:
+        for children, key, child in places:
+            children[key] = child
+
+
 def params_by_path(module: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """(path, parameter) under each of its names, in registration order. `named_parameters()` of a
     wrapper leaves parts of a path out."""
@@ -53,23 +73,30 @@ class SavedNames:
     """Names of one module's parameters, buffers and extra state, and the names that are saved."""
 
     def __init__(self, module: nn.Module) -> None:
-        # of every wrapper the inner module's prefix and the wrapper's own, the innermost first
-        self._prefixes: list[tuple[str, str]] = []
+        self._wrappers: dict[str, str] = {}  # path of each wrapper -> the child that it is around
         for path, inner in module.named_modules(remove_duplicate=False):
             if (child := wrapped_child(inner)) is not None:
-                own = f"{path}." if path else ""
-                self._prefixes.insert(0, (f"{own}{child}.", own))
+                self._wrappers[path] = child
 
     def saved(self, name: str) -> str:
-        """Saved name of what the module has under `name`; a saved name stays as it is."""
-        for inner, own in self._prefixes:
-            if name.startswith(inner):
-                name = own + name.removeprefix(inner)
-        return name
+        """Saved name of what the module has under `name`; a saved name stays as it is.
+
+        Some wrappers take their own part out of a state dict, so any of the parts may be missing.
+        """
+        if not self._wrappers:
+            return name
+        kept, path = [], ""
+        for part in name.split("."):
+            while (child := self._wrappers.get(path)) not in (None, part):
+                path = f"{path}.{child}" if path else f"{child}"
+            if child is None:
+                kept.append(part)
+            path = f"{path}.{part}" if path else part
+        return ".".join(kept)
 
     def found(self, names: Iterable[str]) -> Callable[[str], str]:
         """Function from a saved name to the one of `names`, of this module, that it stands for."""
-        there = {self.saved(name): name for name in names} if self._prefixes else {}
+        there = {self.saved(name): name for name in names} if self._wrappers else {}
         return lambda name: there.get(name, name)
 
 

@@ -9,12 +9,12 @@ holds its parameters. So capacity that is left over is neither stored nor sent.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
+from gemini.digests import digest_of
 from gemini.mesh.roles import WORLD
 from gemini.saved_names import SavedNames, params_by_path
 from gemini.units import (
@@ -303,7 +303,7 @@ class ChunkLayout:
 
     def digest(self) -> str:
         """Digest of exactly this layout."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+        return digest_of(self)
 
 
 def training_layout(

@@ -14,6 +14,7 @@ from gemini.checkpoint.format.manifest import CheckpointError
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors
 from gemini.ddp import GeminiDDP
 from gemini.runtime.inspect.full_parameters import full_parameters
+from gemini.saved_names import wrappers_aside
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -39,7 +40,8 @@ def write_adapter(folder: Path, model: GeminiDDP) -> None:
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        save(folder, state_dict=values, is_main_process=True)
+        with wrappers_aside(model.module):
+            save(folder, state_dict=values, is_main_process=True)
 
     ranks.together(lambda: write() if ranks.rank == 0 else None)
 
@@ -74,5 +76,8 @@ def _places(model: GeminiDDP) -> dict[str, str]:
     names = [name for spec in model.engine.layout.params for name in spec.names]
     # peft renames the keys of a state dict: values that are numbers say which name became which
     marks = {name: torch.tensor(i) for i, name in enumerate(names)}
-    saved = get_peft_model_state_dict(model.module, state_dict=marks, save_embedding_layers=False)
+    with wrappers_aside(model.module):
+        saved = get_peft_model_state_dict(
+            model.module, state_dict=marks, save_embedding_layers=False
+        )
     return {names[int(mark)]: key for key, mark in saved.items()}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from gemini.chunk.layout import ParamSpec
+from gemini.digests import digest_of
 from gemini.units import Bytes, ChunkId, Moment, ParamId
 
 FORMAT_VERSION = 1
@@ -82,7 +83,7 @@ class Trace:
     def digest(self) -> str:
         """Digest of the sequence of events; measurements do not enter."""
         events = (self.kind, self.signature, self.model_digest, [m.event for m in self.moments])
-        return hashlib.sha256(repr(events).encode()).hexdigest()[:16]
+        return digest_of(events)
 
     @property
     def peak_non_model_bytes(self) -> Bytes:

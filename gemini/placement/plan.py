@@ -12,12 +12,12 @@ one for each block of `step_order`, whose state is not on the device, and one fo
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+from gemini.digests import digest_of
 from gemini.units import BlockId, Bytes, ChunkId, Moment, format_bytes
 
 from .sizes import Budgets, ChunkBytes
@@ -169,7 +169,7 @@ class Plan:
 
     def digest(self) -> str:
         """Digest of exactly this plan; equal on all ranks."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+        return digest_of(self)
 
     def bytes_moved(self) -> dict[tuple[Tier, Tier], int]:
         """Bytes of one iteration over every link that is used."""

@@ -15,7 +15,7 @@ from gemini.checkpoint.quantise import config_of, quantise
 from gemini.ddp import GeminiDDP
 from gemini.integrations.parts import inner_of, rank
 from gemini.runtime.inspect.full_parameters import full_parameters
-from gemini.saved_names import SavedNames
+from gemini.saved_names import SavedNames, wrappers_aside
 
 _MARK = ".lora_"  # in the name of every parameter that peft adds
 
@@ -85,7 +85,8 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, use_safetenso
         )
     values = _adapters(model)
     if rank() == 0:
-        inner.save_pretrained(folder, safe_serialization=use_safetensors, state_dict=values)
+        with wrappers_aside(inner):
+            inner.save_pretrained(folder, safe_serialization=use_safetensors, state_dict=values)
 
 
 def _adapters(model: nn.Module) -> Mapping[str, Tensor]:
@@ -94,7 +95,10 @@ def _adapters(model: nn.Module) -> Mapping[str, Tensor]:
     They are gathered a chunk at a time, and other parameters of the chunk are dropped.
     """
     if not isinstance(model, GeminiDDP):
-        return {n: p.detach().cpu() for n, p in inner_of(model).named_parameters() if _is_own(n, p)}
+        inner = inner_of(model)
+        own_params = ((n, p) for n, p in inner.named_parameters() if _is_own(n, p))
+        saved = SavedNames(inner).saved
+        return {saved(name): param.detach().cpu() for name, param in own_params}
     model.engine.call("save_lora_as_pretrained()")
     saved = SavedNames(model.module).saved
     own = {saved(name) for name, param in model.named_parameters() if _is_own(name, param)}

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from gemini.chunk.opaque import OpaqueChunk
 from gemini.chunk.storage import Chunk
+from gemini.digests import digest_of
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.weights import write_back_changes
 
@@ -79,7 +80,7 @@ def base_digests(parts: Parts) -> dict[str, str]:
         payload = parts.links[chunk.spec.group].gather(master_of(parts, chunk))
         for slot in chunk.spec.slots:
             one = parts.opaque[slot.param]
-            said = hashlib.sha256(repr(one.form).encode())
+            said = hashlib.sha256(digest_of(one.form).encode())
             if payload is not None:
                 said.update(payload[slot.offset : slot.offset + slot.numel].cpu().numpy().tobytes())
             one.digest = said.hexdigest()

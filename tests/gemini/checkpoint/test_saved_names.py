@@ -55,6 +55,7 @@ def test_saved_names_are_those_of_the_module_without_wrappers(kind):
     names = [name for name, _ in module.named_parameters()]
     saved = SavedNames(module)
     assert [*map(saved.saved, names)] == [name for name, _ in Net().named_parameters()]
+    assert [*map(saved.saved, module.state_dict())] == [*Net().state_dict()]  # by torch's hooks
     assert [*map(saved.found(names), map(saved.saved, names))] == names
     assert [*map(without_wrappers([*Net().state_dict()]), names)] == [*map(bare, names)]
 

@@ -127,3 +127,12 @@ def test_digest_tells_layouts_apart_and_not_runs():
     specs = specs_of([100, 200], 3)
     assert ChunkLayout.build(specs, 256).digest() == ChunkLayout.build(specs, 256).digest()
     assert ChunkLayout.build(specs, 256).digest() != ChunkLayout.build(specs, 128).digest()
+
+
+def test_digest_does_not_follow_what_a_repr_says_once_a_signal_has_left_it(monkeypatch):
+    layout = ChunkLayout.build(specs_of([100, 200], 3), 256)
+    before = layout.digest()
+    for one in (ChunkLayout, ParamSpec):
+        monkeypatch.setattr(one, "__repr__", lambda self: "...")
+    assert layout.digest() == before
+    assert ChunkLayout.build(specs_of([100, 201], 3), 256).digest() != before

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import gemini
 from bench.shared.reference import same
@@ -341,6 +342,30 @@ def test_another_adapter_is_refused(tmp_path):
     other = LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["c_proj"], fan_in_fan_out=True)
     with pytest.raises(CheckpointError, match="is of another adapter"):
         load_adapter(tmp_path, GeminiDDP(get_peft_model(model_and_data()[0], other)))
+
+
+@pytest.mark.parametrize("door", ["save_pretrained", "write_adapter"])
+def test_adapters_inside_wrappers_are_saved_under_the_names_of_peft(door, tmp_path):
+    """peft reads the names of layers from the tree, and leaves out what it finds under others."""
+    from safetensors.torch import load_file
+
+    from gemini.integrations.adapters import load_adapter, write_adapter
+
+    plain, module = adapted(), adapted()
+    plain.save_pretrained(tmp_path / "plain")
+    layers = module.base_model.model.transformer.h
+    for i, layer in enumerate(layers):
+        layers[i] = checkpoint_wrapper(layer)
+    wrapped = [*layers]
+    model = GeminiDDP(module, precision="fp32")
+    if door == "save_pretrained":
+        model.save_pretrained(tmp_path / "saved")
+    else:
+        write_adapter(tmp_path / "saved", model)
+    want, got = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("plain", "saved"))
+    assert want and same(got, want)
+    load_adapter(tmp_path / "plain", model)
+    assert [*layers] == wrapped
 
 
 @pytest.mark.ci
