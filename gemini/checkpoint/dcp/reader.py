@@ -264,8 +264,9 @@ class _DcpItems:
 
 def _tensor_of(data: Any, what: str, dtype: torch.dtype | None, sizes: tuple[int, ...]) -> Tensor:
     found = safe_load(data, what)
-    is_tensor = isinstance(found, Tensor) and found.layout is torch.strided
-    if not is_tensor or found.dtype != dtype or tuple(found.shape) != sizes:
+    if not isinstance(found, Tensor) or (found.layout, found.dtype, tuple(found.shape)) != (
+        torch.strided, dtype, sizes,
+    ):  # fmt: skip
         raise CorruptError(f"{what} cannot be read: it is another tensor than its list says")
     return found
 
