@@ -126,8 +126,9 @@ def load_accepted(
         extras = _Extras(source, model, optimizer, scheduler, ranks, plain, accept, weights=weights)
         if runs is None:
             load_plain(
-                source, model, optimizer, strict, ranks, by_position, extras.read, weights=weights
-            )
+                source, model, optimizer, strict, ranks, plain, by_position, extras.read,
+                weights=weights,
+            )  # fmt: skip
         else:
             _load_runs(
                 source, runs, optimizer, strict, ranks, keys, plain, by_position, extras.read,

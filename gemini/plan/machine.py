@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gemini import strangers
 from gemini.placement.sizes import Bandwidths, Budgets
 from gemini.units import GIB, Bytes, format_bytes
 
@@ -154,8 +154,8 @@ def machine_of(
 
 def _read(path: Path) -> Any:
     try:
-        return strangers.parsed(path.read_bytes())
-    except (OSError, ValueError) as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON; {error}") from None
 
 

@@ -52,7 +52,7 @@ def params_of_group(saved: Any, names: Sequence[str], what: str) -> list[Any]:
     """
     kinds = {*map(type, saved)} if isinstance(saved, (list, tuple)) else {object}
     positions = kinds == {int} and min(saved) >= 0
-    if not (kinds <= {str} or positions) or len({*saved}) < len(saved):
+    if not (kinds <= {str} or positions) or len(set(saved)) < len(saved):
         raise CorruptError(
             f"{what} says what no checkpoint has: {saved!r:.80}; expected parameters, each once"
         )

@@ -54,6 +54,7 @@ def load_plain(
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
     ranks: Ranks,
+    plain: Callable[[str], str],
     by_position: Sequence[str],
     read_extras: Callable[[], None],
     *,
@@ -96,7 +97,7 @@ def load_plain(
                 step_count(value, f"{source.path}, {key},")
             elif name.startswith("optim.param_groups.") and name.endswith(".params"):
                 found = params_of_group(value, by_position, f"{source.path}, {key},")
-                if {*found} != {*own}:
+                if {*map(plain, found)} != {*map(plain, own)}:
                     raise MismatchError(
                         f"{source.path}, {key}, has {found!r:.80}, and this optimizer's group "
                         f"{own!r:.80}; make it with the same groups"
