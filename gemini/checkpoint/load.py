@@ -26,6 +26,7 @@ from gemini.checkpoint.model.keys import (
     check_schedule,
     decode,
     differences,
+    params_of_group,
     rank_key,
     set_random_state,
     step_count,
@@ -108,13 +109,14 @@ def load_accepted(
     where = Path(path).expanduser().absolute()
     ranks.same("the path", str(where))
     with ExitStack() as stack:
-        source = ranks.together(
-            lambda: open_source(where, _names_by_position(model, optimizer), stack)
-        )
+        by_position = _names_by_position(model, optimizer)
+        source = ranks.together(lambda: open_source(where, by_position, stack))
         names = names_of(model)
         plain = without_wrappers(name for alike in names for name in alike)
         source.rename(plain)
         keys = Keys.find(source.sizes.keys(), names)
+        if optimizer is not None:
+            keys.check_groups(source.sizes, source.path)
         runs = ranks.together(lambda: runs_of(model, optimizer, ranks.world_size, keys, weights))
         if runs is not None and ranks.is_pipeline:
             mine = {name for names in runs.names for name in names} | runs.buffers.keys()
@@ -123,11 +125,15 @@ def load_accepted(
             _check_base(source, base_of(model, ranks), ranks, plain)
         extras = _Extras(source, model, optimizer, scheduler, ranks, plain, accept, weights=weights)
         if runs is None:
-            load_plain(source, model, optimizer, strict, ranks, extras.read, weights=weights)
+            load_plain(
+                source, model, optimizer, strict, ranks, plain, by_position, extras.read,
+                weights=weights,
+            )  # fmt: skip
         else:
             _load_runs(
-                source, runs, optimizer, strict, ranks, keys, plain, extras.read, weights=weights
-            )
+                source, runs, optimizer, strict, ranks, keys, plain, by_position, extras.read,
+                weights=weights,
+            )  # fmt: skip
         return extras.put()
 
 
@@ -153,6 +159,7 @@ def _load_runs(
     ranks: Ranks,
     keys: Keys,
     plain: Callable[[str], str],
+    by_position: Sequence[str],
     read_extras: Callable[[], None],
     *,
     weights: bool,
@@ -184,8 +191,11 @@ def _load_runs(
         {option: small[key] for option, key in options.items()}
         for _, options in sorted(saved_groups.items())
     ]
-    for group in groups:
-        group["params"] = [*map(plain, group["params"])]
+    for number, group in enumerate(groups):
+        what = f"{source.path}, params of group {number},"
+        group["params"] = [
+            plain(name) for name in params_of_group(group.get("params"), by_position, what)
+        ]
     copies = Counter(first for first, *_ in runs.names)  # of a weight that stages tie
     for group in groups if ranks.is_pipeline else ():
         group["params"] = [

@@ -84,6 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path)
 
 
+_MOST = 1 << 24  # of each number: far above any run, and below what sizes of tensors overflow at
+_MOST_BYTES = 1 << 50
+
+
 def _size(text: str) -> int:
     try:
         return parse_bytes(text)
@@ -103,6 +107,23 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         least = int(name != "lora")
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+        if getattr(args, name) > _MOST:
+            parser.error(f"--{name.replace('_', '-')} must be at most {_MOST}")
+    if args.batch * args.seq > _MOST:
+        parser.error(f"--batch times --seq must be at most {_MOST} tokens")
+    if args.activation_bytes is not None and not 0 <= args.activation_bytes <= _MOST_BYTES:
+        parser.error(f"--activation-bytes must be from 0 to {_MOST_BYTES}")
+    for name in ("json", "timeline", "fits"):
+        path = getattr(args, name)
+        blocked = (
+            next((one for one in (path, *path.parents) if one.exists()), None) if path else None
+        )
+        if blocked is None:
+            continue
+        if name == "fits" and not blocked.is_dir():
+            parser.error(f"--fits {path}: {blocked} is a file; expected a folder, or a new one")
+        if name != "fits" and (path.is_dir() or not path.parent.is_dir()):
+            parser.error(f"--{name} {path}; expected a file in a folder that is there")
     if args.quantize and not args.lora:
         parser.error(f"--quantize {args.quantize} without --lora; expected adapters of a rank")
     if args.print_args and args.precision != "bf16":
@@ -143,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from . import words
     from .ask import Training, plan_for
 
-    name = args.what or args.model
+    name = args.model if args.what is None else args.what
     try:
         machine = machine_from(args)
         training = Training(**{f.name: getattr(args, f.name) for f in fields(Training)})
@@ -179,7 +200,7 @@ def _write_fits(args: argparse.Namespace) -> int:
     from . import table
     from .ask import Training, ask
 
-    name = args.what or args.model
+    name = args.model if args.what is None else args.what
     args.fits.mkdir(parents=True, exist_ok=True)
     table_rows: list[table.FitRow] = []
     for model in [name] if name else table.MODELS:

@@ -7,6 +7,7 @@ transformers is imported where a configuration is needed.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,12 +245,22 @@ def _meta(make: Callable[[], Any]) -> nn.Module:
 def _factory(what: str) -> Callable[[], Any]:
     """Model of `package.module:factory`, called without arguments."""
     module, _, name = what.partition(":")
+    if not module or module.startswith("."):
+        raise ValueError(f"{what} names no module; expected package.module:factory")
     try:
         factory = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"{what}: {error}; expected package.module:factory") from error
     if not callable(factory):
         raise ValueError(f"{module} has no callable {name!r}; expected a factory")
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"{what}: {error}; expected a factory, which is called without arguments"
+        ) from None
+    except ValueError:  # it shows no signature: the call says what it takes
+        pass
     return factory  # type: ignore[no-any-return]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -22,6 +23,8 @@ OF_THE_MACHINE = (
 )  # fmt: skip
 # no key of a YAML file, which may be anybody's: only who types a command lets code run
 OF_THE_COMMAND = ("trust_remote_code",)
+
+_MOST = 1 << 32
 
 # names of Trainer's, trl's and other tools' configs -> ours
 ELSEWHERE = {
@@ -88,6 +91,12 @@ class TrainConfig:
     trust_remote_code: bool = _says(False, f"{TRUST_HELP}. No key of config.yaml")
 
     def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, float):
+                _check(math.isfinite(value), name, value, "a finite number")
+            elif isinstance(value, int):  # of a word: torch's seeds, and what is counted
+                _check(value < _MOST, name, value, f"less than {_MOST}")
+        _check(self.seed >= 0, "seed", self.seed, "0 or more")
         for name in ("lora", "steps", "warmup", "samples", "held_out", "max_norm", "weight_decay"):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in (

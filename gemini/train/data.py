@@ -92,14 +92,13 @@ def load(config: TrainConfig, tokenizer: Any) -> Data:
 def _rows(pattern: str, flag: str, tokenizer: Any) -> tuple[Any, RowForm]:
     """Rows of a path or a glob, with the keys that are trained on, and their form."""
     from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
 
     files = files_of(pattern, flag)
     form = look_at(files, flag, tokenizer)
     try:
         escaped = [*map(glob.escape, files)]
         rows = load_dataset("json", data_files=escaped, split="train", trust_remote_code=False)
-    except (DatasetGenerationError, ValueError) as error:
+    except Exception as error:  # by its ending a file may be taken for a compressed one
         said = str(error.__cause__ or error)
         raise ValueError(f"{flag} {pattern} cannot be read as JSONL: {said}") from None
     # a column such as input_ids or prompt has a meaning of its own for trl

@@ -10,7 +10,7 @@ import io
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ class Reader:
             for start, boxes in tensor.boxes_by_run():
                 copies[key, start] = [(b, parts.overlaps(b.offsets, b.sizes)) for b in boxes]
         self._items.will_read(  # in the order in which they are asked for: planes side by side
-            overlap.part
+            (key, self.index[key], overlap.part)
             for _, key, (start, _) in runs
             for _, overlaps in copies[key, start]
             for overlap in overlaps
@@ -169,7 +169,7 @@ class _OurItems:
         self._streams: dict[str, PinnedStream] = {}
         self._stack = ExitStack()
 
-    def will_read(self, parts: Iterable[SavedPart]) -> None:
+    def will_read(self, items: Iterable[tuple[str, SavedValue, SavedPart]]) -> None:
         """Announce the parts of the reads to come, in order. Raises CorruptError.
 
         Pinned state is opened and verified now: its files are in another folder, and their run may
@@ -177,7 +177,7 @@ class _OurItems:
         """
         ours: list[tuple[str, int, int]] = []
         pinned: dict[str, list[int]] = {}
-        for part in parts:
+        for _, _, part in items:
             if part.file in self._pinned:
                 pinned.setdefault(part.file, []).append(part.at)
             else:
@@ -198,7 +198,7 @@ class _OurItems:
         """Whole item, valid until the next call."""
         assert entry.dtype is not None
         if not can_be_raw(entry.dtype):
-            return _tensor_of(io.BytesIO(self.data(part)), key, part.sizes)
+            return _tensor_of(io.BytesIO(self.data(part)), key, entry.dtype, part.sizes)
         numel = prod(part.sizes)
         nbytes = numel * entry.dtype.itemsize
         if not numel:
@@ -222,8 +222,14 @@ class _DcpItems:
         self._folder = folder
         self._recent: OrderedDict[tuple[str, int], Tensor] = OrderedDict()  # oldest first
 
-    def will_read(self, parts: Iterable[SavedPart]) -> None:
-        """Do nothing: items are read on request."""
+    def will_read(self, items: Iterable[tuple[str, SavedValue, SavedPart]]) -> None:
+        """Look at the items of the reads to come, without their elements. Raises CorruptError.
+
+        So none of them is found to be another when half of a model is loaded.
+        """
+        for key, entry, part in {(part.file, part.at): (key, entry, part)
+                                 for key, entry, part in items}.values():  # fmt: skip
+            self._open(key, entry, part, torch.serialization.skip_data())
 
     def data(self, part: SavedPart) -> bytes:
         path = self._folder / part.file
@@ -237,22 +243,30 @@ class _DcpItems:
     def tensor(self, key: str, entry: SavedValue, part: SavedPart) -> Tensor:
         place = (part.file, part.at)
         if place not in self._recent:
-            path = self._folder / part.file
-            with reading(path), strangers.opened(path) as file:
-                view = FileSlice(file, part.at, part.nbytes)
-                self._recent[place] = _tensor_of(view, f"{path}, {key}", part.sizes)
+            self._recent[place] = self._open(key, entry, part)
             if len(self._recent) > WHOLE_ITEMS:
                 self._recent.popitem(last=False)
         self._recent.move_to_end(place)
         return self._recent[place]
 
+    def _open(
+        self, key: str, entry: SavedValue, part: SavedPart,
+        how: AbstractContextManager[None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        path = self._folder / part.file
+        with reading(path), strangers.opened(path) as file, how or nullcontext():
+            view = FileSlice(file, part.at, part.nbytes)
+            return _tensor_of(view, f"{path}, {key}", entry.dtype, part.sizes)
+
     def close(self) -> None:
         self._recent.clear()
 
 
-def _tensor_of(data: Any, what: str, sizes: tuple[int, ...]) -> Tensor:
+def _tensor_of(data: Any, what: str, dtype: torch.dtype | None, sizes: tuple[int, ...]) -> Tensor:
     found = safe_load(data, what)
-    if not isinstance(found, Tensor) or tuple(found.shape) != sizes:
+    if not isinstance(found, Tensor) or (found.layout, found.dtype, tuple(found.shape)) != (
+        torch.strided, dtype, sizes,
+    ):  # fmt: skip
         raise CorruptError(f"{what} cannot be read: it is another tensor than its list says")
     return found
 

@@ -37,10 +37,28 @@ from gemini.optim.rules.saved import MOST_STEPS, is_alike, is_count, number_of
 
 COMMON = "gemini.common"
 _GROUP = re.compile(r"param_groups\.(\d+)\.(\w+)")
+_NO_GROUP = re.compile(r"param_groups(\.\d+)?")
 
 
 def rank_key(rank: int) -> str:
     return f"gemini.rank.{rank}"
+
+
+def params_of_group(saved: Any, names: Sequence[str], what: str) -> list[Any]:
+    """Names of a saved group's parameters; positions that `names` has become names.
+
+    Raises CorruptError, whose text begins with `what`, for anything but names or positions, each
+    once.
+    """
+    kinds = {*map(type, saved)} if isinstance(saved, (list, tuple)) else {object}
+    positions = kinds == {int} and min(saved) >= 0
+    if not (kinds <= {str} or positions) or len(set(saved)) < len(saved):
+        raise CorruptError(
+            f"{what} says what no checkpoint has: {saved!r:.80}; expected parameters, each once"
+        )
+    if not positions:
+        return [*saved]
+    return [names[place] if place < len(names) else place for place in saved]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +86,14 @@ class Keys:
                 if match is not None:
                     found.setdefault(int(match[1]), {})[match[2]] = key
         return found
+
+    def check_groups(self, keys: Collection[str], path: Path) -> None:
+        """Raise CorruptError for values in the place of param groups."""
+        for key in keys:
+            if key.startswith(self.optim) and _NO_GROUP.fullmatch(key.removeprefix(self.optim)):
+                raise CorruptError(
+                    f"{path}, {key}, says what no checkpoint has: expected groups of options"
+                )
 
     def unexpected(self, keys: Collection[str], known: Collection[str]) -> list[str]:
         """Saved keys of weights that the model does not have."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.dcp.reader import CheckpointSource
 from gemini.checkpoint.format.data_file import can_be_raw
-from gemini.checkpoint.format.manifest import CheckpointError, CorruptError
+from gemini.checkpoint.format.manifest import CheckpointError, CorruptError, MismatchError
 from gemini.chunk.layout import saved_params
 from gemini.module_face import saved_buffers
 from gemini.optim.base import TieredOptimizer
@@ -30,7 +30,7 @@ from gemini.optim.rules.saved import is_alike
 from gemini.optim.state.lines import LINES
 from gemini.saved_names import SavedNames
 
-from .keys import Keys, check_fits, differences, step_count
+from .keys import Keys, check_fits, differences, params_of_group, step_count
 from .state import RunState, StatePart, cut, names_of
 
 
@@ -54,6 +54,8 @@ def load_plain(
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
     ranks: Ranks,
+    plain: Callable[[str], str],
+    by_position: Sequence[str],
     read_extras: Callable[[], None],
     *,
     weights: bool = True,
@@ -93,6 +95,14 @@ def load_plain(
             key, value = key_of[name], loaded.get(key_of[name], own)
             if name.startswith("optim.state.") and name.endswith(".step"):
                 step_count(value, f"{source.path}, {key},")
+            elif name.startswith("optim.param_groups.") and name.endswith(".params"):
+                found = params_of_group(value, by_position, f"{source.path}, {key},")
+                if {*map(plain, found)} != {*map(plain, own)}:
+                    raise MismatchError(
+                        f"{source.path}, {key}, has {found!r:.80}, and this optimizer's group "
+                        f"{own!r:.80}; make it with the same groups"
+                    )
+                loaded[key] = own
             elif name.startswith("optim.param_groups.") and not is_alike(own, value):
                 raise CorruptError(
                     f"{source.path}, {key}, is {value!r:.80}, expected the like of {own!r:.80}"

@@ -9,6 +9,7 @@ import zipfile
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -117,6 +118,76 @@ def test_options_have_the_kind_of_the_optimizers_own(name, value, tmp_path):
     with pytest.raises(CheckpointError):
         gemini.load_checkpoint(tmp_path / "a.pt", model, optimizer)
     assert_same(optimizer.state_dict(), before)
+
+
+NO_PARAMS = [None, 5, "ab", [0, 0], [-1, 0], [1.5, 0], [True, 0], [[0], 1], ["weight", "weight"],
+             ["weight", 1], ["weight", "other"]]  # fmt: skip
+NO_GROUPS = [[], None, 5, [5], [[]], {}, [{}]]
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "torch's"])
+@pytest.mark.parametrize("change", [
+    *({"params": value} for value in NO_PARAMS), *NO_GROUPS,
+], ids=repr)  # fmt: skip
+def test_param_groups_have_each_parameter_once(kind, change, tmp_path):
+    """torch's optimizer would take a group over others, and lose its own options."""
+    if kind == "wrapped":
+        model, optimizer = small()
+    else:
+        model = nn.Linear(7, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    steps_of(model, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    states = copy.deepcopy(before)
+    if isinstance(change, dict) and change:
+        states["param_groups"][0] |= change
+    else:
+        states["param_groups"] = change
+    torch.save({"model": model.state_dict(), "optim": states}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError):
+        gemini.load_checkpoint(tmp_path / "a.pt", model, optimizer)
+    assert_same(optimizer.state_dict(), before)
+
+
+def test_a_plain_module_goes_on_from_a_file_of_torch(tmp_path):
+    """Whose optimizer's state says positions, and its groups too."""
+    pairs = []
+    for rate in (0.1, 0.2):
+        model = nn.Linear(7, 3)
+        groups = [{"params": [model.bias], "lr": rate}, {"params": [model.weight]}]
+        pairs.append((model, torch.optim.AdamW(groups, lr=rate)))
+        steps_of(*pairs[-1])
+    (model, optimizer), (other, others) = pairs
+    states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    torch.save(states, tmp_path / "a.pt")
+    gemini.load_checkpoint(tmp_path / "a.pt", other, others)
+    assert_same(others.state_dict(), optimizer.state_dict())
+    steps_of(model, optimizer)
+    steps_of(other, others)
+    assert_same(other.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("change", [
+    lambda item: item.to(torch.complex64), lambda item: item.to(torch.int32),
+    lambda item: item[:1], lambda item: item.to_sparse(), lambda item: 5,
+], ids=["complex", "whole", "shape", "sparse", "number"])  # fmt: skip
+def test_an_item_of_dcp_that_is_another_is_found_before_anything_is_changed(change, tmp_path):
+    """The index is right; the last file has another tensor than it says."""
+    module = nn.Linear(7, 3)
+    writer = dcp.FileSystemWriter(tmp_path, single_file_per_rank=False)
+    dcp.save({"model": module.state_dict()}, storage_writer=writer)
+    for path in tmp_path.glob("*.distcp"):
+        item = torch.load(path)
+        if item.dim() == 1:
+            size, there = path.stat().st_size, io.BytesIO()
+            torch.save(change(item), there)
+            # a zip file is found from its end: what is shorter is put there
+            path.write_bytes(there.getvalue().rjust(size, b"\0")[:size])
+    model, _ = small()
+    before = model.digest()
+    with pytest.raises(CorruptError, match="cannot be read"):
+        gemini.load_checkpoint(tmp_path, model)
+    assert model.digest() == before
 
 
 @pytest.mark.parametrize("change", [

@@ -236,12 +236,32 @@ def test_measured_bandwidths_replace_the_typical_ones(tmp_path):
         ("--nvme-fraction", "2"),
         ("--device-mem", "much"),
         ("--world-size", "2", "--ranks-per-node", "3"),
+        ("--batch", str(10**12)),
+        ("--batch", str(10**5), "--seq", str(10**5)),
+        ("--lora", str(10**30)),
+        ("--activation-bytes", str(10**30)),
+        ("--json", "none/a.json"),
+        ("--timeline", "."),
+        ("--fits", __file__),
     ],
 )
 def test_bad_arguments_are_refused(flags):
     with pytest.raises(SystemExit) as refused:
         command.main(["gpt2", *flags])
     assert refused.value.code == 2
+
+
+@pytest.mark.parametrize("what", ["", ".:x", ":x", "torch.nn:Linear", "json:loads", "os.path:join"])
+def test_a_name_that_makes_no_model_is_refused_in_one_line(what, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"gemini plan: .*(expected|cannot be read)"):
+        command.main([what])
+
+
+def test_a_report_of_a_machine_that_is_too_deep_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text("[" * 100_000)
+    with pytest.raises(SystemExit, match="cannot be read as JSON"):
+        command.main(["gpt2", "--machine", str(tmp_path / "a.json")])
 
 
 def test_model_without_a_config_needs_its_activations_said():

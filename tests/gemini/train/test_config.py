@@ -1,5 +1,6 @@
 """Flags and YAML of `python -m gemini train` are one schema."""
 
+import math
 from dataclasses import fields
 
 import pytest
@@ -101,6 +102,15 @@ IMPOSSIBLE = {
 def test_values_that_cannot_be_are_refused(name):
     with pytest.raises(ValueError, match="expected"):
         TrainConfig(**{name: IMPOSSIBLE[name]})
+
+
+def test_numbers_are_finite_and_of_a_size_that_is_counted():
+    """torch, numpy and the schedule would refuse them when a model is loaded."""
+    for field in fields(TrainConfig):
+        values = {float: [math.inf, math.nan], int: [2**70]}.get(type(field.default), [])
+        for value in [*values, *([-1] if field.name == "seed" else [])]:
+            with pytest.raises(ValueError, match=rf"--{field.name.replace('_', '-')} .*expected"):
+                TrainConfig(**{field.name: value})
 
 
 def test_what_is_missing_is_named():

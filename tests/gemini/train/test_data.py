@@ -73,6 +73,13 @@ def test_files_that_are_no_jsonl_are_refused(tmp_path, tokenizer):
         load(TrainConfig(data=str(good), eval_data=str(other)), tokenizer)
 
 
+@pytest.mark.parametrize("ending", ["gz", "xz", "zip"])
+def test_a_plain_file_with_the_name_of_a_compressed_one_is_refused(tmp_path, tokenizer, ending):
+    path = write_rows(tmp_path / f"a.{ending}", rows("text", 2))
+    with pytest.raises(ValueError, match=rf"--data .*a\.{ending} cannot be read as JSONL"):
+        load(TrainConfig(data=str(path)), tokenizer)
+
+
 def test_chats_need_a_template(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", rows("chat", 5))
     with pytest.raises(ValueError, match="the tokenizer of --model has no chat template"):
