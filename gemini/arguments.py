@@ -35,7 +35,7 @@ def _plain(word: str) -> str:
 
 
 def check_arguments(
-    name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Iterable[str]
+    name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Sequence[str]
 ) -> None:
     """Raise TypeError for an unknown argument, with the name that was probably meant, and for one
     by position too many, with the names of those that follow.
@@ -63,16 +63,18 @@ def check_arguments(
 
 
 def end(
-    parser: argparse.ArgumentParser, said: str, elsewhere: Mapping[str, str] = MappingProxyType({})
+    parser: argparse.ArgumentParser,
+    said: str,
+    other_names: Mapping[str, str] = MappingProxyType({}),
 ) -> NoReturn:
     """End the process as `parser.error`, in one line: a usage of many flags would hide it.
 
-    elsewhere: names in other tools -> those of the flags here, with underscores.
+    other_names: names in other tools -> those of the flags here, with underscores.
     """
     unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", said)
     if unknown is not None:
         flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-        known = elsewhere.get(unknown[1].strip("-").replace("-", "_"))
+        known = other_names.get(unknown[1].strip("-").replace("-", "_"))
         near = f"--{known.replace('_', '-')}" if known else nearest(unknown[1], flags)
         said += f"; did you mean {near}?" if near else ""
     said = re.sub(r"\s*\n\s*", " ", said.strip())
@@ -92,7 +94,7 @@ def by_name(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, 
 
     @wraps(init)
     def checked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        check_arguments(type(self).__name__, signature, (self, *args), kwargs)
+        check_arguments(type(self).__name__, signature, (self, *args), list(kwargs))
         init(self, *args, **kwargs)
 
     return checked

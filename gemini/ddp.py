@@ -45,6 +45,7 @@ from gemini.runtime.wrap.module_check import ModuleCheck
 from gemini.runtime.wrap.precision import check_travelling
 from gemini.runtime.wrap.shared_memory import check_memory, leave_behind
 from gemini.runtime.wrap.specs import (
+    Collected,
     check_module,
     check_split,
     collect_params,
@@ -134,8 +135,7 @@ class GeminiDDP(ModuleFace):
         super().__init__()
         check_module(module)
         precision_settings = precision.settings(max_norm, norm_type)
-        if update not in (*UPDATES, AUTO):
-            raise ValueError(f"update={update!r}; expected one of {[*UPDATES, AUTO]}")
+        _check_update(update)
         placement = parse_placement(placement_policy)
         check_travelling(precision_settings, placement.budgets())
         self._dtype = DTYPES[precision_settings.dtype]
@@ -149,9 +149,7 @@ class GeminiDDP(ModuleFace):
         found = collect_params(module, dtypes, meshed=mesh is not None, ignored=ignored)
         params, own_specs = found.params, found.specs
         memory = check_memory(module, found.plain, given=wrapping.init_state_dict is not None)
-        keep_theirs = {*ignored, *(id(one.param) for one in found.opaque.values())}
-        values = Materialiser(module, wrapping.init_fn, wrapping.init_state_dict, keep_theirs)
-        values.check()
+        values = _values(module, wrapping, ignored, found)
         split = sorted({name for param in params for name in mesh_dims(param)})
         check_split(split, trace=trace, init_state_dict=wrapping.init_state_dict)
         together, ties = None, None
@@ -447,6 +445,21 @@ def _configurations(chunks: ChunkSearch, specs: list[ParamSpec]) -> Iterable[Chu
         specs, chunks.search_range_m, chunks.hidden_dim, chunks.min_chunk_size_m
     )
     return cut(found, chunks.hidden_dim)
+
+
+def _check_update(update: str) -> None:
+    if update not in (*UPDATES, AUTO):
+        raise ValueError(f"update={update!r}; expected one of {[*UPDATES, AUTO]}")
+
+
+def _values(
+    module: nn.Module, wrapping: Wrapping, ignored: Iterable[int], found: Collected
+) -> Materialiser:
+    """Values of parameters that are on `meta`, or that are given."""
+    keep_theirs = {*ignored, *(id(one.param) for one in found.opaque.values())}
+    values = Materialiser(module, wrapping.init_fn, wrapping.init_state_dict, keep_theirs)
+    values.check()
+    return values
 
 
 def _backend(device: torch.device | str | Backend | None) -> Backend:

@@ -189,7 +189,7 @@ def takes_fields(**groups: Any) -> Callable[[Callable[..., T]], Callable[..., T]
 
         @wraps(function)
         def with_fields(*args: Any, **kwargs: Any) -> T:
-            check_arguments(called, shown, args, kwargs.keys() - groups.keys())
+            check_arguments(called, shown, args, [key for key in kwargs if key not in groups])
             given = dict(zip(places, args, strict=False))
             if given.keys() & kwargs.keys():
                 shown.bind(*args, **kwargs)  # says what is wrong

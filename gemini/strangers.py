@@ -104,7 +104,7 @@ def check_folder(folder: str | os.PathLike[str], levels: int = _MOST_LEVELS) -> 
     Hidden names are left out, and links to nothing.
     """
     with os.scandir(folder) as entries:
-        for entry in entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.name.startswith(".") or not os.path.exists(entry.path):
                 continue  # a link to nothing gives nothing to read
             try:

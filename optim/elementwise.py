@@ -41,7 +41,7 @@ class ElementwiseOptimizer(TieredOptimizer):
 
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         signature: inspect.Signature = type(self).__signature__  # type: ignore[attr-defined]
-        check_arguments(type(self).__name__, signature, (params, *args), kwargs)
+        check_arguments(type(self).__name__, signature, (params, *args), [*kwargs])
         given = signature.bind(params, *args, **kwargs)
         given.apply_defaults()
         options = {name: given.arguments[name] for name in self.rule.options}

@@ -70,7 +70,9 @@ def merged_groups(
                 )
         group = {**ours, "params": list(theirs["params"])}
         dropped = {*absent, *_IMPLEMENTATION, "params", "decoupled_weight_decay"} - ours.keys()
-        dropped |= {"state", "param_names"}  # in what it is kept, and for whom, is this one's own
+        dropped.add("state")  # in what it is kept is this optimizer's own
+        if "param_names" in ours:  # and so are the names of its parameters
+            dropped.add("param_names")
         group |= {key: value for key, value in theirs.items() if key not in dropped}
         if "adamw_mode" in ours and "adamw_mode" not in theirs:
             group["adamw_mode"] = theirs.get("decoupled_weight_decay", ours["adamw_mode"])

@@ -233,7 +233,7 @@ def new_lock() -> AbstractContextManager[Any]:
 
 def free_in_child() -> None:
     """Free all locks that this thread does not hold, in a process that was just forked."""
-    for lock in _locks:
+    for lock in sorted(_locks, key=id):
         if not lock._is_owned():
             lock._at_fork_reinit()
 

@@ -187,15 +187,12 @@ def _load_runs(
     # Small values and param groups are read and checked before any run is filled: until then an
     # error leaves the model as it was.
     ranks.together(lambda: source.load_into(small))
-    groups = [
-        {option: small[key] for option, key in options.items()}
-        for _, options in sorted(saved_groups.items())
-    ]
-    for number, group in enumerate(groups):
+    groups = []
+    for number, options in sorted(saved_groups.items()):
+        group = {option: small[key] for option, key in options.items()}
         what = f"{source.path}, params of group {number},"
-        group["params"] = [
-            plain(name) for name in params_of_group(group.get("params"), by_position, what)
-        ]
+        found = params_of_group(group.get("params"), by_position, what)
+        groups.append(group | {"params": [plain(name) for name in found]})
     copies = Counter(first for first, *_ in runs.names)  # of a weight that stages tie
     for group in groups if ranks.is_pipeline else ():
         group["params"] = [

@@ -111,7 +111,8 @@ class MemStatsCollector:
                 monitor.paused = paused
 
     def end(self) -> Trace:
-        """End the iteration. Returns its trace, which is kept."""
+        """End the iteration. Returns its trace, which is kept. Raises RuntimeError if none was
+        begun."""
         if self._key is None:
             raise RuntimeError("end() of an iteration that was not begun; call begin() before")
         self._end_period()

@@ -149,7 +149,7 @@ def parser() -> Any:
         description="Fine-tunes a model within the memory that is given; goes on where it was "
         "killed. Ranks: python -m gemini run --nproc_per_node N -m gemini train ...",
     )  # fmt: skip
-    made.error = partial(end, made, elsewhere=ELSEWHERE)
+    made.error = partial(end, made, other_names=ELSEWHERE)
     made.add_argument("config", nargs="?", metavar="config.yaml", help="flags as keys; flags win")
     made.add_argument("--print-config", action="store_true", help="all of it as YAML, and end")
     return made

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .config import TrainConfig
-from .rows import ALSO, RowForm, files_of, kept, look_at
+from .rows import ALSO, RowForm, files_of, fitting, look_at
 
 PROMPT_TOKENS = 32  # of a text that is continued
 
@@ -111,7 +111,7 @@ def _values(form: RowForm) -> str:
 
 def _within(rows: Any, form: RowForm, tokenizer: Any, seq: int, what: str, said: list[str]) -> Any:
     """Rows that --seq does not drop; how many it drops is added to `said`."""
-    found = kept(rows, form, tokenizer, seq)
+    found = fitting(rows, form, tokenizer, seq)
     dropped = len(rows) - len(found)
     if not len(found):
         raise ValueError(

@@ -244,7 +244,7 @@ def _named(value: Any) -> str:
     return kind if value else kind.replace("a list", "an empty list")
 
 
-def kept(rows: Any, form: RowForm, tokenizer: Any, seq: int) -> Any:
+def fitting(rows: Any, form: RowForm, tokenizer: Any, seq: int) -> Any:
     """Rows of a `datasets.Dataset` of which --seq leaves something to train on.
 
     trl cuts a row to its first `seq` tokens and drops it if none of the completion is left.

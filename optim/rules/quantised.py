@@ -146,9 +146,9 @@ def _wide(of_groups: Tensor, numel: int) -> Tensor:
     return of_groups.repeat_interleave(GROUP_NUMEL)[:numel]
 
 
-def _upper(bits: Tensor, up: Tensor, kept: int) -> Tensor:
-    """Upper bits of fp32 with `kept` bits of the mantissa, rounded up by 16 bits of noise."""
-    return (bits + (up << (7 - kept))) >> (23 - kept)
+def _upper(bits: Tensor, up: Tensor, mantissa_bits: int) -> Tensor:
+    """Upper bits of fp32 with so many bits of the mantissa, rounded up by 16 bits of noise."""
+    return (bits + (up << (7 - mantissa_bits))) >> (23 - mantissa_bits)
 
 
 def _are_plain(bits: Tensor) -> bool:
@@ -160,8 +160,8 @@ def _are_plain(bits: Tensor) -> bool:
 def _window(upper: Tensor, live: Tensor | None, form: tuple[int, int], least: int) -> list[Tensor]:
     """[groups] int32: exponent from which codes count, a multiple of `least`, and the least
     exponent of what is `live` (None: all), 255 where nothing is."""
-    kept, octaves = form
-    high = low = upper >> kept
+    mantissa_bits, octaves = form
+    high = low = upper >> mantissa_bits
     if live is None and upper.numel() % GROUP_NUMEL:
         live = torch.ones_like(upper, dtype=torch.bool)
     if live is not None:  # zeros after the end are not live, and 255 - 0 is what they count as
@@ -196,9 +196,9 @@ def _encode_positive(values: Tensor, codes: Tensor, shared: Tensor, up: Tensor) 
 
 def _positive(codes: Tensor, shared: Tensor) -> Tensor:
     of_groups, numel = shared.int(), codes.numel()
-    kept = COARSE[0] + (of_groups >> 7)
-    base = ((of_groups & 127) * 2) << kept
-    values = (codes.int() + _wide(base, numel)) << _wide(23 - kept, numel)
+    mantissa_bits = COARSE[0] + (of_groups >> 7)
+    base = ((of_groups & 127) * 2) << mantissa_bits
+    values = (codes.int() + _wide(base, numel)) << _wide(23 - mantissa_bits, numel)
     low, high = torch.aminmax(codes)
     if int(low) == 0:
         values.masked_fill_(codes == 0, 0)
@@ -209,19 +209,19 @@ def _positive(codes: Tensor, shared: Tensor) -> Tensor:
 
 def _encode_signed(values: Tensor, codes: Tensor, shared: Tensor, up: Tensor) -> None:
     every, numel = values.view(torch.int32), values.numel()
-    bits, kept = every & 0x7FFFFFFF, SIGNED[0]
+    bits, mantissa_bits = every & 0x7FFFFFFF, SIGNED[0]
     live = (bits > 0) & (bits < INF_BITS)
-    upper = _upper(bits, up, kept)
+    upper = _upper(bits, up, mantissa_bits)
     base, below = _window(upper, live, SIGNED, 1)
     shared.copy_(base.masked_fill(below == 255, 0))
-    found = (upper - _wide(base << kept, numel)).clamp_(0, 127).masked_fill_(bits == 0, 0)
+    found = (upper - _wide(base << mantissa_bits, numel)).clamp_(0, 127).masked_fill_(bits == 0, 0)
     codes.copy_(_with_sign(found, every).masked_fill_(bits >= INF_BITS, SIGNED_NAN))
 
 
 def _signed(codes: Tensor, shared: Tensor) -> Tensor:
-    signed, kept = codes.int(), SIGNED[0]
-    base = _wide(shared.int() << kept, codes.numel())
-    values = ((signed.abs() + base) << (23 - kept)).masked_fill_(signed == 0, 0)
+    signed, mantissa_bits = codes.int(), SIGNED[0]
+    base = _wide(shared.int() << mantissa_bits, codes.numel())
+    values = ((signed.abs() + base) << (23 - mantissa_bits)).masked_fill_(signed == 0, 0)
     values = values.view(torch.float32).masked_fill_(signed == SIGNED_NAN, torch.nan)
     return torch.where(signed < 0, -values, values)
 

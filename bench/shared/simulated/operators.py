@@ -59,7 +59,7 @@ class Operators(TorchDispatchMode):
         if "device" in places and name not in COPIES and not func.is_view:
             device.computes()
         out = func(*args, **(kwargs or {}))
-        place = next(iter(places)) if len(places) == 1 and name not in COPIES else None
+        (place,) = places if len(places) == 1 and name not in COPIES else (None,)
         for made in tree_leaves(out):
             if isinstance(made, Tensor):
                 if place is not None and device.pages.place_of(made) is None:

@@ -8,18 +8,15 @@ its steps; `Reducer`, which knows what is reduced when; and `Sampler`.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
-from gemini.chunk.layout import ChunkLayout
-from gemini.chunk.local import local_gradient
 from gemini.chunk.parameter import ChunkView, handle_of, take_gradient
 from gemini.memtracer.module_calls import (
     Caller,
@@ -50,6 +47,7 @@ from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
 
 from .attempt import Attempt
+from .gradient_hooks import gradient_hook, refuse_double_backward, refuse_unscaled, unscaling_hook
 
 R = TypeVar("R")
 
@@ -105,11 +103,11 @@ class Calls:
                 self._unheard.append(ParamId(i))
 
     def _listen_to(self, param: ParamId) -> None:
-        hook = _gradient_hook(self, param)
+        hook = gradient_hook(self.gradient_arrived, param)
         tensor, handles = self._parts.params[param], self._parts.hook_handles
         handles.append(tensor.register_post_accumulate_grad_hook(hook))
         if self._parts.control_vector.active:
-            handles.append(tensor.register_hook(_unscaling_hook(self, param)))
+            handles.append(tensor.register_hook(unscaling_hook(self.taken_out, param)))
 
     @held
     def thaw_what_is_trained(self) -> None:
@@ -231,7 +229,7 @@ class Calls:
         parameter. scaled: the caller is an output of the root, where a loss scale is put on.
         """
         if torch.is_grad_enabled():
-            _refuse_double_backward()
+            refuse_double_backward()
         self._check_backward()
         self._entered |= scaled
         if self._reducer.active:
@@ -370,12 +368,12 @@ class Calls:
         """Pack the whole gradient of a parameter, as autograd has accumulated it."""
         parts = self._parts
         if grad.requires_grad:
-            _refuse_double_backward()
+            refuse_double_backward()
         with parts.lock:  # here, as `held` is a call more for every gradient
             if not self._reducer.active:
                 self.begin_backward()
             if parts.control_vector.active and not self._entered:
-                _refuse_unscaled(parts.layout, param)
+                refuse_unscaled(parts.layout, param)
             chunk = parts.chunks[parts.chunk_of[param]]
             watched = parts.ledger.watched and chunk.gradient.next_changes_memory
             if watched:
@@ -439,7 +437,7 @@ class Calls:
             return
         results = [t for t in tensors_in(result) if t.requires_grad and type(t) is not ChunkView]
         if results and self._parts.control_vector.active and not is_in_pass:
-            _refuse_unscaled(self._parts.layout, caller.traced[0])
+            refuse_unscaled(self._parts.layout, caller.traced[0])
         if results:
             others = [t for t in tensors_in(arguments) if handle_of(t) is None]
             self._modules.watch(caller, results, others, in_pass=is_in_pass)
@@ -560,49 +558,6 @@ class Calls:
 def _own_params(module: nn.Module, whole: bool) -> list[ParamId]:
     handles = [handle_of(param) for param in module.parameters(recurse=whole)]
     return [handle.param for handle in handles if handle is not None]
-
-
-def _gradient_hook(calls: Calls, param: ParamId) -> Callable[[Tensor], None]:
-    """Hook that packs the gradient of `param`.
-
-    It refers to `calls` weakly: autograd keeps it on the parameter, out of the garbage collector's
-    sight.
-    """
-    reference = weakref.ref(calls)
-
-    def arrived(tensor: Tensor) -> None:
-        grad = take_gradient(tensor)
-        calls = reference()
-        if calls is not None and grad is not None:
-            is_local = type(grad) is Tensor
-            calls.gradient_arrived(param, grad if is_local else local_gradient(tensor, grad))
-
-    return arrived
-
-
-def _unscaling_hook(calls: Calls, param: ParamId) -> Callable[[Tensor], Tensor | None]:
-    reference = weakref.ref(calls)
-
-    def taken(grad: Tensor) -> Tensor | None:
-        calls = reference()
-        return None if calls is None else calls.taken_out(param, grad)
-
-    return taken
-
-
-def _refuse_double_backward() -> NoReturn:
-    raise RuntimeError(
-        "a backward with create_graph=True cannot go through a wrapped module: gradients "
-        "are packed into chunks as they arrive, and have no graph"
-    )
-
-
-def _refuse_unscaled(layout: ChunkLayout, param: ParamId) -> NoReturn:
-    raise RuntimeError(
-        f"a loss reaches {layout.params[param].name}, or a parameter beside it, without "
-        "passing through the outputs of the GeminiDDP; in fp16 its gradient would carry no "
-        "loss scale. Compute that part inside the module's forward (or under torch.no_grad)"
-    )
 
 
 def _say_what_is_left(parts: Parts, error: NvmeError) -> None:

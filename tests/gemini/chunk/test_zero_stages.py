@@ -70,8 +70,8 @@ def test_stages_have_names():
 def test_options_that_do_nothing_or_are_unknown_are_refused():
     with pytest.raises(ValueError, match="here all is; expected placement_policy="):
         GeminiDDP(Tower(), overlap_allgather=True)
-    with pytest.raises(ValueError, match="communication_dtype='half'; expected None or one of"):
-        GeminiDDP(Tower(), communication_dtype="half")
+    with pytest.raises(ValueError, match="communication_dtype='int8'; expected one of"):
+        GeminiDDP(Tower(), communication_dtype="int8")
     with pytest.raises(ValueError, match="is wider than precision='bf16', and no budget counts"):
         GeminiDDP(Tower(), placement_policy=AutoPlacement("1GiB"), communication_dtype="fp32")
 

@@ -192,12 +192,12 @@ def test_a_host_budget_has_room_for_them_or_they_go_to_files_or_the_remedy_is_na
     assert model.engine.planning.plan.original_home is N
     assert peaks(model, optimizer).get(H, 0) < frozen_bytes(model)
     with pytest.raises(BudgetError, match="or load frozen weights in the dtype that they") as info:
-        wrapped(AutoPlacement("1MiB", 1000, 100), device(by_triton=True))
+        wrapped(AutoPlacement("1MiB", "1000B", "100B"), device(by_triton=True))
     assert info.value.tier is N
     enough = 100 + info.value.missing_bytes
-    wrapped(AutoPlacement("1MiB", 1000, enough), device(by_triton=True))
+    wrapped(AutoPlacement("1MiB", "1000B", enough), device(by_triton=True))
     with pytest.raises(BudgetError) as info:
-        wrapped(AutoPlacement("1MiB", 1000, enough - 1), device(by_triton=True))
+        wrapped(AutoPlacement("1MiB", "1000B", enough - 1), device(by_triton=True))
     assert info.value.missing_bytes == 1
 
 
