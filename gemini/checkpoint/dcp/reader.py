@@ -326,7 +326,7 @@ class WholeSource:
         """Filler of the runs of `tensors`; see `Reader.filler`."""
         if isinstance(self._values, dict):  # others are files, whose tensors are read on request
             for key, tensor in tensors.items():
-                _check_kind(key, self._values[key].dtype, tensor.dtype)
+                _check_kind(key, self._values[self._key_of[key]].dtype, tensor.dtype)
         read: dict[str, Tensor] = {}  # the last one: runs of a tensor come one after the other
 
         def put(key: str, start: int, values: Tensor) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from bench.shared.workers import run_ranks
+from gemini.checkpoint.format.manifest import CheckpointError
 from gemini.saved_names import peeled
 from tests.support.loops.cases import HalfFrozen
 from tests.support.loops.doors import ALIASES, DOORS, WRAPPERS, built, kept_of
@@ -249,13 +250,16 @@ def change_lr(run: Run, lr: float) -> None:
 
 
 def through(run: Run, door: str) -> None:
-    """The wrapped side's state by a door of saving, which changes nothing."""
+    """The wrapped side's state by a door of saving, which changes nothing and refuses nothing."""
     if run.inner is run.model:
         return
     pending = bool(run.losses) or any(p.grad is not None for p in run.params)
     inner = peeled(run.inner)
     fresh = type(inner)(len(inner.layers))
-    state_through(run.model, run.optimizer, door, fresh, pending=pending)
+    try:
+        state_through(run.model, run.optimizer, door, fresh, pending=pending)
+    except CheckpointError as error:
+        raise AssertionError(f"{door} is refused: {error}") from error
 
 
 CALLS: dict[str, Callable[..., None]] = {
