@@ -495,6 +495,7 @@ def _check_same_set_up(
     if len(set(digests)) == 1:
         return
     names = comm.gather_objects([(p.name, p.shape, p.trainable) for p in layout.params])
+    given = comm.gather_objects(repr(options))
     for rank, other in enumerate(names):
         for mine, theirs in zip(names[0], other, strict=False):
             if mine != theirs:
@@ -516,6 +517,6 @@ def _check_same_set_up(
                 )
         if digests[rank] != digests[0]:
             raise ValueError(
-                f"rank {rank} was given the options {digests[rank][1]} and rank 0 "
-                f"{digests[0][1]}; they, and the chunk options, must be the same everywhere"
+                f"rank {rank} was given the options {given[rank]} and rank 0 "
+                f"{given[0]}; they, and the chunk options, must be the same everywhere"
             )

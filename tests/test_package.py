@@ -201,7 +201,7 @@ def test_importing_is_ours_alone_and_wrapping_needs_nothing_heavy_beside_torch()
         text=True,
     )  # fmt: skip
     imported, wrapping = (set(part.split()) for part in done.stdout.split("|"))
-    assert imported == {"gemini", "gemini.names", "gemini.optim", "optim"}
+    assert imported == {"gemini", "gemini.arguments", "gemini.names", "gemini.optim", "optim"}
     torchs = {name for name in wrapping if name.startswith("torch.")}
     assert all(name.startswith("torch.distributed._composable") for name in torchs)
     assert {name.partition(".")[0] for name in wrapping - torchs} <= OURS | LIGHT

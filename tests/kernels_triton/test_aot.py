@@ -64,7 +64,7 @@ REGISTERS = {
     "update-rmsprop-centered": (128, 126, 128, 64),  # three planes, as all with two fit 4 tiles
     "update": (112, 110, 112, 64),
     "prologue-nadam": (128, 128, 128, 96),  # one program, with logarithms
-    "prologue-schedule_free": (128, 128, 128, 112),
+    "prologue-schedule_free": (128, 128, 128, 124),
     "pack": (123, 124, 160, 80),
     "norm--1": (61, 87, 80, 64),
     "": (64, 64, 64, 64),  # norm, prologue, finish, tally

@@ -38,6 +38,7 @@ class SimPages:
         self._freed: dict[int, weakref.ref[Tensor]] = {}
         self._pinned: list[range] = []  # addresses
         self.device_bytes = self.peak_device_bytes = self.period_peak_bytes = 0
+        self._of_operators: set[int] = set()  # keys of `_in_use`
         self.limit_bytes: int | None = None  # beyond which an operator finds no memory
 
     def made(self, tensor: Tensor, place: Place) -> Tensor:
@@ -93,6 +94,11 @@ class SimPages:
             return found[1]
         return "host" if any(tensor.data_ptr() in pages for pages in self._pinned) else None
 
+    @property
+    def asked_bytes(self) -> int:
+        """Bytes in use on the device that a backend was asked for."""
+        return self.device_bytes - sum(self._in_use[key][1] for key in self._of_operators)
+
     def put(self, tensor: Tensor, place: Place) -> None:
         """From now on its memory is known to be there."""
         storage = tensor.untyped_storage()
@@ -106,6 +112,7 @@ class SimPages:
         if self.place_of(tensor) == "host":
             return
         self._count(tensor, storage.nbytes())
+        self._of_operators.add(storage._cdata)
         limit = self.limit_bytes
         if limit is not None and self.device_bytes > limit:
             raise torch.OutOfMemoryError(
@@ -131,4 +138,5 @@ class SimPages:
         return lambda _: self._drop(key)
 
     def _drop(self, key: int) -> None:
+        self._of_operators.discard(key)
         self.device_bytes -= self._in_use.pop(key, (None, 0))[1]

@@ -81,7 +81,7 @@ def test_gradients_leave_in_the_room_of_the_plan_and_stall_no_backward(kib, step
 
     def look(ledger):
         leaving.append(ledger.storage.leaving_bytes)
-        assert backend.device_bytes <= ledger.device_bytes() <= kib << 10
+        assert backend.pages.asked_bytes <= ledger.device_bytes() <= kib << 10
 
     with Apart(backend):
         model, optimizer = under_budget(kib, backend)

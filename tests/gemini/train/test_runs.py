@@ -144,7 +144,11 @@ def test_what_does_not_fit_is_refused_with_a_change_that_does(folder, tmp_path, 
         run.main(given)
     said = capsys.readouterr().err
     assert end.value.code == 2 and "it does not fit: --device-mem of 3.00 MiB is" in said
-    change = re.search(r"cheapest change: (.*)", said)[1].replace("FOLDER", str(tmp_path)).split()
+    change = (
+        re.search(r"cheapest change: (.*) \(see --help\)", said)[1]
+        .replace("FOLDER", str(tmp_path))
+        .split()
+    )
     assert not (tmp_path / "out").exists()
     assert run.main([*given, *change, "--steps", "1"]) == 0
 

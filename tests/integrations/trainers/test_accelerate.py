@@ -125,7 +125,7 @@ def test_the_unwrapped_model_is_the_inner_one_and_saves_fp32(tmp_path):
     assert isinstance(model, GeminiDDP) and accelerator.unwrap_model(model) is model.module
     assert accelerator.prepare(model) is model and len(accelerator._models) == 1
     state = accelerator.get_state_dict(model)
-    accelerator.save_model(model, tmp_path, max_shard_size=400)
+    accelerator.save_model(model, tmp_path, max_shard_size="400B")
     plain, _ = runs.net_and_optimizer()
     load_checkpoint_in_model(plain, str(tmp_path))
     assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
