@@ -97,7 +97,7 @@ class SimPages:
     @property
     def asked_bytes(self) -> int:
         """Bytes in use on the device that a backend was asked for."""
-        return self.device_bytes - sum(self._in_use[key][1] for key in self._of_operators)
+        return self.device_bytes - sum(self._in_use[key][1] for key in sorted(self._of_operators))
 
     def put(self, tensor: Tensor, place: Place) -> None:
         """From now on its memory is known to be there."""
