@@ -94,7 +94,8 @@ def _differing(here: Sequence[str], there: Sequence[Any]) -> str:
     """Names that only one of two groups has, in words; empty where there are only positions."""
     said = []
     for names, others, whose in ((here, there, "this optimizer's"), (there, here, "the saved one")):
-        own = [name for name in names if name not in set(others)]
+        known = set(others)
+        own = [name for name in names if name not in known]
         if here and own and all(isinstance(name, str) for name in there):
             more = f" and {len(own) - 2} more" if len(own) > 2 else ""
             said.append(f"{', '.join(own[:2])}{more} only in {whose}")

@@ -263,7 +263,7 @@ class HasParts(Protocol):
 W = TypeVar("W", bound=HasParts)
 
 
-def held(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
+def taking_turns(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
     """Method of a wing that holds the engine's lock."""
 
     @functools.wraps(method)

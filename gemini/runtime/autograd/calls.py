@@ -34,10 +34,10 @@ from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import (
     Parts,
     has_pass_elsewhere,
-    held,
     in_pass,
     is_elsewhere,
     settle,
+    taking_turns,
 )
 from gemini.runtime.schedule.tensor_mgr import TensorState
 from gemini.runtime.step.homes import MovingHomes
@@ -109,7 +109,7 @@ class Calls:
         if self._parts.control_vector.active:
             handles.append(tensor.register_hook(unscaling_hook(self.taken_out, param)))
 
-    @held
+    @taking_turns
     def thaw_what_is_trained(self) -> None:
         """Thaw frozen parameters that require a gradient by now; see `thaw`."""
         params = self._parts.params
@@ -138,7 +138,7 @@ class Calls:
     # -- passes --
 
     @_disable_dynamo
-    @held
+    @taking_turns
     def begin_iteration(self, inputs: Any) -> None:
         """Begin to sample, where needed, as the wrapper is called from outside with `inputs`."""
         parts = self._parts
@@ -170,7 +170,7 @@ class Calls:
         return self._sampler.tracking(module, lambda: [chunk.payload for chunk in chunks])
 
     @_disable_dynamo
-    @held
+    @taking_turns
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         """Begin a forward of the root module, by whichever entry point it is called."""
         parts = self._parts
@@ -212,7 +212,7 @@ class Calls:
         self._manager.begin_cycle("train" if torch.is_grad_enabled() else "eval", signature)
 
     @_disable_dynamo
-    @held
+    @taking_turns
     def _end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._parts.forward_depth = max(0, self._parts.forward_depth - 1)
         if not in_pass(self._parts):
@@ -221,7 +221,7 @@ class Calls:
             if not self._parts.in_schedule:
                 self.unpin()
 
-    @held
+    @taking_turns
     def begin_backward(self, scaled: bool = False) -> None:
         """Begin the backward in which this module takes part: arm its end, once.
 
@@ -281,7 +281,7 @@ class Calls:
         finally:
             self._for_stage = False
 
-    @held
+    @taking_turns
     def _end_backward(self) -> None:
         """Reduce the rest and end the backward: all its gradients have arrived."""
         self._entered = False
@@ -314,14 +314,14 @@ class Calls:
 
     # -- calls --
 
-    @held
+    @taking_turns
     def begins(self, caller: Caller) -> None:
         if self._collector.collecting:
             self._sampler.record("enter", caller)
         self._make_there(caller.chunks)
         self._manager.begin_use(caller.chunks, caller.params)
 
-    @held
+    @taking_turns
     def ends(self, caller: Caller, outputs: Sequence[Tensor], *, recorded: bool) -> bool:
         for tensor in outputs:  # a plain view of a payload keeps its chunk for this pass
             if type(tensor) is not ChunkView:
@@ -341,7 +341,7 @@ class Calls:
             self._reducer.announce(caller.chunks)
         return is_in_pass
 
-    @held
+    @taking_turns
     def backward_begins(self, caller: Caller, *, in_pass: bool) -> None:
         if not self._reducer.active:
             self.begin_backward()
@@ -355,7 +355,7 @@ class Calls:
         if in_pass:
             self._reducer.opened(caller.chunks, caller.whole)
 
-    @held
+    @taking_turns
     def backward_ends(self, caller: Caller, *, in_pass: bool) -> None:
         self._manager.end_use(caller.chunks, caller.params, TensorState.HOLD_AFTER_BACKWARD)
         if in_pass:
@@ -395,7 +395,7 @@ class Calls:
 
     # -- operators that use parameters outside their modules; see `gemini.chunk.parameter` --
 
-    @held
+    @taking_turns
     def arrive(self, param: ParamId) -> None:
         """Wait for what is under way before `param` is read, where nothing is released.
 
@@ -409,7 +409,7 @@ class Calls:
         else:
             settle(self._parts)
 
-    @held
+    @taking_turns
     def fetch(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
         """Make parameters readable that no module has in use; returns their chunks."""
         idle: set[ChunkId] = set()
@@ -425,7 +425,7 @@ class Calls:
             self._make_there(chunks)
         return chunks
 
-    @held
+    @taking_turns
     def fetched(self, chunks: tuple[ChunkId, ...], arguments: Any, result: Any) -> None:
         """End an operator's use of `chunks`; the backward of its `result` may read them again."""
         is_in_pass = in_pass(self._parts)

@@ -15,7 +15,14 @@ from gemini.memtracer.module_calls import in_backward
 from gemini.mesh.roles import WORLD
 from gemini.optim.rules.clipping import Clip
 from gemini.runtime.meetings import Meetings
-from gemini.runtime.parts import Parts, PendingClip, has_pass_elsewhere, held, in_pass, is_elsewhere
+from gemini.runtime.parts import (
+    Parts,
+    PendingClip,
+    has_pass_elsewhere,
+    in_pass,
+    is_elsewhere,
+    taking_turns,
+)
 from gemini.tickets import Done, Ticket
 from gemini.units import ParamId
 
@@ -76,7 +83,7 @@ class Gradients:
 
     # -- which gradients exist --
 
-    @held
+    @taking_turns
     def of(self, param: ParamId) -> GradientView | None:
         """`.grad`: None where no rank has a gradient."""
         self.notice_broken_backward()
@@ -143,7 +150,7 @@ class Gradients:
                 "call zero_grad() before you go on"
             )
 
-    @held
+    @taking_turns
     def zero_all(self) -> None:
         """Set all gradients to zero; a step takes zeros as gradients."""
         self.notice_broken_backward()
@@ -152,7 +159,7 @@ class Gradients:
         for chunk in self._parts.chunks:
             chunk.gradient.zero()
 
-    @held
+    @taking_turns
     def drop(self) -> None:
         """Drop all gradients."""
         parts = self._parts
@@ -181,7 +188,7 @@ class Gradients:
 
     # -- changes of one gradient --
 
-    @held
+    @taking_turns
     def clear_but(self, spared: Sequence[int], set_to_none: bool) -> None:
         """Drop gradients of all parameters but `spared`, or set them to zero."""
         self.notice_broken_backward()
@@ -191,7 +198,7 @@ class Gradients:
             if param not in spared and self.exists(param):
                 self._drop(param) if set_to_none else self.zero(param)
 
-    @held
+    @taking_turns
     def set(self, param: ParamId, value: Tensor | None) -> None:
         """`p.grad = value`."""
         self.notice_broken_backward()
@@ -201,7 +208,7 @@ class Gradients:
             self._check_not_split(param)
             self.assign(param, value)
 
-    @held
+    @taking_turns
     def scale(self, param: ParamId, factor: float | Tensor) -> None:
         self._check(param)
         self._spell_out_clip()
@@ -211,7 +218,7 @@ class Gradients:
             edit = Edit()
         self._edits[param] = replace(edit, factors=(*edit.factors, factor))
 
-    @held
+    @taking_turns
     def clamp(self, param: ParamId, low: float, high: float) -> None:
         self._check(param)
         if self._values.are_local:
@@ -222,7 +229,7 @@ class Gradients:
         edit = self._edits.get(param, Edit())
         self._edits[param] = replace(edit, low=max(edit.low, low), high=min(edit.high, high))
 
-    @held
+    @taking_turns
     def zero(self, param: ParamId) -> None:
         if param in self._parts.broken:
             self.assign(param, torch.zeros(self._parts.layout.params[param].shape))
@@ -233,7 +240,7 @@ class Gradients:
         self._note(param, "zeroes")
         self._change(param, Tensor.zero_, wide=False)  # a product would keep what is not finite
 
-    @held
+    @taking_turns
     @torch.no_grad()
     def assign(self, param: ParamId, values: Tensor) -> None:
         parts, spec = self._parts, self._parts.layout.params[param]
@@ -379,7 +386,7 @@ class Gradients:
 
     # -- values --
 
-    @held
+    @taking_turns
     def values(self, param: ParamId) -> Tensor:
         """Copy in fp32, of the parameter's shape. Collective where gradients are reduced."""
         self._check(param)
@@ -397,7 +404,7 @@ class Gradients:
         self._edits.get(param, Edit()).carried_out(total, parts.control_vector.read().scale)
         return total.mul_(factor).clamp_(-limit, limit).view(spec.shape)
 
-    @held
+    @taking_turns
     def norm(self, param: ParamId, order: float) -> Tensor:
         """Norm of a gradient, fp64 0-d. Collective; ranks may ask for different parameters."""
         self._check(param)
