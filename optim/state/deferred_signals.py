@@ -115,11 +115,12 @@ class DeferredSignals(Deferral):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._is_over = True
+        self._is_over = True  # `_note` delivers what comes from here on
         try:
             self._put_back()
         finally:
-            _deliver(self._take(), self._handlers)
+            if self._came:
+                _deliver(self._take(), self._handlers)
 
 
 class TailSignals(Deferral):

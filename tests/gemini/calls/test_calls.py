@@ -109,7 +109,7 @@ def test_a_module_whose_inputs_have_no_gradient_is_in_use_until_the_backward_end
 
 
 # one of them has signals wait for a gather, and each takes turns with threads that read
-BARS = {"forward": (71, 14), "backward": (98, 15)}
+BARS = {"forward": (69, 14), "backward": (96, 15)}
 
 
 @pytest.mark.parametrize("mode", ["resident", pytest.param("gathered", marks=pytest.mark.ci)])
