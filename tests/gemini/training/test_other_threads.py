@@ -79,7 +79,8 @@ def test_a_thread_that_waits_for_a_tail_sees_and_leaves_the_bits_of_a_serial_run
     assert handlers_now() == before
 
 
-def test_of_two_threads_that_wait_for_a_tail_that_failed_one_is_told_and_both_see_it_undone():
+def before_a_second_step():
+    """Module, optimizer, what the first step has left, and the name of the store's file."""
     model, optimizer = wrapped("tail")
     first, second = batches(2)
     token_loss(model, first).backward()
@@ -87,7 +88,12 @@ def test_of_two_threads_that_wait_for_a_tail_that_failed_one_is_told_and_both_se
     before = everything(model, optimizer)
     optimizer.zero_grad()
     token_loss(model, second).backward()
-    name, found = optimizer.targets[0].tiered_state.nvme.store.paths[0].name, []
+    return model, optimizer, before, optimizer.targets[0].tiered_state.nvme.store.paths[0].name
+
+
+def test_of_two_threads_that_wait_for_a_tail_that_failed_one_is_told_and_both_see_it_undone():
+    model, optimizer, before, name = before_a_second_step()
+    found = []
     settle = optimizer.targets[0].settle
     with failing("pwritev", errno.EIO, name, after=5, times=1):
         optimizer.step()
@@ -273,14 +279,8 @@ def test_gradients_are_not_read_in_a_thread_beside_a_backward_and_not_lost():
 
 
 def test_a_tail_that_failed_is_undone_where_the_pass_runs_that_uses_its_weights():
-    model, optimizer = wrapped("tail")
-    first, second = batches(2)
-    token_loss(model, first).backward()
-    optimizer.step()
-    before = everything(model, optimizer)
-    optimizer.zero_grad()
-    token_loss(model, second).backward()
-    name, said = optimizer.targets[0].tiered_state.nvme.store.paths[0].name, []
+    model, optimizer, before, name = before_a_second_step()
+    said = []
 
     def work():
         with pytest.raises(RuntimeError, match="the last step failed, and is undone where"):
@@ -291,7 +291,7 @@ def test_a_tail_that_failed_is_undone_where_the_pass_runs_that_uses_its_weights(
         optimizer.step()
         optimizer.zero_grad()
         handle = model.module.layers[2].register_forward_pre_hook(lambda *_: in_a_thread(work))
-        loss = token_loss(model, second)
+        loss = token_loss(model, batches(2)[1])
         with pytest.raises(NvmeError):
             loss.backward()
     handle.remove()
