@@ -7,7 +7,8 @@ parameters share must give torch's updates, or a refusal.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +112,24 @@ def built(build: Build, kind: str) -> Build:
     return lambda *args: change(build(*args))
 
 
+@contextmanager
+def _one_folder(ranks: Any) -> Iterator[Path]:
+    """Folder of all ranks, until all of them leave it."""
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(ranks.gather_objects(own)[0])
+        ranks.gather_objects(None)
+
+
 def through(model: Any, optimizer: Any, door: str, fresh: Any, *, pending: bool) -> None:
     """Let state leave a wrapped module by a door, into a module without wrappers and back.
 
     pending: there are gradients or losses, so that nothing is loaded.
     Raises AssertionError where `fresh` has other names or values then.
     """
-    want = without_wrappers(model.state_dict())
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "saved"
+    ranks = model.engine.comm
+    (want, *_) = ranks.gather_objects(without_wrappers(model.state_dict()))  # rank 0 has it
+    with _one_folder(ranks) as folder:
+        path = folder / "saved"
         if door == "export":
             export_safetensors(path, model)
             import_safetensors(path, fresh)
@@ -130,7 +140,9 @@ def through(model: Any, optimizer: Any, door: str, fresh: Any, *, pending: bool)
             state = model.state_dict()
             if door == "back":  # as a run without wrappers saves it
                 state = without_wrappers(state)
-            torch.save({"model": state}, path)
+            if ranks.rank == 0:
+                torch.save({"model": state}, path)
+            ranks.gather_objects(None)  # the file is there
             load_checkpoint(path, fresh)
         if not pending and door == "checkpoint":
             load_checkpoint(path, model, optimizer)

@@ -555,7 +555,7 @@ def main() -> None:
         if args.ranks == 1:
             reports.append(run_many(0, seed, count, args.places, args.readers, drawn))
         else:
-            reports.append(run_ranks(run_many, args.ranks, seed, count, args.places)[0])
+            reports.append(run_ranks(run_many, args.ranks, seed, count, args.places, 0, drawn)[0])
         print(f"{seed + count}: {sum(len(r.wrong) for r in reports)} wrong", flush=True)
     refused: dict[str, int] = {}
     for report in reports:
