@@ -71,6 +71,10 @@ _HOME = {
 __all__ = [*_HOME, "__version__"]
 
 
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'gemini' has no attribute {name!r}{_where(name)}")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -57,13 +57,13 @@ from gemini.saved_names import SavedNames
 from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of
 from .options import (
-    GROUPS,
     ChunkSearch,
-    Communication,
+    Options,
     PrecisionPolicy,
     Wrapping,
     field_docs,
-    takes_fields,
+    groups_of,
+    takes_options,
 )
 
 NOTHING_STAYS = (
@@ -116,22 +116,20 @@ class GeminiDDP(ModuleFace):
     Raises ValueError, before anything is changed, for a module that cannot be wrapped.
     """
 
-    @takes_fields(**GROUPS)
+    @takes_options
     def __init__(
         self,
         module: nn.Module,
         device: torch.device | str | Backend | None = None,
         placement_policy: str | Placement = "auto",
         *,
-        precision: PrecisionPolicy,
-        chunks: ChunkSearch,
-        communication: Communication,
-        wrapping: Wrapping,
         max_norm: float = 0.0,
         norm_type: float = 2.0,
         trace: Trace | None = None,
         update: str = "serial",
+        **options: Unpack[Options],
     ) -> None:
+        precision, chunks, communication, wrapping = groups_of(options)
         super().__init__()
         check_module(module)
         precision_settings = precision.settings(max_norm, norm_type)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from textwrap import indent
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +31,7 @@ from gemini.runtime.wrap.materialise import InitFn
 from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale
 from gemini.runtime.wrap.specs import IgnoredParams
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -170,6 +172,77 @@ GROUPS = {
     "communication": Communication(),
     "wrapping": Wrapping(),
 }
+
+
+class Options(TypedDict, total=False):
+    """Keywords of `GeminiDDP` beside its own, as editors and type checkers see them.
+
+    They are the fields of `PrecisionPolicy`, `ChunkSearch`, `Communication` and `Wrapping`, where
+    each is described. `precision`, `chunks`, `communication` and `wrapping` also take all fields
+    of a class in one value.
+    """
+
+    precision: str | torch.dtype | PrecisionPolicy
+    keep_fp32: KeepFp32 | None
+    cast_buffers: bool
+    cast_inputs: bool
+    force_outputs_fp32: bool
+    master_weights: bool
+    rounding_seed: int
+    communication_dtype: str | None
+    fp8_communication: bool
+    loss_scale: LossScale | float | None
+    on_nonfinite: int | str
+    chunks: ChunkConfiguration | ChunkSearch | None
+    search_range_m: float | None
+    hidden_dim: int | None
+    min_chunk_size_m: float
+    communication: Communication
+    process_group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
+    max_prefetch: int
+    overlap_allgather: bool
+    broadcast_buffers: bool
+    wrapping: Wrapping
+    gather_whole: GatherWhole
+    init_fn: InitFn | None
+    init_state_dict: Mapping[str, Tensor] | None
+    ignored_params: IgnoredParams | None
+
+
+def takes_options(init: Callable[P, T]) -> Callable[P, T]:
+    """Decorator of a constructor with `**options: Unpack[Options]`.
+
+    `inspect.signature` shows each option. Raises TypeError for an unknown one, with the name that
+    was probably meant.
+    """
+    signature = inspect.signature(init)
+    *own, _ = signature.parameters.values()
+    grouped = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in GROUPS]
+    shown = _with_fields(signature.replace(parameters=[*own, *grouped]), GROUPS)
+    called = init.__qualname__.removesuffix(".__init__")
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        check_arguments(called, shown, args, [key for key in kwargs if key not in GROUPS])
+        return init(*args, **kwargs)
+
+    checked.__signature__ = shown  # type: ignore[attr-defined]
+    return checked
+
+
+def groups_of(
+    options: Options,
+) -> tuple[PrecisionPolicy, ChunkSearch, Communication, Wrapping]:
+    """The four groups, with given fields in place of defaults.
+
+    Raises ValueError for a field together with a value that has it.
+    """
+    given = dict(options)
+    precision, chunks, communication, wrapping = (
+        _group(given, name, usual) for name, usual in GROUPS.items()
+    )
+    return precision, chunks, communication, wrapping
 
 
 def takes_fields(**groups: Any) -> Callable[[Callable[..., T]], Callable[..., T]]:
