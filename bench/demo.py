@@ -1,162 +1,134 @@
-"""`make demo`: the main job in seven ways, each in a process of its own, and one table.
+"""`make demo`: a small language model learns Python's language reference, its state on disk.
 
-baseline     torch AdamW, fp32 weights under bf16 autocast
-floor        bf16 model, gradients packed and dropped: what no state manager can go below
-resident     GeminiDDP, everything in RAM
-nvme         GeminiDDP, the whole optimizer state on disk
-nvme-tail    the same, updated behind the next forward (ADR 0002)
-plain        HybridAdam on the unwrapped model, otherwise as baseline
-plain-nvme   the same with its state on disk
+Nothing is downloaded. The optimizer state lives in files, the result is the same to the last bit as
+with state in memory, and Ctrl-C loses at most `SAVE_EVERY` steps: the same command continues.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
-import sys
+import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
-from bench.support import matmul
-from bench.support.disk import mixed_gb_per_s
-from bench.support.machine import MALLOC_ENVIRONMENT, write_result
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import gemini
+from gemini import GeminiDDP, HybridAdam
 from gemini.nvme import default_folder
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNS: dict[str, list[str]] = {
-    "baseline": ["--baseline"],
-    "floor": ["--floor"],
-    "resident": [],
-    "nvme": ["--nvme-fraction", "1.0"],
-    "nvme-tail": ["--nvme-fraction", "1.0", "--update", "tail"],
-    "plain": ["--plain"],
-    "plain-nvme": ["--plain", "--nvme-fraction", "1.0"],
-}
-WARMUP_STEPS = 2  # not in the median of step seconds
+# a byte is a token, so the model needs no tokenizer
+VOCABULARY, WIDTH, LAYERS, SEQ, BATCH = 256, 128, 4, 128, 8
+HELD_OUT, SAVE_EVERY = 32, 100
+LEARNING_RATE, WARMUP = 4e-3, 20
+PROMPT, SAMPLE_BYTES, TEMPERATURE = "The ", 320, 0.5
 
 
-def run(name: str, flags: list[str], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One training in a fresh process; what `train_gpt.py --json` wrote."""
-    out = args.out / f"{name}.json"
-    command = [
-        sys.executable, "-m", matmul.__name__, str(ROOT / "examples/train_gpt.py"),
-        "--model", args.model, "--steps", str(args.steps), "--batch", "4", "--seq", "128",
-        "--device", "cpu",
-        "--nvme-dir", str(folder), "--json", str(out), *flags,
-    ]  # fmt: skip
-    path = os.pathsep.join([str(ROOT), str(ROOT / "io"), os.environ.get("PYTHONPATH", "")])
-    print(f"\n{name}:", flush=True)
-    subprocess.run(
-        command, check=True, env={**os.environ, **MALLOC_ENVIRONMENT, "PYTHONPATH": path}
-    )
-    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return result
+def tokens() -> tuple[Tensor, Tensor]:
+    """(training bytes, held-out sequences [HELD_OUT, SEQ]); the two do not overlap."""
+    words = re.sub(" +", " ", "\n".join(topics.values()))  # what `help()` shows
+    text = words.encode()
+    everything = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    count = HELD_OUT * SEQ
+    return everything[:-count], everything[-count:].view(HELD_OUT, SEQ)
 
 
-def row(name: str, result: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": name,
-        "peak_rss_mib": round(result["peak_rss_mib"][-1]),
-        "step_seconds_median": statistics.median(result["step_seconds"][WARMUP_STEPS:]),
-        "train_loss_first": result["train_loss"][0],
-        "train_loss_last": result["train_loss"][-1],
-        "val_loss": result["val_loss"],
-        "nvme_bytes": result["nvme_bytes"],
-        "bytes_moved_per_step": result["bytes_moved_per_step"],
-    }
+def batch_of(step: int, text: Tensor) -> Tensor:
+    """The batch of a step, drawn by its number: a resumed run draws what it would have drawn."""
+    drawn = torch.Generator().manual_seed(step)
+    starts = torch.randint(0, len(text) - SEQ, (BATCH,), generator=drawn)
+    return torch.stack([text[start : start + SEQ] for start in starts.tolist()])
 
 
-def table(rows: list[dict[str, Any]], mixed: float) -> str:
-    lines = [
-        "| run | peak RSS, MiB | step, s | train loss | validation loss | on disk, GB "
-        "| moved a step, GB |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for r in rows:
-        lines.append(
-            f"| {r['name']} | {r['peak_rss_mib']} | {r['step_seconds_median']:.2f} "
-            f"| {r['train_loss_last']:.4f} | {r['val_loss']:.4f} | {r['nvme_bytes'] / 1e9:.2f} "
-            f"| {r['bytes_moved_per_step'] / 1e9:.2f} |"
-        )
-    lines.append(f"\nDisk, reads and writes mixed half and half: {mixed:.2f} GB/s")
-    lines += ["", *bounds({r["name"]: r for r in rows}, mixed)]
-    return "\n".join(lines)
+def learning_rate(step: int, steps: int) -> float:
+    rising = min(1.0, (step + 1) / WARMUP)
+    return LEARNING_RATE * rising * (1 + math.cos(math.pi * step / steps)) / 2
 
 
-def bounds(rows: dict[str, dict[str, Any]], mixed: float) -> list[str]:
-    """What the disk lets a step take at least: its bytes behind what `resident` takes, or beside
-    it where they have a tail. A row that a result was made without is said to be missing."""
-    least = rows["resident"]["step_seconds_median"]
-    lines = []
-    for name, has_tail in (("nvme", False), ("nvme-tail", True)):
-        if name not in rows:
-            lines.append(f"`{name}` was not measured: this result was made before it was a row.")
-            continue
-        disk = rows[name]["bytes_moved_per_step"] / 1e9 / mixed
-        bound = max(least, disk) if has_tail else least + disk
-        seconds = rows[name]["step_seconds_median"]
-        of = "the larger of `resident`'s step and" if has_tail else "`resident`'s step plus"
-        lines.append(
-            f"`{name}` takes {seconds:.2f} s a step, {seconds / bound:.2f} of its bound: "
-            f"{bound:.2f} s = {of} its bytes at that speed."
-        )
-    return lines
+@torch.no_grad()
+def held_out_loss(model: Any, sequences: Tensor) -> float:
+    losses = [model(input_ids=part, labels=part).loss.item() for part in sequences.split(BATCH)]
+    return sum(losses) / len(losses)
 
 
-def draw(results: dict[str, dict[str, Any]], rows: list[dict[str, Any]], out: Path) -> None:
-    """`loss.png` and `memory.png`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots()
-    for name in ("baseline", "resident", "nvme"):
-        style = "--" if name == "nvme" else "-"
-        axes.plot(results[name]["train_loss"], style, label=name)
-    axes.set(xlabel="step", ylabel="training loss", title="GPT-2 on the standard library")
-    axes.legend()
-    figure.savefig(out / "loss.png", dpi=120)
-
-    figure, axes = pyplot.subplots()
-    bars = axes.bar([r["name"] for r in rows], [r["peak_rss_mib"] for r in rows])
-    axes.bar_label(bars)
-    axes.set(ylabel="peak RSS, MiB", title="Peak resident memory of the process")
-    figure.savefig(out / "memory.png", dpi=120)
+@torch.no_grad()
+def sample(model: Any) -> str:
+    """What the model writes behind `PROMPT`."""
+    drawn = torch.Generator().manual_seed(0)
+    ids = torch.tensor([list(PROMPT.encode())])
+    for _ in range(SAMPLE_BYTES):
+        logits = model(input_ids=ids[:, -SEQ:]).logits[0, -1].float()
+        chosen = torch.multinomial((logits / TEMPERATURE).softmax(0), 1, generator=drawn)
+        ids = torch.cat([ids, chosen[None]], dim=1)
+    return bytes(ids[0].tolist()).decode(errors="replace")
 
 
-def main() -> None:
+def train(steps: int, out: Path, folder: Path) -> tuple[float, float]:
+    """Train, or continue from the checkpoint in `out`; returns held-out losses, first and last."""
+    torch.set_num_threads(1)  # operators are small: threads would wait for each other
+    text, held_out = tokens()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=LAYERS, hidden_size=WIDTH, intermediate_size=3 * WIDTH,
+        num_attention_heads=WIDTH // 32, vocab_size=VOCABULARY, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = GeminiDDP(LlamaForCausalLM(config), "cpu", precision="fp32", max_norm=1.0)
+    optimizer = HybridAdam(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=0.01,
+        nvme_offload_fraction=1.0, nvme_offload_dir=str(folder),
+    )  # fmt: skip
+    checkpoint = out / "checkpoint"
+    if checkpoint.exists():
+        done, before = gemini.load_checkpoint(checkpoint, model, optimizer)
+        print(f"continues from step {done} of {steps}")
+    else:
+        done, before = 0, held_out_loss(model, held_out)
+        print(f"step 0: held-out loss {before:.3f}")
+    loss, saved = before, done
+    try:
+        for step in range(done, steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps)
+            batch = batch_of(step, text)
+            model(input_ids=batch, labels=batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
+                loss = held_out_loss(model, held_out)
+                gemini.save_checkpoint(checkpoint, model, optimizer, extra=(step + 1, before))
+                saved = step + 1
+                print(f"step {saved}: held-out loss {loss:.3f}", flush=True)
+    except KeyboardInterrupt:
+        raise SystemExit(
+            f"\nstopped; the same command continues from step {saved} of {steps}"
+        ) from None
+    if done >= steps:
+        loss = held_out_loss(model, held_out)
+    print(f"\nA sample:\n\n{sample(model)}\n")
+    optimizer.close()
+    return before, loss
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="gpt2")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs/demo")
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/demo", help="for the checkpoint")
     parser.add_argument("--nvme-dir", type=Path, help="default: a temporary folder on a disk")
-    parser.add_argument("--json", type=Path, help="default: summary.json beside the pictures")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args(arguments)
     folder = args.nvme_dir or default_folder()
-
-    results = {}
-    for name, flags in RUNS.items():
-        results[name] = run(name, flags, args, folder)
-        if name == "nvme-tail":  # a shared disk is slower once it was busy for a while
-            mixed = mixed_gb_per_s(folder)
-    rows = [row(name, result) for name, result in results.items()]
-    summary = {
-        "rows": rows,
-        "mixed_disk_gb_per_s": mixed,
-    }
-    path = args.json or args.out / "summary.json"
-    write_result(path, summary)
-    draw(results, rows, args.out)
-    print("\n" + table(rows, mixed))
-    print(f"\nwritten: {path}; {args.out}/loss.png, memory.png")
+    print("Ctrl-C stops it; the same command continues.")
+    before, after = train(args.steps, args.out, folder)
     print(
-        "next, a model of yours: python -m gemini train --model FOLDER_OR_HUB_ID "
-        "--data text.jsonl --out runs/1 (docs/train.md)"
+        f"held-out loss {before:.3f} to {after:.3f} ({after / before - 1:+.0%}), "
+        f"optimizer state in {folder}\n"
+        "next: python -m gemini train --model FOLDER_OR_HUB_ID --data chat.jsonl --out runs/1"
     )
 
 

@@ -1,6 +1,7 @@
 """What is installed: the wheel, its types, what an import imports, and -O, -OO and -W error."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,13 @@ from gemini.units import parse_bytes
 import nvme
 size: str = parse_bytes("1GiB")
 nvme.probe(3)
+import torch
+from gemini import GeminiDDP, HybridAdam
+model = GeminiDDP(torch.nn.Linear(2, 2), "cpu", max_norm=1.0, precision="bf16", max_prefetch=2)
+HybridAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
+GeminiDDP(model, max_nrom=1.0)
+GeminiDDP(model, max_prefetch="2")
+HybridAdam(model.parameters(), weight_decya=0.1)
 """
 
 
@@ -166,6 +174,10 @@ def test_a_type_checker_sees_the_types_of_the_wheel(installed, tmp_path):
     )  # fmt: skip
     assert "user.py:4: error: Incompatible types in assignment" in done.stdout, done.stdout
     assert 'user.py:5: error: Argument 1 to "probe"' in done.stdout, done.stdout
+    refused = re.findall(
+        r"user.py:(\d+): error: .*?\"(max_nrom|max_prefetch|weight_decya)\"", done.stdout
+    )
+    assert refused == [("10", "max_nrom"), ("11", "max_prefetch"), ("12", "weight_decya")]
 
 
 def test_every_package_is_in_the_wheel_and_says_that_it_is_typed():

@@ -1,8 +1,9 @@
-"""Six commands of README.md, as they stand there: install, begin, train, kill, go on, generate."""
+"""Commands of README.md, as they stand there: install, train, Ctrl-C, the same again, generate."""
 
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -21,9 +22,12 @@ CLONE = (
 
 
 def shown():
-    """The first block of the page."""
-    (block,) = re.findall(r"^## Six commands\n\n.*?\n\n((?:    .*\n)+)", text(), re.MULTILINE)
-    return [line.partition("    #")[0].strip() for line in block.splitlines()]
+    """The command that installs, and the block that trains a small model: [begin, train, say]."""
+    (install,) = re.findall(r"^    (pip install .*?) +#", text(), re.MULTILINE)
+    (block,) = re.findall(
+        r"^((?:    .*\n)*    .*small_model.*\n(?:    .*\n)+)", text(), re.MULTILINE
+    )
+    return [install, *block.replace("\\\n", "").splitlines()]
 
 
 def text():
@@ -55,20 +59,26 @@ def clone(tmp_path):
     return tmp_path / "clone", environment
 
 
-def test_a_reader_trains_kills_goes_on_and_generates(clone):
+def test_a_reader_trains_stops_goes_on_and_generates(clone):
     folder, environment = clone
-    install, begin, train, kill, go_on, generate = shown()
-    assert train.endswith("&") and kill == "kill -9 $!"
-    with subprocess.Popen(
-        ["bash"], cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, bufsize=1,
-    ) as shell:  # fmt: skip
-        shell.stdin.write(f"set -e\n{install}\n{begin}\n{train}\n")
-        saved = folder / "runs/1/checkpoints"
+    install, begin, train, generate = (line.strip() for line in shown())
+
+    def run(*commands, **options):
+        return subprocess.Popen(
+            ["bash", "-ec", "\n".join(commands)], cwd=folder, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **options,
+        )  # fmt: skip
+
+    with run(install, begin, train) as shell:
+        saved = folder / "runs/2/checkpoints"
         until(lambda: shell.poll() is not None or list(saved.glob("*/trainer_state.json")))
-        said = shell.communicate(f"{kill}\n{go_on}\n{generate}\n")[0]
+        os.killpg(shell.pid, signal.SIGINT)  # Ctrl-C, as a terminal sends it
+        said = shell.communicate()[0]
+    assert shell.returncode != 0, said
+    with run(train, generate) as shell:
+        said = shell.communicate()[0]
     assert shell.returncode == 0, said
-    assert re.search(r"goes on from runs/1/checkpoints/checkpoint-\d+", said), said
-    assert said.count("written: runs/1 ") == 1
+    assert re.search(r"goes on from runs/2/checkpoints/checkpoint-\d+", said), said
+    assert said.count("written: runs/2 ") == 1
     assert re.search(r"'generated_text': ['\"]import ", said), said  # a text may have an apostrophe
-    assert (folder / "runs/1/report.html").exists()
+    assert (folder / "runs/2/report.html").exists()

@@ -20,7 +20,6 @@ from gemini.placement.policy import AutoPlacement
 from gemini.placement.sizes import NUM_VERSIONS, Bandwidths, Budgets, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.plan import table
-from gemini.plan.machine import CARDS
 from gemini.units import MIB, format_bytes
 
 OPTIMIZERS: dict[str, StateLayout] = {
@@ -56,7 +55,6 @@ LINKS = Bandwidths(
 FITS = (
     ("llama-3.2-1b", "all parameters"), ("llama-3.1-8b", "all parameters"),
     ("llama-3.1-8b", "LoRA adapters"), ("qwen3-32b", "LoRA adapters"),
-    ("mixtral-8x7b", "LoRA adapters"),
 )  # fmt: skip
 FIT_CARDS = ("rtx4080", "rtx4090", "l40s", "h100")
 
@@ -66,13 +64,11 @@ def what_fits() -> str:
     found = table.rows_of(
         (Path(__file__).resolve().parents[2] / "docs/what-fits.html").read_text(encoding="utf-8")
     )
-    heads = [f"{name}, {CARDS[name].gib} GB" for name in FIT_CARDS]
-    lines = [f"| trained on one card | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
-    for model, training in FITS:
-        mine = [row for row in found if (row.model, row.training) == (model, training)]
-        cells = [table.cell([row for row in mine if row.card == card]) for card in FIT_CARDS]
-        lines.append(f"| {model}, {training} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    asked = [
+        (model, f", {training}", [r for r in found if (r.model, r.training) == (model, training)])
+        for model, training in FITS
+    ]
+    return "\n".join(table.lines(asked, FIT_CARDS))
 
 
 def bytes_per_parameter() -> str:

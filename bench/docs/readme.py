@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.converge import table as converge_table
-from bench.demo import table as demo_table
 from bench.muon import table as muon_table
 from bench.rows import summary
 from bench.support.matmul import NATIVE
+from bench.ways import table as ways_table
 from gemini.units import format_bytes
 
 from . import doc_tables, supported
@@ -31,10 +31,18 @@ COMPARED = {  # peers, and ours that does the same
     "fsdp2/w2": "ours/w2",
     "deepspeed/zero3-nvme": "ours/nvme",
 }
+SHOWN = {  # names of rows in README
+    "torch/adamw-bf16": "PyTorch AdamW, bf16 weights",
+    "ours/resident": "Gemini, with fp32 masters",
+    "fsdp2/w2": "FSDP2, 2 processes",
+    "ours/w2": "Gemini, 2 processes",
+    "deepspeed/zero3-nvme": "DeepSpeed ZeRO-3, state on NVMe",
+    "ours/nvme": "Gemini, state on NVMe",
+}
 
 
-def _demo(result: dict[str, Any]) -> str:
-    return demo_table(result["rows"], result["mixed_disk_gb_per_s"]) + "\n\n" + _where(result)
+def _ways(result: dict[str, Any]) -> str:
+    return ways_table(result["rows"], result["mixed_disk_gb_per_s"]) + "\n\n" + _where(result)
 
 
 def _converge(result: dict[str, Any]) -> str:
@@ -173,29 +181,29 @@ def _headline(result: dict[str, Any]) -> str:
 def _compared(result: dict[str, Any]) -> dict[str, Any]:
     """The rows of README's table and chart."""
     rows = {row["name"]: row for row in result["rows"] if "reason" not in row}
-    return {**result, "rows": [rows[name] for pair in COMPARED.items() for name in pair]}
+    chosen = (rows[name] for pair in COMPARED.items() for name in pair)
+    return {**result, "rows": [{**row, "name": SHOWN[row["name"]]} for row in chosen]}
 
 
 def _comparison(result: dict[str, Any]) -> str:
     rows = [
-        "| run | step, s | peak RSS, MiB | on disk, GB | settings |",
-        "|---|---:|---:|---:|---:|",
+        "| run | step, s | peak RAM, MiB | on disk, GB |",
+        "|---|---:|---:|---:|",
     ]
     compared = {row["name"]: row for row in _compared(result)["rows"]}
     for name, row in compared.items():
         rows.append(
             f"| {name} | {summary.with_spread(row, 'step_seconds', 2)} "
-            f"| {summary.with_spread(row, 'peak_rss_mib', 0)} | {row['nvme_bytes'] / 1e9:.2f} "
-            f"| {row['settings']} |"
+            f"| {summary.with_spread(row, 'peak_rss_mib', 0)} | {row['nvme_bytes'] / 1e9:.2f} |"
         )
     alike = [
-        f"{ours} and {peer}"
+        f"{SHOWN[ours]} and {SHOWN[peer]}"
         for peer, ours in COMPARED.items()
-        if _overlap(compared[ours], compared[peer])
+        if _overlap(compared[SHOWN[ours]], compared[SHOWN[peer]])
     ]
-    said = f"Ranges of the step overlap, and show none to be faster: {'; '.join(alike)}."
+    said = f"Step times overlap, so no difference is measured: {'; '.join(alike)}. "
     what = f"{result['model']} in bf16, batch {result['batch']} x {result['seq']}. "
-    return "\n".join([*rows, "", *([said, ""] if alike else []), what + _where(result)])
+    return "\n".join([*rows, "", (said if alike else "") + what + _where(result)])
 
 
 def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -204,7 +212,7 @@ def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "demo": _demo,
+    "ways": _ways,
     "converge-cpu": _converge,
     "muon-cpu": _muon,
     "train-cpu": _train,

@@ -67,7 +67,7 @@ EVERYTHING = (
         ("bench.nvme", "--size", "64MiB", "--numel", "0", "--rounds", "1"),
     ),
     Result("checkpoint-cpu", ("bench.checkpoint",), 10, ("bench.checkpoint", "--layers", "2")),
-    Result("demo", ("bench.demo",), 10),
+    Result("ways", ("bench.ways",), 10),
     Result(
         "converge-cpu", ("bench.converge", "--picture", "docs/converge.svg"), 10,
         ("bench.converge", "--steps", "2", "--seeds", "1", "--only", "ours/fp32", "ours/8bit"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from gemini.placement.sizes import BudgetError
@@ -60,33 +60,58 @@ def rows(model: str, training: str, question: Question) -> Iterator[FitRow]:
 
 
 def markdown(table_rows: Sequence[FitRow], title: str) -> str:
-    """Page in Markdown: for each card the first host that does, with seconds of a step."""
-    hosts = ", ".join(f"{ram} GiB{f' + {disk} TB' if disk else ''}" for ram, disk in HOSTS)
+    """Page in Markdown: a row for each model, with its host and planned seconds of a step."""
     parts = [
         "# What fits", "", title, "",
-        "A cell has the first host with which it fits, RAM and disk, and seconds of a step. Hosts:",
-        f"{hosts}.", "`python -m gemini plan --fits FOLDER` writes this page, and beside it "
-        "`what-fits.html`,", "where card, host and training are chosen.",
+        "A row has one host, RAM and disk: the smallest with which the model trains on every card "
+        "that can", "train it at all. A cell has the planned seconds of one step with that host. If a larger card "
+        "is", "slower, its link is: rtx5090, h100 and h200 have PCIe 5, the others PCIe 4.",
+        "`python -m gemini plan --fits FOLDER` writes this page, and beside it `what-fits.html`,",
+        "where card, host and training are chosen.",
     ]  # fmt: skip
     for training in dict.fromkeys(row.training for row in table_rows):
-        heads = [f"{name}, {CARDS[name].gib} GB" for name in CARD_NAMES]
-        parts += ["", f"## Training {training}", "", f"| model | {' | '.join(heads)} |"]
-        parts.append("|---" * (1 + len(heads)) + "|")
-        for model in dict.fromkeys(row.model for row in table_rows):
-            mine = [row for row in table_rows if (row.model, row.training) == (model, training)]
-            cells = [cell([row for row in mine if row.card == card]) for card in CARD_NAMES]
-            parts.append(f"| {model} | {' | '.join(cells)} |")
+        asked = [
+            (model, "", [r for r in table_rows if (r.model, r.training) == (model, training)])
+            for model in dict.fromkeys(row.model for row in table_rows)
+        ]
+        parts += ["", f"## Training {training}", "", *lines(asked, CARD_NAMES)]
     return "\n".join(parts) + "\n"
 
 
-def cell(mine: Sequence[FitRow]) -> str:
-    """Cell of the page: the first host that does, and seconds of a step; "no" where none does."""
-    first = next((row for row in mine if row.seconds is not None), None)
-    if first is None or first.seconds is None:
+def lines(
+    asked: Iterable[tuple[str, str, Sequence[FitRow]]], cards: Sequence[str]
+) -> Iterator[str]:
+    """Lines of a table in Markdown. asked: (model, rest of its name, its rows)."""
+    heads = [f"{name}, {CARDS[name].gib} GB" for name in cards]
+    yield f"| planned, not measured: seconds a step | RAM + disk | {' | '.join(heads)} |"
+    yield "|---" * (2 + len(cards)) + "|"
+    for model, rest, found in asked:
+        host = one_host([row for row in found if row.card in cards])
+        cells = [
+            next(_seconds(r) for r in found if (r.card, r.ram_gib, r.disk_tb) == (card, *host))
+            for card in cards
+        ]
+        disk = f" + {host[1]} TB" if host[1] else ""
+        yield f"| {model}{rest} | {host[0]} GiB{disk} | {' | '.join(cells)} |"
+
+
+def one_host(mine: Sequence[FitRow]) -> tuple[int, int]:
+    """RAM and disk of the smallest host that trains the model on every card that any host does.
+
+    With a host for each cell a card that fits with a smaller one would look slower for it.
+    """
+    able = {row.card for row in mine if row.seconds is not None}
+    for host in HOSTS:
+        fits = {r.card for r in mine if (r.ram_gib, r.disk_tb) == host and r.seconds is not None}
+        if fits == able:
+            return host
+    return HOSTS[-1]
+
+
+def _seconds(row: FitRow) -> str:
+    if row.seconds is None:
         return "no"
-    disk = f" + {first.disk_tb} TB" if first.disk_tb else ""
-    seconds = f"{first.seconds:.2g}" if first.seconds < 99.5 else f"{first.seconds:.0f}"
-    return f"{first.ram_gib} GiB{disk}: {seconds} s"
+    return f"{row.seconds:.2g} s" if row.seconds < 99.5 else f"{row.seconds:.0f} s"
 
 
 def rows_of(page: str) -> list[FitRow]:

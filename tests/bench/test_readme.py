@@ -3,7 +3,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import demo
+from bench import ways
 from bench.docs.doc_tables import BUDGETS, LINKS, NON_MODEL_BYTES, NUMEL, placement_example
 from bench.docs.readme import COMPUTED, TABLES, pages, render
 from gemini.placement.tiers import Tier
@@ -21,23 +21,23 @@ def test_the_tables_are_those_of_the_results_and_of_the_code():
         assert everything.count(f"<!-- table {name} -->") == 1
 
 
-def test_the_demo_says_what_its_disk_allows_and_which_rows_a_result_was_made_without():
+def test_the_seven_ways_say_what_the_disk_allows_and_which_rows_a_result_was_made_without():
     def row(name, seconds, moved):
         others = dict.fromkeys(("peak_rss_mib", "train_loss_last", "val_loss", "nvme_bytes"), 1)
         return {"name": name, "step_seconds_median": seconds, "bytes_moved_per_step": moved,
                 **others}  # fmt: skip
 
     before = [row("resident", 1.0, 0), row("nvme", 3.0, 3e9)]
-    *_, serial, tail = demo.table(before, 2.0).splitlines()
+    *_, serial, tail = ways.table(before, 2.0).splitlines()
     assert serial == (
         "`nvme` takes 3.00 s a step, 1.20 of its bound: 2.50 s = `resident`'s step plus its bytes "
         "at that speed."
     )
     assert tail.startswith("`nvme-tail` was not measured: this result was made before")
     for moved, said in ((3e9, "1.20 of its bound: 1.50 s"), (1e9, "1.80 of its bound: 1.00 s")):
-        text = demo.table([*before, row("nvme-tail", 1.8, moved)], 2.0)
+        text = ways.table([*before, row("nvme-tail", 1.8, moved)], 2.0)
         assert f"1.80 s a step, {said} = the larger of `resident`'s" in text.splitlines()[-1]
-    assert {"nvme", "nvme-tail"} < demo.RUNS.keys()
+    assert {"nvme", "nvme-tail"} < ways.RUNS.keys()
 
 
 def test_a_table_that_was_changed_by_hand_is_found():
