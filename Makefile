@@ -66,7 +66,7 @@ ci: .venv/ok
 	$(PY) -m tests.mutate --promises --unchecked $(addprefix --changed ,$(BASE))
 
 tests-ci: .venv/ok
-	$(PYTEST) $(SPREAD) --work -m "not deep and not gpu"
+	$(PYTEST) $(SPREAD) --work -m "not deep and not gpu and not unlike"
 	$(PYTEST) --unlike -m unlike tests/dist tests/integrations
 
 # Searches without an end, and what reads a clock: before a release, or where it is the work at hand.
