@@ -243,7 +243,7 @@ class GeminiDDP(ModuleFace):
                 with calls.tracking(self.module):
                     outputs = self.module(*args, **kwargs)
             except BaseException as error:
-                calls.cut_short(depth)
+                calls.forward_raised(depth)
                 if attempt is None or not attempt.may_be_repeated(error):
                     raise
             else:

@@ -107,7 +107,7 @@ sys.exit(run.main(["--jobs", "1"]))
 """
 
 
-@pytest.mark.ci
+@pytest.mark.deep
 def test_what_no_test_notices_survives_and_fails_the_run():
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'io'}"}
     done = subprocess.run(

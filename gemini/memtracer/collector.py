@@ -69,6 +69,11 @@ class MemStatsCollector:
         self._used = 0  # most non-model bytes in this period, up to that change
         self._started = 0.0
 
+    @property
+    def heard(self) -> int:
+        """Number of moments of the iteration that is being listened to."""
+        return len(self._moments)
+
     def begin(self, kind: Kind, signature: str = "") -> None:
         """Begin an iteration."""
         self._key, self.collecting = (kind, signature), True

@@ -137,7 +137,10 @@ class TailSignals(Deferral):
     def release(self) -> None:
         self._is_over = True
         for number in self._take():
-            os.kill(os.getpid(), number)
+            # A time-out whose handler was taken off meanwhile has nobody to tell: without a handler
+            # it would end the process.
+            if number in END_A_STEP or getsignal(number) != signal.SIG_DFL:
+                os.kill(os.getpid(), number)
 
     def put_back(self) -> bool:
         if threading.current_thread() is not threading.main_thread():

@@ -161,7 +161,7 @@ def test_a_block_of_more_than_2_gib_round_trips(tmp_path, monkeypatch):
     """Random bytes round every boundary where a length could overflow, zeros between."""
     monkeypatch.setattr(nvme.files.calls, "allocate", lambda fd, offset, n: os.ftruncate(fd, n))
     monkeypatch.setattr(nvme.files.calls, "pwritev", thin)
-    nbytes = (3 << 30) + 1
+    nbytes = (1 << 31) + (1 << 20) + 1
     store = BlockStore([tmp_path], StoreLayout.plan("d", [nbytes], num_versions=1))
     pool = BufferPool(1, nbytes)
     view = pool.take().view

@@ -342,6 +342,10 @@ class Life:
     def end(self) -> None:
         self.optimizer.close()
         self._other[1].close()
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Handlers as before; all that is left to do where a model is in no state to be closed."""
         self._signals.end()
 
     @property
@@ -440,6 +444,7 @@ def _interrupted(
         except Exception as error:
             said = f"rank {rank}: {type(error).__name__}: {error}"
             found = {"place": place, "point": asdict(point), "repeats": repeats, "sent": sent}
+            life.put_back()
             return num_came, found | {"said": said}
         finally:
             faulthandler.cancel_dump_traceback_later()

@@ -34,6 +34,7 @@ from gemini.checkpoint.format.manifest import CheckpointError, CorruptError, Mis
 from gemini.checkpoint.untrusted.torch_files import safe_load
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.saved import MOST_STEPS, is_alike, is_count, number_of
+from gemini.optim.state.deferred_signals import DeferredSignals
 
 COMMON = "gemini.common"
 _GROUP = re.compile(r"param_groups\.(\d+)\.(\w+)")
@@ -172,17 +173,18 @@ def check_fits(path: Path, texts: Sequence[str]) -> None:
 def encode(what: str, value: Any) -> Tensor:
     """Encode a value as uint8 [n]. Raises CheckpointError if `weights_only` cannot load it."""
     data = io.BytesIO()
-    try:
-        torch.save(value, data)
-        data.seek(0)
-        # Loaded at once: a value that no load accepts must fail the save, and not the restart.
-        torch.load(data, map_location="cpu", weights_only=True)
-    except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(
-            f"{what} holds something that a checkpoint cannot hold; expected tensors, numbers, "
-            f"strings, and lists, tuples and dicts of them ({first})"
-        ) from error
+    with DeferredSignals():  # what a handler raises says nothing of the value
+        try:
+            torch.save(value, data)
+            data.seek(0)
+            # Loaded at once: a value that no load accepts must fail the save, and not the restart.
+            torch.load(data, map_location="cpu", weights_only=True)
+        except Exception as error:
+            first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+            raise CheckpointError(
+                f"{what} holds something that a checkpoint cannot hold; expected tensors, numbers, "
+                f"strings, and lists, tuples and dicts of them ({first})"
+            ) from error
     return torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
 
 

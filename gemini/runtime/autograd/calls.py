@@ -201,6 +201,13 @@ class Calls:
         if not in_backward():
             self._parts.forward_depth = min(depth, self._parts.forward_depth)
 
+    def forward_raised(self, depth: int) -> None:
+        """Forget a forward that raised in `depth` others. What was sampled of the outermost one
+        says nothing of a whole iteration."""
+        self.cut_short(depth)
+        if not depth and not in_backward():
+            self._sampler.abandon()
+
     def begin_cycle(self) -> None:
         """Begin a cycle: a forward outside the cycle before, or all micro-batches of a schedule."""
         self._meetings.begin_cycle()

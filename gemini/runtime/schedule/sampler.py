@@ -117,8 +117,11 @@ class Sampler:
         self.collector.traces.pop((trace.kind, trace.signature), None)
 
     def abandon(self) -> None:
-        """Forget the iteration that began last, which did not end."""
-        self.collector.abandon()
+        """Forget the iteration that began last, as it was broken off: it is sampled again."""
+        if self.collector.collecting and self._key is not None:
+            self._ledger.watched = False
+            self._stale.add(self._key)
+            self.collector.abandon()
 
     def specs_changed(self, specs: Sequence[ParamSpec]) -> None:
         """Sample training again: frozen parameters are trained now, so iterations are others."""
@@ -187,6 +190,9 @@ class Sampler:
         """End the iteration, as its step or another forward begins."""
         if not self.collector.collecting:
             self._overruns.settle()
+            return
+        if not self.collector.heard:  # broken off before its first call
+            self.abandon()
             return
         self._ledger.watched = False
         trace = self.collector.end()

@@ -18,6 +18,7 @@ from gemini.memtracer import monitor
 from gemini.memtracer.collector import MemStatsCollector, Moments, input_signature, listening, trace
 from gemini.memtracer.monitor import CudaMonitor, StorageTracker
 from gemini.memtracer.trace import Trace, TraceError, model_digest, reduce_traces
+from tests.support.lines import made, step
 
 IDS = torch.zeros(4, 9, dtype=torch.int64)
 
@@ -316,3 +317,24 @@ def test_a_devices_monitor_counts_what_the_allocator_split_since_the_start(
     monitor.start()
     now |= {"allocated_bytes.all.peak": 1500, "inactive_split_bytes.all.current": 370}
     assert monitor.period() == above and monitor.certain_bytes == 500
+
+
+def test_a_forward_that_was_broken_off_before_its_first_call_is_no_trace():
+    model, optimizer = made("both, files, bf16")
+    sampler, broken = model.engine.sampler, [1]
+
+    def breaks():
+        if broken:
+            broken.clear()
+            raise KeyboardInterrupt
+
+    model.engine.module_check.check = breaks
+    with pytest.raises(KeyboardInterrupt):
+        step(model, optimizer, 0)
+    assert not sampler.collector.collecting and sampler.traces() == []
+    for number in (2, 4):
+        step(model, optimizer, number)
+    (trace,) = sampler.traces()
+    edges = Counter((moment.phase, moment.edge) for moment in trace.moments)
+    assert edges["backward", "leave"] == edges["forward", "enter"] > 0
+    optimizer.close()

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import shutil
+import signal
 import zipfile
 
 import pytest
@@ -340,3 +341,22 @@ def test_an_index_of_safetensors_names_files_of_its_folder_alone(tmp_path):
     for text in INDICES:
         path.write_bytes(text)
         assert_takes_little(load, path)
+
+
+def test_what_a_signals_handler_raises_while_state_is_encoded_is_raised_as_it_is():
+    class AtItsEnd:
+        """Noted while it is pickled."""
+
+        def __reduce__(self):
+            signal.raise_signal(signal.SIGALRM)
+            return dict, ()
+
+    def ends(number, frame):
+        raise TimeoutError("the time is up")
+
+    before = signal.signal(signal.SIGALRM, ends)
+    try:
+        with pytest.raises(TimeoutError, match="the time is up"):
+            encode("user_state", {"a": AtItsEnd()})
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -67,10 +67,10 @@ def placed(home):
 
 
 def rows():
-    """Every schedule on a disk with two updates, in files with one, and elsewhere with one."""
+    """Every schedule on a disk, and in files or elsewhere. All pairs at one rank: test_bits.py."""
     others = ("partly on disk", "host", "budget", "host, parameters", "host, gradients")
     for i, what in enumerate(WHAT):
-        for k, home in enumerate(("disk", "disk", "files", others[i % len(others)])):
+        for k, home in enumerate(("disk", "files" if i % 2 else others[i // 2 % len(others)])):
             if not (home == "files" and what == "absent"):
                 yield what, ("tail", *UPDATES)[(i + k) % 3], home
     yield "plain", "tail", "replicas"

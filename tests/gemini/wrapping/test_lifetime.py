@@ -117,7 +117,7 @@ def build_and_destroy(index, folder, cycles, closes):
 @pytest.mark.ci
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
 def test_engines_leave_no_thread_file_descriptor_or_memory(closes, tmp_path):
-    (rows,) = run_processes(build_and_destroy, 1, str(tmp_path), 12, closes)
+    (rows,) = run_processes(build_and_destroy, 1, str(tmp_path), 8, closes)
     threads, fds, left, files = zip(*rows, strict=True)
     assert set(files) == {0}
     assert set(threads) == {1} and fds[-1] == fds[5]

@@ -23,8 +23,13 @@ def test_it_has_each_plugin():
     assert plugins <= found.keys()
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.deep, pytest.mark.ci][n in ("gemini", "hybrid")])
+        for n in NAMES
+    ],
+)
 def test_the_loss_falls(name):
     path = os.pathsep.join([str(ROOT), str(ROOT / "io")])
     done = subprocess.run(

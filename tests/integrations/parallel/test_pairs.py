@@ -67,12 +67,13 @@ def label(row):
     )
 
 
-CASES = {
+ALL = {
     ranks: [
         (label(row), kind_of(row), options_of(row)) for row in ROWS if prod(sizes(row)) == ranks
     ]
     for ranks in (2, 4, 8)
 }
+CASES = {**ALL, 8: ALL[8][::3]}  # the rest: tests/deep/meshes/
 
 
 def test_any_two_train_as_one_process(found, ranks, case):

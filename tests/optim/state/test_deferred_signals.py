@@ -117,6 +117,17 @@ def test_a_tail_defers_them_from_its_begin_to_its_end_in_another_thread(came):
     assert signals.put_back() and handlers() == before
 
 
+def test_a_time_out_whose_handler_was_taken_off_meanwhile_ends_no_process(came):
+    """As `finally: signal.signal(SIGALRM, old)` does beside a step that has not ended."""
+    signals = TailSignals()
+    signals.hold()
+    signal.raise_signal(signal.SIGALRM)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signals.release()
+    assert signals.put_back() and came == []
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
 def test_nothing_is_deferred_in_another_thread(came):
     def work():
         with DeferredSignals():

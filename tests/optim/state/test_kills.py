@@ -11,8 +11,8 @@ FOUND = corpus.read("kills").values()
 @pytest.mark.ci
 @pytest.mark.parametrize("run", RUNS)
 def test_a_kill_at_any_moment_leaves_the_last_step_or_save_whole(run, tmp_path):
-    """At ten moments; `tests/deep` has all."""
-    RUNS[run](tmp_path, 10)
+    """At five moments; `tests/deep` has all."""
+    RUNS[run](tmp_path, 5)
 
 
 @pytest.mark.parametrize("run", sorted({find["run"] for find in FOUND}))
