@@ -331,7 +331,7 @@ def evaluates_apart(rank, _):
     with torch.no_grad():
         for _ in range(2 - rank):
             model(ids)
-    with pytest.raises(SequenceError, match="to evaluate, and rank 1 .* to train"):
+    with pytest.raises(SequenceError, match=r"to evaluate, and rank 1 .* to train"):
         token_loss(model, ids)
     return True
 
