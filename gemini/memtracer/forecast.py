@@ -91,6 +91,11 @@ def with_bytes_added(trace: Trace, nbytes: int) -> Trace:
     return _with_bytes(trace, np.maximum(_bytes(trace) + nbytes, 0), keep_seconds=True)
 
 
+def grown(trace: Trace, factor: float) -> Trace:
+    """Trace with so many times the bytes at every moment."""
+    return _with_bytes(trace, _bytes(trace) * factor, keep_seconds=True)
+
+
 def _with_bytes(
     trace: Trace, most: npt.NDArray[np.float64], *, keep_seconds: bool = False
 ) -> Trace:
