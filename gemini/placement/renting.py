@@ -49,6 +49,15 @@ def price(moved: Moved, links: Bandwidths, *, has_host_tier: bool) -> float:
     return seconds
 
 
+def in_words(trace: Trace) -> str:
+    """An iteration and what it asks for, for reports."""
+    return f"{named(trace)}, which asks for {format_bytes(trace.peak_non_model_bytes)}"
+
+
+def named(trace: Trace) -> str:
+    return f"a {trace.kind} iteration" + (f" of {trace.signature}" if trace.signature else "")
+
+
 @dataclass(slots=True)
 class HomeMoves:
     """Moves of homes of one engine so far; `str` is a line for reports."""
@@ -57,14 +66,12 @@ class HomeMoves:
     down_bytes: int = 0
     num_up: int = 0
     up_bytes: int = 0
-    last: str = ""  # iteration that the last move down made room for, in words
+    last: str = ""  # what the last move down made room for, in words
 
-    def down(self, nbytes: int, trace: Trace) -> None:
+    def down(self, nbytes: int, made_room_for: str) -> None:
         self.num_down += 1
         self.down_bytes += nbytes
-        inputs = f" of {trace.signature}" if trace.signature else ""
-        asks = format_bytes(trace.peak_non_model_bytes)
-        self.last = f"{trace.kind} iteration{inputs}, which asks for {asks}"
+        self.last = made_room_for
 
     def up(self, nbytes: int) -> None:
         self.num_up += 1
@@ -75,7 +82,7 @@ class HomeMoves:
             f"{self.num_down} down {format_bytes(self.down_bytes)}" if self.num_down else "0 down"
         )
         up = f"{self.num_up} up {format_bytes(self.up_bytes)}" if self.num_up else "0 up"
-        last = f"; the last one down for a {self.last}" if self.last else ""
+        last = f"; the last one down for {self.last}" if self.last else ""
         return f"moves {down}, {up}{last}"
 
 
