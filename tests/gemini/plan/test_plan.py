@@ -18,20 +18,19 @@ from gemini.memtracer.collector import trace
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import best_update
 from gemini.plan import command, models, table, words
-from gemini.plan.activations import activations_of, constant_activations, example_inputs
+from gemini.plan.activations import activations_of, example_inputs
 from gemini.plan.ask import Training, ask, plan_for
-from gemini.plan.machine import CARDS, TYPICAL, machine_of
+from gemini.plan.machine import CARDS, TYPICAL, ProcessCosts, machine_of
 from gemini.plan.question import (
     BLOCKS_OF_ORIGINALS,
-    OWN_BYTES,
-    OWN_BYTES_OF_THREAD,
-    OWN_SHARE,
-    PRODUCT_BYTES,
-    PRODUCTS,
+    EXPERT_PRODUCTS,
+    KEPT_PRODUCTS,
+    SLACK_BYTES,
+    SLACK_SHARE,
     SPREAD,
     homes,
 )
-from gemini.plan.words import answer
+from gemini.plan.words import answer, process_in_words
 from gemini.units import BLOCK_NUMEL, GIB, format_bytes, parse_bytes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -547,17 +546,62 @@ def test_each_number_of_rows_of_an_expert_is_as_many_products_as_a_plan_counts(l
         model(input_ids=ids, labels=ids).loss.backward()
     of_experts = [rows for rows in counted.found if rows not in (1, lora, 4, 30, 40)]
     assert len(of_experts) > 3
-    per_number = PRODUCTS * (2 if lora else 3)
+    per_number = EXPERT_PRODUCTS * (2 if lora else 3)
     assert {len(counted.found[rows]) for rows in of_experts} == {per_number}
     numbers = SPREAD * (0.5 * 30) ** 0.5
-    assert asked.product_bytes() == int(PRODUCT_BYTES * per_number * numbers)
-    few = asked.product_bytes(1)
-    assert 0 < few < PRODUCT_BYTES * per_number * 8 and few < asked.product_bytes(2)
-    assert asked.product_bytes(1000) == asked.product_bytes()
+    product = asked.machine.process.product
+    assert asked.expert_bytes() == int(product * per_number * numbers)
+    few = asked.expert_bytes(1)
+    assert 0 < few < product * per_number * 8 and few < asked.expert_bytes(2)
+    assert asked.expert_bytes(1000) == asked.expert_bytes()
     planned = asked.planned()
-    without = replace(asked, experts=0).process_bytes(planned)
-    assert asked.process_bytes(planned, 1) == without + few
-    assert replace(asked, machine=machine_of({})).product_bytes() == 0
+    without = replace(asked, experts=0).process(planned)
+    assert asked.process(planned, 1).total == without.total + few
+    assert "experts have no bound" in process_in_words(asked.process(planned))
+    assert "experts" not in process_in_words(without)
+    assert replace(asked, machine=machine_of({})).expert_bytes() == 0
+
+
+@pytest.mark.parametrize(("lora", "tied"), [(0, False), (2, False), (0, True)])
+def test_each_length_of_inputs_is_as_many_products_as_a_plan_counts(lora, tied):
+    """But for attention, whose products are no operators."""
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=40, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    if lora:
+        model = models.adapted(model, lora)
+    found = set()
+    with Products() as counted:
+        for rows in (15, 21):
+            ids = torch.randint(40, (1, rows))
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            found.add(len(counted.found[rows]))
+    assert found == {models.products_of(model) - models.ATTENTION_PRODUCTS}
+
+
+def test_a_process_takes_its_floor_and_what_is_compiled_for_each_length(config):
+    costs = ProcessCosts(floor=400 << 20, product=1 << 20, parameter=10 << 10)
+    machine = replace(machine_of({}, device="cpu"), process=costs)
+    asked = ask(str(config), machine, Training(seq=64, update="serial"))
+    result = asked.planned()
+    own = asked.process(result)
+    peak = result.profile.peak(Tier.DEVICE)
+    assert own.products == asked.products << 20 and own.objects == len(asked.layout.params) * 10240
+    assert own.slack == SLACK_BYTES + int(SLACK_SHARE * peak) and own.held == own.set_up == 0
+    assert own.total == (400 << 20) + own.products + own.objects + own.slack
+    assert "floor 400.00 MiB" in process_in_words(own)
+    some = replace(asked, lengths=3).process(result)
+    assert some.products == 3 * own.products
+    many = replace(asked, lengths=10_000).process(result)
+    assert many.products == KEPT_PRODUCTS << 20  # what the library keeps
+    unknown = replace(asked, machine=machine_of({}, device="cpu")).process(result)
+    assert unknown.total == unknown.above_floor and "doctor" in process_in_words(unknown)
+    on_gpu = replace(asked, machine=replace(machine_of({}), process=costs))
+    assert on_gpu.process(on_gpu.planned()).products == 0
+    in_fp32 = ask(str(config), machine, Training(seq=64, precision="fp32"))
+    assert in_fp32.products == 0
 
 
 def test_a_tail_holds_what_no_call_has_asked_for_yet(config):
@@ -566,7 +610,7 @@ def test_a_tail_holds_what_no_call_has_asked_for_yet(config):
                          device="cpu")  # fmt: skip
     asked = ask(str(config), machine, Training(seq=256, nvme_fraction=1.0, update="tail"))
     result = asked.planned()
-    more = asked.process_bytes(result) - replace(asked, update="serial").process_bytes(result)
+    held = asked.process(result).held
     totals, moments = result.profile.total(Tier.DEVICE), asked.trace.moments
     chunk_of, late, most = asked.layout.chunk_of(), {}, 0
     late = {c.id: c.payload_bytes for c in asked.layout.chunks}
@@ -577,11 +621,8 @@ def test_a_tail_holds_what_no_call_has_asked_for_yet(config):
         if moment.edge == "enter":
             for param in moment.params:
                 late.pop(chunk_of[param], None)
-    assert more == OWN_BYTES_OF_THREAD + max(0, most - max(totals))
-    small = replace(asked, seq=8, activations=constant_activations(asked.trace, 0))
-    bare = small.planned()
-    held = small.process_bytes(bare) - replace(small, update="serial").process_bytes(bare)
-    assert held >= OWN_BYTES_OF_THREAD
+    assert held == max(0, most - max(totals))
+    assert replace(asked, update="serial").process(result).held == 0
 
 
 def test_an_average_of_weights_is_in_its_homes_budget(config):
@@ -633,8 +674,8 @@ def test_wrapping_takes_a_chunk_and_its_values_beside_what_was_wrapped(config):
     there = sum(c.payload_bytes for c in asked.layout.chunks[: last.id])
     blocks = BLOCKS_OF_ORIGINALS * 4 * BLOCK_NUMEL
     peak = result.profile.peak(Tier.DEVICE)
-    own = OWN_BYTES + int(OWN_SHARE * peak)
+    own = asked.process(result)
     most = there + last.payload_bytes + 4 * numel + blocks
-    assert most > peak and asked.process_bytes(result) == own + most - peak
+    assert most > peak and own.products + own.set_up == most - peak
     in_16_bits = replace(asked, with_originals=frozenset())
-    assert in_16_bits.process_bytes(in_16_bits.planned()) < own + (4 << 20)
+    assert in_16_bits.process(in_16_bits.planned()).set_up < 4 << 20
