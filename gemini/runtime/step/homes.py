@@ -18,7 +18,7 @@ from gemini.memtracer.forecast import with_bytes_added
 from gemini.memtracer.trace import Kind, Trace
 from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, PlanResult
-from gemini.placement.renting import Tenancy, rising
+from gemini.placement.renting import Tenancy, iteration_in_words, rising
 from gemini.placement.tiers import Tier
 from gemini.runtime.parts import Parts, settle
 from gemini.runtime.schedule.iteration_plans import Lowered
@@ -114,16 +114,17 @@ class MovingHomes:
             return
         if lowered.refused is not None:
             planning.say_lacking(trace, lowered, is_measured=is_measured)
-        leaving = sum(rising(lowered.result.plan, planning.plan).values())
-        if not leaving and not gradients_leave:
+        if not rising(lowered.result.plan, planning.plan) and not gradients_leave:
             planning.keep_lacking(trace, lowered)
             return
-        self._sink(trace, lowered, leaving, gradients_leave=gradients_leave)
+        reason = iteration_in_words(trace, is_measured=is_measured)
+        self._sink(trace, lowered, reason, gradients_leave=gradients_leave)
 
-    def _sink(self, trace: Trace, lowered: Lowered, nbytes: int, *, gradients_leave: bool) -> None:
-        """Use the homes of `lowered`, where `nbytes` more have left the device."""
+    def _sink(self, trace: Trace, lowered: Lowered, reason: str, *, gradients_leave: bool) -> None:
+        """Use the homes of `lowered`, for an iteration that `reason` describes."""
         parts = self._parts
         planning = parts.planning
+        before = planning.plan
         lower_homes(parts, lowered.result.plan)
         planning.use_lowered(trace, lowered)
         if not gradients_leave and any(chunk.gradient.exists for chunk in parts.chunks):
@@ -133,7 +134,7 @@ class MovingHomes:
         _homes_changed(parts)
         parts.manager.release_all()  # also what was never released before
         self._higher = None
-        planning.moves.down(nbytes, trace)
+        planning.moves.down(lowered.result.plan, before, reason)
         self._tenancy.end()
 
     def may_sink(self) -> bool:
@@ -153,10 +154,10 @@ class MovingHomes:
         lowered = planning.lowered(everything, params_stay=self._parts.all_gathered)
         if lowered is None:
             return
-        leaving = sum(rising(lowered.result.plan, planning.plan).values())
-        if leaving:
+        if rising(lowered.result.plan, planning.plan):
             fits = replace(lowered, refused=None)  # for all that anybody knows
-            self._sink(trace, fits, leaving, gradients_leave=False)
+            reason = f"{trace.kind} iteration, which found no memory"
+            self._sink(trace, fits, reason, gradients_leave=False)
         log.warning(
             "a forward ran out of memory; it begins again, and its Python runs twice: %s",
             planning.moves,
@@ -213,9 +214,9 @@ class MovingHomes:
 
     def _rise(self, planned: PlanResult, inputs: PlanInputs | None) -> None:
         planning = self._parts.planning
-        moved = sum(rising(planning.plan, planned.plan).values())
+        before = planning.plan
         raise_homes(self._parts, planned, inputs)
-        planning.moves.up(moved)
+        planning.moves.up(before, planned.plan)
         self._tenancy.end()
 
 
