@@ -137,8 +137,10 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
     else:
         activations = constant_activations(sequential_trace(specs), training.activation_bytes)
     trained = sum(spec.numel for spec in specs if spec.trainable)
-    used = models.used_numel(model)
-    gradients = trained if training.lora else used  # those of inputs are computed either way
+    flops = models.flops_of(
+        model, training.seq, checkpointing=training.checkpointing,
+        trained=trained if training.lora else None,
+    )  # fmt: skip
     has_master = training.precision != "fp32"
     state = replace(LAYOUTS[training.optimizer], kind=training.state)
     state = state.with_master() if has_master else state
@@ -161,7 +163,7 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
             training.lora, training.checkpointing, training.nvme_fraction,
             wider_chunks(layout, itemsizes),
             StateBytes(state.bytes_per_element, has_master),
-            float(2 * (2 + training.checkpointing) * used + 2 * gradients),
+            flops,
             training.update, training.ema, *models.experts_of(model), other,
             state.splits(WEIGHT_DTYPE), training.quantize,
             models.products_of(model) if has_master else 0, training.lengths,

@@ -18,7 +18,7 @@ from gemini.memtracer.forecast import with_bytes_added
 from gemini.memtracer.trace import Kind, Trace
 from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, PlanResult
-from gemini.placement.renting import Tenancy, in_words, named, rising
+from gemini.placement.renting import Tenancy, iteration_in_words, named, rising
 from gemini.placement.tiers import Tier
 from gemini.runtime.parts import Parts, settle
 from gemini.runtime.schedule.iteration_plans import Lowered
@@ -114,22 +114,23 @@ class MovingHomes:
             return
         if lowered.refused is not None:
             planning.say_lacking(trace, lowered, is_measured=is_measured)
-        leaving = sum(rising(lowered.result.plan, planning.plan).values())
-        if not leaving and not gradients_leave:
+        if not rising(lowered.result.plan, planning.plan) and not gradients_leave:
             planning.keep_lacking(trace, lowered)
             return
-        self._sink(trace, lowered, leaving, in_words(trace), gradients_leave=gradients_leave)
+        reason = iteration_in_words(trace, is_measured=is_measured)
+        self._sink(trace, lowered, reason, gradients_leave=gradients_leave)
 
     def _sink(
-        self, trace: Trace, lowered: Lowered, nbytes: int, made_room_for: str, *,
+        self, trace: Trace, lowered: Lowered, reason: str, *,
         gradients_leave: bool = False, in_pass: bool = False,
     ) -> None:  # fmt: skip
-        """Use the homes of `lowered`, where `nbytes` more have left the device.
+        """Use the homes of `lowered`, for an iteration that `reason` describes.
 
-        in_pass: state alone has, and gathers go on as they are.
+        in_pass: state alone leaves, and gathers go on as they are.
         """
         parts = self._parts
         planning = parts.planning
+        before = planning.plan
         lower_homes(parts, lowered.result.plan, in_pass=in_pass)
         planning.use_lowered(trace, lowered)
         if not gradients_leave and any(chunk.gradient.exists for chunk in parts.chunks):
@@ -143,7 +144,7 @@ class MovingHomes:
             _homes_changed(parts)
             parts.manager.release_all()  # also what was never released before
         self._higher = None
-        planning.moves.down(nbytes, made_room_for)
+        planning.moves.down(lowered.result.plan, before, reason)
         self._tenancy.end()
 
     def may_sink(self) -> bool:
@@ -179,7 +180,7 @@ class MovingHomes:
         kind, signature = self._parts.sampler.key
         return named(replace(self._parts.planning.inputs.trace, kind=kind, signature=signature))
 
-    def _sink_lowest(self, made_room_for: str, *, in_pass: bool = False) -> None:
+    def _sink_lowest(self, reason: str, *, in_pass: bool = False) -> None:
         """Use the lowest homes, for all that anybody knows; `in_pass` parameters stay."""
         planning = self._parts.planning
         trace, budgets = planning.inputs.trace, planning.inputs.budgets
@@ -188,10 +189,8 @@ class MovingHomes:
         lowered = planning.lowered(everything, params_stay=params_stay)
         if lowered is None:
             return
-        leaving = sum(rising(lowered.result.plan, planning.plan).values())
-        if leaving:
-            fits = replace(lowered, refused=None)
-            self._sink(trace, fits, leaving, made_room_for, in_pass=in_pass)
+        if rising(lowered.result.plan, planning.plan):
+            self._sink(trace, replace(lowered, refused=None), reason, in_pass=in_pass)
 
     # -- up --
 
@@ -244,9 +243,9 @@ class MovingHomes:
 
     def _rise(self, planned: PlanResult, inputs: PlanInputs | None) -> None:
         planning = self._parts.planning
-        moved = sum(rising(planning.plan, planned.plan).values())
+        before = planning.plan
         raise_homes(self._parts, planned, inputs)
-        planning.moves.up(moved)
+        planning.moves.up(before, planned.plan)
         self._tenancy.end()
 
 

@@ -11,6 +11,12 @@ import pytest
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from gemini.__main__ import main
 from gemini.chunk.layout import specs_of
@@ -216,6 +222,55 @@ def test_computing_is_priced_by_operations_at_every_batch(question):
     assert two["compute"] == pytest.approx(2 * one["compute"])
 
 
+TINY = {
+    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+    "vocab_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "fields"),
+    [("Llama", "CausalLM", {**TINY, "num_key_value_heads": 2}),
+     ("GPT2", "LMHeadModel", {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64}),
+     ("Bert", "MaskedLM", TINY)],
+)  # fmt: skip
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_operations_are_those_that_torch_counts(name, kind, fields, checkpointing):
+    """An embedding that is looked up has none; keys of the whole sequence count."""
+    config = getattr(transformers, f"{name}Config")(**fields)
+    cls = getattr(transformers, f"{name}{kind}" if name == "GPT2" else f"{name}For{kind}")
+    model = cls._from_config(config, attn_implementation="eager")
+    if checkpointing:
+        model = models.checkpointed(model)
+    ids = torch.zeros(2, 48, dtype=torch.int64)
+    more = {"use_cache": False} if hasattr(config, "use_cache") else {}
+    with FlopCounterMode(display=False) as counted, set_checkpoint_early_stop(False):
+        model(input_ids=ids, labels=ids, **more).loss.backward()
+    said = 2 * 48 * models.flops_of(model, 48, checkpointing=checkpointing, trained=None)
+    # the head of Bert has a layer before its product, which is not computed again
+    assert said == pytest.approx(counted.get_total_flops(), rel=0.011 if name == "Bert" else 1e-9)
+
+
+def test_a_kernel_of_attention_computes_half_of_a_causal_mask_and_the_scores_again():
+    with torch.device("meta"):
+        kernel, eager = (
+            transformers.LlamaForCausalLM._from_config(
+                transformers.LlamaConfig(**TINY), attn_implementation=kind
+            )
+            for kind in ("sdpa", "eager")
+        )
+    seq, heads, width = 48, 4, 8
+    shape = (1, heads, seq, width)
+    forward = sdpa_flop_count(shape, shape, shape)
+    backward = sdpa_backward_flop_count(shape, shape, shape, shape)
+    counted = 2 * (forward + backward) / 2 / seq  # of two layers
+    of_both = [models.flops_of(m, seq, checkpointing=False, trained=None) for m in (kernel, eager)]
+    assert of_both[0] - counted == of_both[1] - 2 * 3 * forward / seq
+    kernel.config.sliding_window = seq - 1  # its mask is given to the kernel
+    windowed = models.flops_of(kernel, seq, checkpointing=False, trained=None)
+    assert windowed - 2 * counted == of_both[0] - counted
+
+
 def test_measured_bandwidths_replace_the_typical_ones(tmp_path):
     links = tmp_path / "links.json"
     links.write_text('{"nvme_read": 1e6}')
@@ -358,7 +413,6 @@ def test_checkpointing_is_the_cheapest_change_where_it_is_enough(config):
     assert answer(asked.other(True, 0, None)).fits
     more = on(asked, device_mem=101)
     assert answer(more).asked.machine == more.machine
-    assert plan.asked.flops_per_token * 3 == asked.flops_per_token * 4
     said = list(words.five_lines("it", plan))
     assert said[1].startswith("cheapest change: activations that are computed again in backward")
     assert words.train_arguments(plan, "adamw", "fp32").endswith(" --checkpointing")
@@ -476,16 +530,17 @@ def test_a_hub_id_that_cannot_be_had_names_the_sizes_that_are_known(monkeypatch)
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "numel", "used"),
-    [("llama-3.2-1b", 1_235_814_400, 1), ("llama-3.1-8b", 8_030_261_248, 1),
-     ("qwen2.5-0.5b", 494_032_768, 1), ("qwen2.5-7b", 7_615_616_512, 1),
-     ("qwen3-8b", 8_190_735_360, 1), ("gemma-2-2b", 2_614_341_888, 1),
-     ("mistral-7b", 7_248_023_552, 1), ("mixtral-8x7b", 46_702_792_704, 0.276),
-     ("deepseek-v2-lite", 15_706_484_224, 0.17), ("qwen3-30b-a3b", 30_532_122_624, 0.11)],
+    [("llama-3.2-1b", 1_235_814_400, 1), ("llama-3.1-8b", 8_030_261_248, 0.935),
+     ("qwen2.5-0.5b", 494_032_768, 1), ("qwen2.5-7b", 7_615_616_512, 0.928),
+     ("qwen3-8b", 8_190_735_360, 0.924), ("gemma-2-2b", 2_614_341_888, 1),
+     ("mistral-7b", 7_248_023_552, 0.981), ("mixtral-8x7b", 46_702_792_704, 0.273),
+     ("deepseek-v2-lite", 15_706_484_224, 0.156), ("qwen3-30b-a3b", 30_532_122_624, 0.0996)],
 )  # fmt: skip
 def test_named_models_have_as_many_parameters_as_published(name, numel, used):
+    """used: share that a token is multiplied by; embeddings that are no head are not."""
     model = models.build(name)
     assert sum(param.numel() for param in model.parameters()) == numel
-    assert models.used_numel(model) / numel == pytest.approx(used, rel=0.02)
+    assert models.used_numel(model) / numel == pytest.approx(used, rel=2e-3)
 
 
 @pytest.mark.ci
