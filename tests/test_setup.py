@@ -14,7 +14,7 @@ case "$*" in
     "-m venv "*) mkdir -p $3/bin && cp $0 $3/bin/python;;
     *"pip install"*+cpu*) echo "No matching distribution found" >&2; exit {cpu};;
     *"pip show -q triton") exit {triton};;
-    *"-c "*constraints.txt*) shift 5; cat $1 > {constraints};;
+    *"-c "*constraints.txt*) while [ "$1" != -c ]; do shift; done; cat $2 > {constraints};;
 esac
 """
 
