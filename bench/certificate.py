@@ -2,13 +2,14 @@
 
     python -m bench.certificate --draws 200 --seed 0 --json PATH
 
-Each draw is a model (dense and experts, small), adapters or none, a batch, a sequence,
-checkpointing, an optimizer, a share of state on NVMe, `update=` and a budget of RAM. `gemini plan`
-answers; then a process trains three iterations under a hard limit: the answer, above what the
-process had before the model was there. That is `idle_bytes` (interpreter and libraries) and
-`library_bytes`: what one layer of the same model left behind when it had been trained and was gone,
-which is what libraries keep for operators of these shapes, whatever the model's size. The plan has
-neither of the two; of products of experts it has those that come after the one layer's.
+Each draw is a dense model (of 100 MiB and more of parameters, or smaller), adapters or none, a
+batch, checkpointing, an optimizer, a share of state on NVMe, `update=`, a budget of RAM, and the
+length of each iteration's inputs: one for all, or up to three, the longest at any place.
+`gemini plan` answers; then another process trains three iterations under a hard limit: the plan's
+peak and the process's own bytes, its floor among them, which `gemini.doctor.process` measures once,
+in a process that trains small models of another kind. Nothing is measured of the process that is
+limited.
+Models with experts are no part of it: of these oneDNN compiles products without end.
 MALLOC_MMAP_THRESHOLD_ is 65536: without it malloc keeps tens of MiB of what was freed, of
 activations of small models. Outputs live through backward, and the process ends when steps have
 ended: `optimizer.close()` would keep masters, 4 bytes a parameter beside the state.
@@ -19,7 +20,7 @@ It is no RLIMIT_DATA, which counts stacks of threads that nobody touched, and no
 root.
 
 killed: accepted draws that needed more than the answer. Bar: none.
-slack: share of an answer that was not needed. Bar: a median of 8 %.
+slack: share of an answer above the floor that was not needed. Bar: a median of 8 %.
 refused: trained with as much as the plan asks for, under 1.05 of the budget that was refused. Bar:
 90 % are killed there.
 
@@ -29,8 +30,7 @@ It goes on where it was stopped, by rows of this commit in `--rows`. Exit status
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
+import importlib
 import json
 import math
 import multiprocessing
@@ -54,21 +54,22 @@ import torch
 import gemini
 from bench.predict import EXACT_MALLOC
 from bench.support.machine import MALLOC_ENVIRONMENT, commit, write_result
-from gemini.memtracer.monitor import peak_rss_bytes, reset_peak_rss
+from gemini.doctor.process import measure
+from gemini.memtracer.monitor import process_peak_rss_bytes
 from gemini.nvme import default_folder
 from gemini.optim import HybridAdam, HybridLion, HybridSGD
 from gemini.placement.tiers import Tier
 from gemini.plan import models
 from gemini.plan.ask import Training, ask
 from gemini.plan.changes import enough
-from gemini.plan.machine import machine_of
+from gemini.plan.machine import ProcessCosts, machine_of
 from gemini.plan.question import Question
 from gemini.units import MIB
 
 STEPS = 3
 LOOKS = 0.01  # seconds between two
 MORE = 1.05  # of a refused budget
-MOST_SECONDS = 120.0
+MOST_SECONDS = 1200.0
 BARS = {"killed": 0, "median_slack": 0.08, "refused_rightly": 0.9}
 ENVIRONMENT = {
     **MALLOC_ENVIRONMENT,
@@ -77,11 +78,14 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 ROOMY = {"device_mem": 1 << 50, "host_mem": 1 << 50, "nvme": 1 << 50}
+WITHOUT = "experts on a CPU, whose products oneDNN compiles without end"
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adamw": HybridAdam, "lion": HybridLion, "sgd": lambda params, **o: HybridSGD(
         params, lr=1e-3, momentum=0.9, **o),
 }  # fmt: skip
-FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "GPT2", "Mixtral", "Qwen3Moe")
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "GPT2")
+SMALL = (256, 384, 512), (2, 8), (2000, 8000, 16000)  # hidden, layers, vocabulary
+LARGE = (896, 1024), (4, 6), (16000, 32000)  # 100 MiB of parameters and more
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +104,24 @@ class Draw:
     nvme_fraction: float
     update: str
     budget: float | None
+    lengths: tuple[int, ...]  # of each iteration
 
     @classmethod
     def of(cls, seed: int, number: int) -> Draw:
         """The same for the same numbers."""
         dice = random.Random(f"{seed} {number}")
+        hidden, layers, vocab = dice.choice((SMALL, LARGE))
+        seq = dice.choice((32, 64, 128, 256))
+        lengths = [seq, *(dice.choice((seq, dice.randint(8, seq))) for _ in range(STEPS - 1))]
+        if dice.random() < 0.5:
+            lengths = [seq] * STEPS
+        dice.shuffle(lengths)
         return cls(
-            dice.choice(FAMILIES), dice.choice((256, 384, 512)), dice.randint(2, 8),
-            dice.choice((2000, 8000, 16000)), dice.randint(1, 6), dice.choice((32, 64, 128, 256)),
-            dice.choice((0, 0, 4, 16)), dice.random() < 0.5,
+            dice.choice(FAMILIES), dice.choice(hidden), dice.randint(*layers), dice.choice(vocab),
+            dice.randint(1, 6), seq, dice.choice((0, 0, 4, 16)), dice.random() < 0.5,
             dice.choice(("adamw", "adamw", "lion", "sgd")),
             dice.choice((0.0, 0.0, 0.0, 0.5, 1.0)), dice.choice(("auto", "auto", "serial")),
-            dice.choice((None, *(dice.uniform(0.1, 1.1) for _ in range(3)))),
+            dice.choice((None, *(dice.uniform(0.1, 1.1) for _ in range(3)))), tuple(lengths),
         )  # fmt: skip
 
     def model(self) -> Any:
@@ -128,11 +138,6 @@ class Draw:
                 "num_hidden_layers": self.layers, "num_attention_heads": 8,
                 "num_key_value_heads": 4, "head_dim": self.hidden // 8,
             }  # fmt: skip
-        if self.family == "Mixtral":
-            sizes |= {"num_local_experts": 4, "intermediate_size": self.hidden}
-        if self.family == "Qwen3Moe":
-            sizes |= {"num_experts": 8, "num_experts_per_tok": 2,
-                      "moe_intermediate_size": self.hidden // 2}  # fmt: skip
         head = "LMHeadModel" if self.family == "GPT2" else "ForCausalLM"
         config = getattr(kind, f"{self.family}Config")(**sizes)
         with torch.device("meta"):
@@ -145,13 +150,14 @@ class Draw:
             model = models.checkpointed(model)
         return models.add_lora(model, self.lora) if self.lora else model
 
-    def question(self) -> Question:
+    def question(self, costs: ProcessCosts) -> Question:
         """Of a machine that has room for all of it."""
         training = Training(
             self.batch, self.seq, self.lora, self.checkpointing, "bf16", self.optimizer,
-            self.nvme_fraction, update=self.update,
+            self.nvme_fraction, update=self.update, lengths=len({*self.lengths}),
         )  # fmt: skip
-        machine = replace(machine_of(ROOMY, device="cpu"), folder=str(default_folder()))
+        machine = machine_of(ROOMY, device="cpu")
+        machine = replace(machine, folder=str(default_folder()), process=costs)
         return ask(self.model(), machine, training)
 
 
@@ -159,8 +165,9 @@ class Draw:
 class Certificate:
     """What a plan says of a draw, and how to train it so."""
 
-    needs: int  # bytes of RAM
-    budget: int
+    needs: int  # bytes of RAM, of which the floor is `floor`
+    budget: int  # the same, of what was refused
+    floor: int
     is_refused: bool
     policy: Any
     trace: Any
@@ -168,9 +175,9 @@ class Certificate:
     on_disk: int
 
 
-def certify(draw: Draw) -> Certificate:
+def certify(draw: Draw, costs: ProcessCosts) -> Certificate:
     """A refused one is trained with as much as the plan asks for."""
-    question = draw.question()
+    question = draw.question(costs)
     whole = replace(question, nvme_frac=0.0).planned().profile.peak(Tier.DEVICE)
     budget = ROOMY["device_mem"] if draw.budget is None else int(draw.budget * whole)
     asked = replace(question, machine=replace(question.machine, device_mem=budget))
@@ -181,87 +188,52 @@ def certify(draw: Draw) -> Certificate:
     if asked.update == "auto":
         asked = replace(asked, update=planned.best_update)
         planned = asked.planned()
-    own = asked.process_bytes(planned, STEPS)
-    own -= asked.product_bytes(STEPS)
-    own += _products(draw, asked, draw.layers + 1) - _products(draw, asked, 1)
+    own = asked.process(planned).total
     return Certificate(
-        planned.profile.peak(Tier.DEVICE) + own, budget + own, is_refused, asked.policy,
-        asked.trace, asked.update, planned.profile.peak(Tier.NVME),
+        planned.profile.peak(Tier.DEVICE) + own, budget + own, costs.floor or 0, is_refused,
+        asked.policy, asked.trace, asked.update, planned.profile.peak(Tier.NVME),
     )  # fmt: skip
 
 
-def _products(draw: Draw, asked: Question, layers: int) -> int:
-    """Of experts, as after a model of one layer, whose products are in `library_bytes`."""
-    return replace(asked, experts=asked.experts // draw.layers * layers).product_bytes(STEPS)
-
-
-def train(draw: Draw, plan: Certificate, told: Connection) -> None:
-    """In this process. Tells what it has before the model, waits for a word, and tells its peak."""
+def train(draw: Draw, plan: Certificate) -> int:
+    """Train in this process; the peak until the optimizer is closed, which would keep masters
+    beside its state."""
     torch.manual_seed(0)
-    model = draw.prepared()
-    ids = torch.randint(draw.vocab, (draw.batch, draw.seq))
-    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
-    idle = _resident()
-    placement = replace(plan.policy, device_budget=None)
-    _steps(replace(draw, layers=1).prepared(), draw, inputs, {"placement_policy": placement})
-    told.send((idle, _resident()))
-    told.recv()
     options = {"placement_policy": plan.policy, "trace": plan.trace, "update": plan.update}
-    told.send(_steps(model, draw, inputs, options))
-
-
-def _resident() -> int:
-    """Bytes now, with nothing that could be given back; VmHWM begins anew."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    reset_peak_rss()
-    return peak_rss_bytes()
-
-
-def _steps(model: Any, draw: Draw, inputs: dict[str, Any], options: dict[str, Any]) -> int:
-    """Train; the peak until the optimizer is closed, which would keep masters beside its state."""
-    wrapped = gemini.GeminiDDP(model, device="cpu", **options)
+    wrapped = gemini.GeminiDDP(draw.prepared(), device="cpu", **options)
     trained = [param for param in wrapped.parameters() if param.requires_grad]
     optimizer = OPTIMIZERS[draw.optimizer](trained, nvme_offload_fraction=draw.nvme_fraction)
-    for _ in range(STEPS):
-        outputs = wrapped(**inputs)
+    for length in draw.lengths:
+        ids = torch.randint(draw.vocab, (draw.batch, length))
+        outputs = wrapped(input_ids=ids, labels=ids, use_cache=False)
         outputs.loss.backward()
         del outputs  # logits live through backward, as `gemini.trace` has it
         optimizer.step()
         optimizer.zero_grad()
     optimizer.last_report.behind.wait()  # the tail of the last step
-    peak = peak_rss_bytes()
-    optimizer.close(keep_masters=False)
-    return peak
+    return process_peak_rss_bytes()
 
 
-def run(draw: Draw) -> dict[str, Any]:
+def run(draw: Draw, costs: ProcessCosts) -> dict[str, Any]:
     """A row of the result."""
     with tempfile.TemporaryDirectory(dir=default_folder()) as folder:  # what is killed leaves files
-        return _run(draw, folder)
+        return _run(draw, costs, folder)
 
 
-def _run(draw: Draw, folder: str) -> dict[str, Any]:
-    plan = _apart(lambda told: told.send(certify(draw)))
+def _run(draw: Draw, costs: ProcessCosts, folder: str) -> dict[str, Any]:
+    plan = _apart(lambda: certify(draw, costs))
     plan = replace(plan, policy=replace(plan.policy, nvme_dir=folder)) if plan.policy else plan
-    row = {**asdict(draw), "needs": plan.needs, "refused": plan.is_refused, "used": plan.update,
-           "on_disk": plan.on_disk}  # fmt: skip
-    allowed = int(MORE * plan.budget) if plan.is_refused else plan.needs
+    limit = plan.floor + int(MORE * (plan.budget - plan.floor)) if plan.is_refused else plan.needs
     mine, its = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=_told, args=(
-        lambda told: train(draw, plan, told), its))  # fmt: skip
+        lambda: train(draw, plan), its))  # fmt: skip
     process.start()
     its.close()
-    said = mine.recv()
-    if isinstance(said, str):
-        raise RuntimeError(said)
-    idle, before = said
-    mine.send("go")
     peak, is_killed, end = 0, False, time.monotonic() + MOST_SECONDS
     assert process.pid is not None
     while not mine.poll(LOOKS):
         peak = max(peak, _high_water(process.pid))
-        if peak > before + allowed or time.monotonic() > end:
+        if peak > limit or time.monotonic() > end:
             is_killed = True
             os.kill(process.pid, signal.SIGKILL)
             break
@@ -270,11 +242,12 @@ def _run(draw: Draw, folder: str) -> dict[str, Any]:
         if isinstance(said, str):
             raise RuntimeError(said)
         peak = max(peak, said)  # a process begins VmHWM anew when it samples an iteration
-        is_killed = peak > before + allowed
+        is_killed = peak > limit
     process.join()
     return {
-        **row, "idle_bytes": idle, "library_bytes": before - idle, "allowed": allowed,
-        "took": peak - before, "killed": is_killed,
+        **asdict(draw), "refused": plan.is_refused, "used": plan.update, "on_disk": plan.on_disk,
+        "needs": plan.needs - plan.floor, "allowed": limit - plan.floor,
+        "took": peak - plan.floor, "killed": is_killed,
     }  # fmt: skip
 
 
@@ -287,15 +260,15 @@ def _high_water(pid: int) -> int:
         return 0
 
 
-def _told(work: Callable[[Connection], None], told: Connection) -> None:
+def _told(work: Callable[[], Any], told: Connection) -> None:
     try:
-        work(told)
+        told.send(work())
     except BaseException:
         told.send(traceback.format_exc())
 
 
-def _apart(work: Callable[[Connection], None]) -> Any:
-    """What it tells, from a process that is gone then."""
+def _apart(work: Callable[[], Any]) -> Any:
+    """What it returns, from a process that is gone then."""
     mine, its = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=_told, args=(work, its))
     process.start()
@@ -322,9 +295,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "refused": len(refused),
         "refused_rightly": sum(row["killed"] for row in refused) / len(refused) if refused else 1.0,
         "bars": BARS,
-        "median_library_bytes": statistics.median(row["library_bytes"] for row in rows),
-        "limit": "VmHWM at most idle_bytes + library_bytes + allowed: looked at every 10 ms, and "
-        "at the end; a process above it is killed",
+        "without": WITHOUT,
+        "limit": "VmHWM at most process.floor + allowed: looked at every 10 ms, and at the end; a "
+        "process above it is killed",
     }
 
 
@@ -340,6 +313,7 @@ def is_met(found: dict[str, Any]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--draws", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="draw to begin with: a portion")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=math.inf, help="no draw begins after")
     parser.add_argument("--rows", type=Path, help="default: runs/certificate-SEED.jsonl")
@@ -349,16 +323,20 @@ def main() -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     now = commit()
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for library in ("peft", "transformers.models"):  # once, for all processes
+        importlib.import_module(library)
+    costs = ProcessCosts(**_apart(measure))
+    print(f"a process: {costs}", flush=True)
     known = {row["number"]: row for row in map(json.loads, lines) if row["commit"] == now}
     end = time.monotonic() + 60 * args.minutes
     with path.open("a") as kept:
-        for number in range(args.draws):
+        for number in range(args.first, args.draws):
             if number in known:
                 continue
             if time.monotonic() > end:
                 break
             draw = Draw.of(args.seed, number)
-            row = known[number] = {"number": number, "commit": now, **run(draw)}
+            row = known[number] = {"number": number, "commit": now, **run(draw, costs)}
             kept.write(json.dumps(row) + "\n")
             kept.flush()
             print(f"{number:4d} {_in_words(row)}", flush=True)
@@ -366,7 +344,7 @@ def main() -> int:
     found = summary(rows)
     print(json.dumps(found, indent=1))
     if args.json is not None:
-        write_result(args.json, {**found, "rows": rows})
+        write_result(args.json, {**found, "process": asdict(costs), "rows": rows})
     return 0 if is_met(found) else 1
 
 

@@ -24,6 +24,7 @@ from gemini.runtime.memory.backend import Backend, make_backend
 from gemini.runtime.memory.machine import memory_left
 from gemini.units import PAGE_BYTES
 
+from . import process
 from .report import NEEDED, DeviceFacts, Facts, FolderFacts
 
 PACKAGES = ("gemini-memory", *NEEDED, "triton", "transformers")
@@ -59,6 +60,7 @@ def examine(
         cxx_compiler=compiler(),
         shadowed=names.shadowed(),
         malloc_tuned="MALLOC_MMAP_THRESHOLD_" in os.environ,
+        process=process.measured(),
         devices=tuple(_device(i, copy_bytes) for i in range(torch.cuda.device_count())),
         folders=tuple(_folder(f, probe_seconds) for f in folders or _default_folders()),
     )

@@ -73,6 +73,7 @@ class Facts:
     cxx_compiler: str | None
     shadowed: dict[str, str]  # short names of ours, and where an import finds others
     malloc_tuned: bool  # MALLOC_MMAP_THRESHOLD_ is set
+    process: dict[str, int]  # as `gemini.doctor.process.measure` finds it
     devices: tuple[DeviceFacts, ...]
     folders: tuple[FolderFacts, ...]
 
@@ -284,6 +285,11 @@ def _lines(report: Report) -> Iterator[str]:
     )
     found = ", ".join(f"{_flops(speed)} in {name}" for name, speed in facts.cpu_flops.items())
     yield f"{'CPU':14s} multiplies matrices at {found}"
+    yield (
+        f"{'a process':14s} floor {format_bytes(facts.process['floor'])}, "
+        f"{format_bytes(facts.process['parameter'])} for a wrapped parameter, "
+        f"{format_bytes(facts.process['product'])} for a compiled product"
+    )
     limit = "none" if facts.memlock_bytes is None else format_bytes(facts.memlock_bytes)
     yield f"{'locked memory':14s} limit {limit}"
     yield f"{'huge pages':14s} {facts.huge_pages or 'unknown'}"

@@ -47,7 +47,7 @@ def bound(traces: Iterable[Trace], kind: Kind, signature: str) -> Trace | None:
     known = [(trace, *sizes_of(trace.signature)) for trace in traces]
     like = [(trace, of) for trace, its, of in known if its == form and trace.kind == kind]
     if not like and kind == "eval":
-        like = [(_forward(trace), of) for trace, its, of in known if its == form]
+        like = [(forward_of(trace), of) for trace, its, of in known if its == form]
     if not like or not sizes:
         return None
     events = _events(like[-1][0])
@@ -91,6 +91,12 @@ def with_bytes_added(trace: Trace, nbytes: int) -> Trace:
     return _with_bytes(trace, np.maximum(_bytes(trace) + nbytes, 0), keep_seconds=True)
 
 
+def forward_of(trace: Trace) -> Trace:
+    """Trace of an evaluation that asks for what the forward of training does."""
+    moments = tuple(moment for moment in trace.moments if moment.phase == "forward")
+    return replace(trace, kind="eval", moments=moments)
+
+
 def _with_bytes(
     trace: Trace, most: npt.NDArray[np.float64], *, keep_seconds: bool = False
 ) -> Trace:
@@ -111,11 +117,6 @@ def _bytes(trace: Trace) -> npt.NDArray[np.float64]:
 
 def _events(trace: Trace) -> list[object]:
     return [moment.event for moment in trace.moments]
-
-
-def _forward(trace: Trace) -> Trace:
-    moments = tuple(moment for moment in trace.moments if moment.phase == "forward")
-    return replace(trace, kind="eval", moments=moments)
 
 
 def _growth(old: Sizes, new: Sizes) -> float:

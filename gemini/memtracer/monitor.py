@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 import os
 import weakref
@@ -21,7 +23,7 @@ log = logging.getLogger("gemini")
 PROCESS_NOISE_BYTES = 32 << 20  # what libraries and malloc may keep of an iteration
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
-_HIGHEST = b"VmHWM:"
+_HIGHEST, _RESIDENT = b"VmHWM:", b"VmRSS:"
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _RESET_PEAK = "5"  # man 5 proc: resets VmHWM
 
@@ -220,11 +222,22 @@ def process_peak_rss_bytes() -> int:
 
 def peak_rss_bytes() -> int:
     """VmHWM: the most resident memory of this process since it began, or since the last reset."""
+    return _status_bytes(_HIGHEST)
+
+
+def resident_bytes() -> int:
+    """VmRSS: resident memory of this process, without what malloc can give back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return _status_bytes(_RESIDENT)
+
+
+def _status_bytes(field: bytes) -> int:
     status = _STATUS.read_bytes()
-    start = status.find(_HIGHEST)
+    start = status.find(field)
     if start < 0:
-        raise OSError(f"{_STATUS} has no VmHWM")
-    return int(status[start + len(_HIGHEST) :].split(None, 1)[0]) * 1024
+        raise OSError(f"{_STATUS} has no {field.decode()[:-1]}")
+    return int(status[start + len(field) :].split(None, 1)[0]) * 1024
 
 
 def reset_peak_rss() -> int:

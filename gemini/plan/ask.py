@@ -49,6 +49,7 @@ class Training:
     by_trl: as `python -m gemini train` does it: with trl's loss, a frozen base in 16 bits.
     ema: home of an average of the weights, as `gemini.EMA` has it; None: there is none.
     trust_remote_code: whether the code of the model's own folder is run, which its config names.
+    lengths: of inputs that differ in a run, `seq` the longest: a CPU compiles products for each.
     """
 
     batch: int = 1
@@ -66,6 +67,7 @@ class Training:
     state: str = "fp32"
     quantize: str | None = None
     trust_remote_code: bool = False
+    lengths: int = 1
 
     def __post_init__(self) -> None:
         if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
@@ -162,6 +164,7 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
             float(2 * (2 + training.checkpointing) * used + 2 * gradients),
             training.update, training.ema, *models.experts_of(model), other,
             state.splits(WEIGHT_DTYPE), training.quantize,
+            models.products_of(model) if has_master else 0, training.lengths,
         )  # fmt: skip
 
     def fitting(chunks: ChunkConfiguration) -> Question:

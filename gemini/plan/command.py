@@ -42,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help=TRUST_HELP)
     parser.add_argument("--batch", type=int, default=1, help="of a rank")
     parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument(
+        "--lengths", type=int, default=1,
+        help="number of lengths of inputs in a run, up to --seq: a CPU compiles products for each",
+    )  # fmt: skip
     parser.add_argument("--accumulate", type=int, default=1, help="forwards before a step")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK")
     parser.add_argument(
@@ -103,7 +107,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             parser.error(f"--{flag} beside --fits, which has machines of its own; leave it away")
     if (args.what is None) == (args.model is None) and not (args.fits and args.what is None):
         parser.error("expected one model")
-    for name in ("world_size", "batch", "seq", "accumulate", "lora"):
+    for name in ("world_size", "batch", "seq", "lengths", "accumulate", "lora"):
         least = int(name != "lora")
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,23 @@ CARDS = {
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessCosts:
+    """RAM of a process that no plan counts, as `gemini.doctor.process` measures it.
+
+    floor: interpreter, libraries and threads; None where it was not measured.
+    product: code of one matrix product in 16 bits that the CPU compiles; 0: it compiles none.
+    parameter: objects of one wrapped parameter.
+    """
+
+    floor: int | None
+    product: int
+    parameter: int
+
+
+TYPICAL_PROCESS = ProcessCosts(None, 9 << 16, 12 << 10)  # of a processor with AVX-512
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """Hardware that is asked about; memory and disk are of one device and of one node.
 
@@ -81,6 +98,7 @@ class Hardware:
     sources: tuple[tuple[str, str], ...] = ()
     folder: str = "."  # of files
     is_here: bool = False  # measured where it is asked; flags are those of `train`
+    process: ProcessCosts = TYPICAL_PROCESS
 
     def budgets(self) -> Budgets:
         """Budgets of one rank. On `cpu` the device is the node's RAM."""
@@ -128,7 +146,7 @@ def machine_of(
     numbers: dict[str, Any] = {"device_mem": 24 * GIB, "host_mem": 64 * GIB, "nvme": 10**12}
     links: dict[str, float] = {}
     sources: dict[str, str] = {}
-    folder = "."
+    folder, process = ".", TYPICAL_PROCESS
     if gpu is not None:
         numbers["device_mem"] = CARDS[gpu].usable_bytes
         links |= CARDS[gpu].speeds
@@ -137,6 +155,7 @@ def machine_of(
     if report is not None:
         told = _read(report)
         sizes, measured, folder = _of_report(told, report)
+        process = _process(told, report)
         numbers |= sizes
         links |= measured
         sources |= dict.fromkeys((*sizes, *measured), f"measured, {report}")
@@ -149,6 +168,7 @@ def machine_of(
     return Hardware(
         world_size, ranks_per_node, numbers["device_mem"], numbers["host_mem"], numbers["nvme"],
         replace(TYPICAL[device], **links), device, tuple(sources.items()), folder,
+        process=process,
     )  # fmt: skip
 
 
@@ -178,3 +198,14 @@ def _of_report(told: Any, path: Path) -> tuple[dict[str, int], dict[str, float],
     most = max(usable, key=lambda one: one["free_bytes"], default=nowhere)
     sizes["nvme"] = most["free_bytes"]
     return sizes, _speeds(told["bandwidths"]), str(most["path"])
+
+
+def _process(told: Any, path: Path) -> ProcessCosts:
+    """Costs of a process; assumed where the report is older than their measurement."""
+    costs = told.get("process")
+    if costs is None:
+        return TYPICAL_PROCESS
+    names = [field.name for field in fields(ProcessCosts)]
+    if not isinstance(costs, dict) or any(not isinstance(costs.get(n), int) for n in names):
+        raise ValueError(f"process of {path} is {costs!r}; expected whole numbers of {names}")
+    return ProcessCosts(*(costs[name] for name in names))

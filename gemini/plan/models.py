@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from gemini import strangers
+from gemini.chunk.layout import distinct
 from gemini.memtracer.module_calls import has_experts
 
 # class of the configuration, class of the model, and what differs from the class's defaults
 _Entry = tuple[str, str, dict[str, Any]]
+ATTENTION_PRODUCTS = 6  # forward and backward of an attention that is one operator
 _FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "vocab_size",
@@ -213,6 +215,22 @@ def experts_of(model: nn.Module) -> tuple[int, float]:
         return 0, 1.0
     layers = sum(map(has_experts, model.modules()))
     return layers * experts, getattr(config, "num_experts_per_tok", experts) / experts
+
+
+def products_of(model: nn.Module) -> int:
+    """Number of matrix products of an iteration, each shape once; those of experts are left out.
+
+    A weight has one forward, one for the gradient of its input, and one for its own where it is
+    trained.
+    """
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    trained: dict[tuple[int, ...], bool] = {}
+    for param, names in distinct(model.named_parameters(remove_duplicate=False)):
+        is_head = len(names) > 1
+        if param.ndim == 2 and (is_head or id(param) not in looked_up):
+            shape = tuple(param.shape)
+            trained[shape] = trained.get(shape, False) or param.requires_grad
+    return ATTENTION_PRODUCTS + sum(2 + is_trained for is_trained in trained.values())
 
 
 def used_numel(model: nn.Module) -> int:

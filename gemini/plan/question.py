@@ -35,17 +35,45 @@ if TYPE_CHECKING:  # which needs torch
     from .activations import Activations
 
 ADAM = StateBytes(per_element=12, has_master=True)
-OWN_BYTES, OWN_SHARE = 3 << 20, 0.01
-OWN_BYTES_OF_FILES, OWN_BYTES_OF_THREAD = 2 << 20, 6 << 20  # the latter updates what is in files
-# oneDNN compiles a bf16 product for each number of rows, and keeps it: 0.55 MiB with AVX-512, for
-# any width; here with a margin. An expert has two products forward, as many for gradients of
-# inputs, and of weights where they are trained.
-PRODUCT_BYTES, PRODUCTS = 10 << 16, 2
+SLACK_BYTES, SLACK_SHARE = 3 << 20, 0.02  # margin of what is measured, and of RAM that is planned
+# oneDNN compiles a product in 16 bits for each number of rows, and keeps the last 1024 of them. An
+# expert has two products forward, as many for gradients of inputs, and of weights where they are
+# trained.
+KEPT_PRODUCTS, EXPERT_PRODUCTS = 1024, 2
 SPREAD = 15.0  # numbers of rows that differ, by the root of their average: as measured
 AVERAGES = {"host": "RAM", "nvme": "disk"}  # homes of `gemini.EMA`, in words
 MAX_BATCH = 1 << 16
 BLOCKS_OF_ORIGINALS = 4  # in memory: of values that come, compared, and on their way to a file
 DEPTH = 2  # of `NvmeConfig`
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessBytes:
+    """RAM of a process beyond a plan's peak, at most.
+
+    floor: of the libraries that are loaded, as measured; None where they were not.
+    products: compiled for what is no expert. experts: an estimate of theirs, which has no bound.
+    objects: of wrapped parameters.
+    held: gradients that updates in a thread still need in the forward.
+    set_up: by how much wrapping passes the peak with all of the above.
+    slack: margin of the bound.
+    """
+
+    floor: int | None
+    products: int
+    experts: int
+    objects: int
+    held: int
+    set_up: int
+    slack: int
+
+    @property
+    def above_floor(self) -> int:
+        return self.products + self.experts + self.objects + self.held + self.set_up + self.slack
+
+    @property
+    def total(self) -> int:
+        return self.above_floor + (self.floor or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +103,8 @@ class Question:
     )
     splits: bool = True  # masters of bf16 parameters may be what those lack of them
     quantize: str | None = None  # the kind of the base under adapters: `quantised.KINDS`
+    products: int = 0  # of matrices in 16 bits that an iteration computes, each shape once
+    lengths: int = 1  # of inputs that differ in a run, `seq` the longest
 
     @property
     def policy(self) -> AutoPlacement:
@@ -178,33 +208,37 @@ class Question:
             return False
         return True
 
-    def process_bytes(self, result: PlanResult, iterations: int | None = None) -> int:
-        """RAM that a process takes beyond a plan's peak, at most as a rule.
+    def process(self, result: PlanResult, iterations: int | None = None) -> ProcessBytes:
+        """RAM that a process takes beyond a plan's peak, as `bench.certificate` tries it.
 
-        Objects, threads of files, products of experts, and gradients that updates in a thread still
-        need in the forward; or as much more as the module takes while it is wrapped. Interpreter
-        and libraries come on top, and what malloc keeps unless MALLOC_MMAP_THRESHOLD_ is set
-        (docs/memory.md). `bench.certificate` measures it.
+        What malloc keeps unless MALLOC_MMAP_THRESHOLD_ is set comes on top (docs/memory.md).
         iterations: None is many.
         """
+        costs = self.machine.process
         peak = result.profile.peak(Tier.HOST if result.plan.has_host_tier else Tier.DEVICE)
-        own = OWN_BYTES + int(OWN_SHARE * peak)
-        total = own + self.product_bytes(iterations)
-        if result.profile.peak(Tier.NVME):
-            in_thread = self._update(result) != "serial"
-            total += OWN_BYTES_OF_FILES + OWN_BYTES_OF_THREAD * in_thread
+        products = 0
+        if self.machine.device == "cpu":
+            products = costs.product * min(KEPT_PRODUCTS, self.products * self.lengths)
+        objects = costs.parameter * len(self.layout.params)
+        held = 0
         if self._update(result) in BEHIND and not result.plan.has_host_tier:
-            total += self._kept_bytes(result)
-        return max(total, own + self._set_up_bytes(result) - peak)
+            held = self._kept_bytes(result)
+        experts = self.expert_bytes(iterations)
+        set_up = self._set_up_bytes(result) - peak - products - experts - held
+        return ProcessBytes(
+            costs.floor, products, experts, objects, held, max(0, set_up),
+            SLACK_BYTES + int(SLACK_SHARE * peak),
+        )  # fmt: skip
 
-    def product_bytes(self, iterations: int | None = None) -> int:
-        """Bytes of products that a processor compiles for experts, one for each number of rows."""
+    def expert_bytes(self, iterations: int | None = None) -> int:
+        """Estimate of products that a CPU compiles for experts, one for each number of rows."""
         if self.machine.device != "cpu" or not self.experts:
             return 0
         numbers = SPREAD * sqrt(self.experts_share * self.batch * self.seq)
         if iterations is not None:  # each comes at random
             numbers *= -expm1(-iterations * self.experts / numbers)
-        return int(PRODUCT_BYTES * PRODUCTS * (2 if self.lora else 3) * numbers)
+        per_number = EXPERT_PRODUCTS * (2 if self.lora else 3)
+        return int(self.machine.process.product * per_number * numbers)
 
     def _set_up_bytes(self, result: PlanResult) -> int:
         """Most RAM while a module is wrapped whose parameters are made or read one by one.

@@ -15,7 +15,7 @@ from gemini.units import format_bytes
 
 from . import changes
 from .machine import Hardware
-from .question import Question, homes, largest_batch
+from .question import ProcessBytes, Question, homes, largest_batch
 
 SERIAL = "serial"
 OPTIM = {  # by optimizer and state, as `train` names them
@@ -31,7 +31,7 @@ class Answer:
 
     homes: bytes that live on each tier, by kind (parameters, frozen, gradients, state, originals).
     peaks: by tier, at the moment when it holds most: also staging and activations.
-    process_bytes: of RAM beyond the peaks: see `Question.process_bytes`.
+    process: RAM beyond the peaks.
     seconds: of a step: its forwards, backwards and update, with `best_update`.
     best_update: what is asked for; of `auto` the fastest.
     change: flags of the cheapest change with which it fits; None where it does.
@@ -43,7 +43,7 @@ class Answer:
     homes: Mapping[str, Mapping[str, int]]
     peaks: Mapping[str, int]
     budgets: Mapping[str, int]
-    process_bytes: int
+    process: ProcessBytes
     seconds: float
     bound_by: str
     best_update: str
@@ -77,7 +77,7 @@ def answer(question: Question, assumed: tuple[str, ...] = ()) -> Answer:
     budgets = asked.machine.budgets()
     return Answer(
         why is None, homes(result), {t.value: result.profile.peak(t) for t in Tier},
-        {t.value: budgets.of(t) for t in Tier}, asked.process_bytes(result), asked.seconds(result),
+        {t.value: budgets.of(t) for t in Tier}, asked.process(result), asked.seconds(result),
         result.cost.bound_by, best, largest_batch(question),
         changes.flags(question, asked) if why else None,
         changes.in_words(question, asked) if why else None,
@@ -120,8 +120,7 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
             of = "" if limit >= UNLIMITED else f" of {format_bytes(limit)}"
             contents = f" ({', '.join(kinds)})" if kinds else ""
             places.append(f"{_WHERE[tier]} {format_bytes(plan.peaks[tier.value])}{of}{contents}")
-    own = f"; the process itself {format_bytes(plan.process_bytes)} of RAM"
-    yield f"at the peak: {'; '.join(places)}{own}"
+    yield f"at the peak: {'; '.join(places)}; {process_in_words(plan.process)}"
     tokens = machine.world_size * asked.accumulate * asked.batch * asked.seq
     times = f"{asked.accumulate} x " if asked.accumulate > 1 else ""
     yield (
@@ -133,6 +132,18 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
         yield f"with {flags} a step takes about {seconds:.3g} s"
     yield "assumptions:"
     yield from (f"  {one}" for one in plan.assumptions)
+
+
+def process_in_words(process: ProcessBytes) -> str:
+    """Words for RAM beyond a plan's peak: a floor, and what is bounded above it with a margin."""
+    above = f"{format_bytes(process.above_floor)} with a slack of {format_bytes(process.slack)}"
+    if process.floor is None:
+        own = f"{above}, beside libraries, whose floor python -m gemini doctor --json measures"
+    else:
+        own = f"{format_bytes(process.total)}: floor {format_bytes(process.floor)}, {above}"
+    if process.experts:
+        own += f"; experts have no bound on a CPU, {format_bytes(process.experts)} is an estimate"
+    return f"the process itself takes RAM of {own}"
 
 
 def verdict(plan: Answer) -> str:
@@ -192,7 +203,8 @@ def as_json(plan: Answer) -> dict[str, Any]:
     return {
         "fits": plan.fits,
         "peaks": dict(plan.peaks),
-        "process_bytes": plan.process_bytes,
+        "process_bytes": plan.process.total,
+        "process": asdict(plan.process),
         "bytes_moved_per_step": sum(moved.values()),
         "step_seconds": planned.cost.seconds,
         "bound_by": plan.bound_by,

@@ -24,6 +24,8 @@ OF_THE_MACHINE = (
 # no key of a YAML file, which may be anybody's: only who types a command lets code run
 OF_THE_COMMAND = ("trust_remote_code",)
 
+ANSWERS = "answers"
+LOSSES = (ANSWERS, "all")
 _MOST = 1 << 32
 
 # names of Trainer's, trl's and other tools' configs -> ours
@@ -41,6 +43,8 @@ ELSEWHERE = {
     "save_steps": "save_every", "save_total_limit": "keep", "logging_steps": "log_every",
     "eval_steps": "save_every", "lora_r": "lora", "lora_rank": "lora", "r": "lora",
     "load_in_4bit": "quantize", "load_in_8bit": "quantize", "sample_packing": "packing",
+    "streaming": "stream", "interleave_probs": "weights", "assistant_only_loss": "loss",
+    "train_on_inputs": "loss", "completion_only_loss": "loss",
 }  # fmt: skip
 
 
@@ -56,7 +60,13 @@ class TrainConfig:
     """
 
     model: str = _says("", "a folder that from_pretrained reads, or an id on the hub")
-    data: str = _says("", "JSONL with text, prompt and completion, or messages; a file or a glob")
+    data: str = _says(
+        "",
+        "JSONL, CSV or Parquet, a file or a glob; org/name:split on the hub; several with commas",
+    )
+    weights: str | None = _says(None, "3,1: shares of the sources of --data in each batch")
+    stream: bool = _says(False, "--data is read while it trains, for --steps")
+    loss: str = _says(ANSWERS, "answers: of chats and completions; all: prompts as well")
     out: str = _says("", "a folder: checkpoints, report.html, and at the end the model")
     device_mem: str | None = _says(None, "22GiB, of each device; by default most of what is left")
     host_mem: str | None = _says(None, "48GiB, of each node; by default most of what is left")
@@ -70,7 +80,7 @@ class TrainConfig:
     seq: int = _says(2048, "most tokens of a sequence; longer ones are cut, or packed")
     batch: int = _says(8, "sequences of a forward, on all ranks together")
     accumulate: int = _says(1, "forwards and backwards before a step")
-    packing: bool = _says(False, "sequences fill all of --seq, one after another")
+    packing: bool = _says(False, "several rows share a sequence, and do not see each other")
     checkpointing: bool = _says(True, "activations are computed again in backward, not kept")
     epochs: float = _says(1.0, "passes over the data")
     steps: int = _says(0, "optimizer steps, in place of --epochs")
@@ -109,6 +119,9 @@ class TrainConfig:
         _check(
             self.update in (*UPDATES, AUTO), "update", self.update, f"{AUTO}, {', '.join(UPDATES)}"
         )
+        _check(self.loss in LOSSES, "loss", self.loss, " or ".join(LOSSES))
+        if self.stream:
+            _check(self.steps > 0, "steps", self.steps, "1 or more with --stream, which has no end")
         if self.quantize is not None:
             known = self.quantize in QUANTISED and self.lora > 0
             _check(known, "quantize", self.quantize, f"{' or '.join(QUANTISED)}, with --lora")

@@ -1,15 +1,18 @@
-"""Data of a run: JSONL of text, prompts and completions, or chats; held-out rows and prompts."""
+"""Data of a run: text, prompts and completions, or chats; mixed, streamed, held-out; prompts."""
 
 from __future__ import annotations
 
-import glob
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from .config import TrainConfig
-from .rows import ALSO, RowForm, files_of, fitting, look_at
+from .config import ANSWERS, TrainConfig
+from .rows import ALSO, RowForm, checked, converted, look_at
+from .sources import JSON, Source, sources_of, weights_of
+from .tokens import MASK, Answers, has_answer, has_completion
 
 PROMPT_TOKENS = 32  # of a text that is continued
+SHUFFLED = 10_000  # rows of a stream, among which the next one is drawn
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Data:
         """Tokens of the first `count` held-out rows, each up to where the model continues. An empty
         prompt is the token that begins a text, or ends one."""
         rows = self.train if self.held_out is None else self.held_out
-        found = [self._prompt(rows[i], tokenizer) for i in range(min(count, len(rows)))]
+        found = [self._prompt(row, tokenizer) for row in islice(rows, count)]
         begins = (
             tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         )
@@ -55,69 +58,153 @@ class Data:
 def load(config: TrainConfig, tokenizer: Any) -> Data:
     """Look at all rows, and load those of training and held-out ones that --seq leaves.
 
-    Raises ValueError for a row that cannot be trained on, and where --seq or --held-out leaves
-    none.
+    Rows of a stream are looked at as they come. Raises ValueError for a row that cannot be trained
+    on, and where --seq or --held-out leaves none.
     """
-    train, form = _rows(config.data, "--data", tokenizer)
+    from datasets import concatenate_datasets, interleave_datasets
+
+    loader = _Loader(config, tokenizer)
+    found = loader.load(config.data, "--data")
+    form = loader.form
+    assert form is not None
     if not form.is_chat and tokenizer.eos_token is None:
         raise ValueError(
             "the tokenizer of --model has no eos_token, which ends every row; expected one"
         )
     held_out = None
     if config.eval_data is not None:
-        held_out, other = _rows(config.eval_data, "--eval-data", tokenizer)
-        if other != form:
-            raise ValueError(
-                f"--eval-data {config.eval_data} has {' and '.join(other.keys)} as "
-                f"{_values(other)}, and --data {' and '.join(form.keys)} as {_values(form)}; "
-                "expected the same keys and kinds of values"
-            )
+        held_out = concatenate_datasets(loader.load(config.eval_data, "--eval-data"))
     elif config.held_out:
-        count = max(1, round(config.held_out * len(train)))
-        if count >= len(train):
-            raise ValueError(
-                f"--data {config.data} has {len(train)} rows, and --held-out {config.held_out} "
-                "leaves none to train on; expected --held-out 0, or more rows"
+        parts = [_split(config, rows, len(found)) for rows in found]
+        found = [train for train, _ in parts]
+        held_out = concatenate_datasets([held for _, held in parts])
+    weights = weights_of(config.weights, sources_of(config.data, "--data"))
+    try:
+        if weights is None:
+            train = concatenate_datasets(found)
+        else:  # a source that ends before the others begins again
+            train = interleave_datasets(
+                found, probabilities=weights, seed=config.seed, stopping_strategy="all_exhausted"
             )
-        parts = train.train_test_split(test_size=count, seed=config.seed)
-        train, held_out = parts["train"], parts["test"]
+    except ValueError as error:
+        raise ValueError(
+            f"--data {config.data} cannot be mixed: {error}; expected columns of one type"
+        ) from None
+    if config.stream:
+        train = train.shuffle(seed=config.seed, buffer_size=SHUFFLED)
     said: list[str] = []
-    if not config.packing:
-        train = _within(train, form, tokenizer, config.seq, "rows", said)
-        if held_out is not None:
-            held_out = _within(held_out, form, tokenizer, config.seq, "held-out rows", said)
+    train = loader.trained(train, "rows", said)
+    if held_out is not None:
+        held_out = loader.trained(held_out, "held-out rows", said)
     return Data(form, train, held_out, tuple(said))
 
 
-def _rows(pattern: str, flag: str, tokenizer: Any) -> tuple[Any, RowForm]:
-    """Rows of a path or a glob, with the keys that are trained on, and their form."""
-    from datasets import load_dataset
+class _Loader:
+    """Loads rows of one form, which is that of the first row."""
 
-    files = files_of(pattern, flag)
-    form = look_at(files, flag, tokenizer)
-    try:
-        escaped = [*map(glob.escape, files)]
-        rows = load_dataset("json", data_files=escaped, split="train", trust_remote_code=False)
-    except Exception as error:  # by its ending a file may be taken for a compressed one
-        said = str(error.__cause__ or error)
-        raise ValueError(f"{flag} {pattern} cannot be read as JSONL: {said}") from None
-    # a column such as input_ids or prompt has a meaning of its own for trl
-    return rows.select_columns([k for k in rows.column_names if k in (*form.keys, *ALSO)]), form
+    def __init__(self, config: TrainConfig, tokenizer: Any) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self.form: RowForm | None = None
+        self._first = ""  # source with that row
+        is_asked = config.loss == ANSWERS and bool(getattr(tokenizer, "chat_template", None))
+        self._answers = Answers(tokenizer) if is_asked else None
+
+    def load(self, given: str, flag: str) -> list[Any]:
+        """Rows of each source, with the keys that are trained on."""
+        return [self._load(source, flag) for source in sources_of(given, flag)]
+
+    def _load(self, source: Source, flag: str) -> Any:
+        # all rows of a stream are as its first
+        is_stream = self._config.stream and flag == "--data"
+        rows: Any = None
+        if is_stream or source.reader != JSON:
+            rows = source.load(flag, streaming=is_stream)
+        seen = [(source.name, islice(rows, 1))] if is_stream else source.parts(rows)
+        form = look_at(seen, flag, self._tokenizer, self._answers)
+        if self.form is None:
+            self.form, self._first = form, f"{flag} {source.name}"
+        elif form != self.form:
+            raise ValueError(
+                f"{flag} {source.name} has {form.in_words}, and {self._first} "
+                f"{self.form.in_words}; expected the same keys and kinds of values"
+            )
+        rows = source.load(flag, streaming=False) if rows is None else rows
+        # a column such as input_ids or prompt has a meaning of its own for trl
+        named = list(next(iter(rows)))
+        kept = (*form.keys, *ALSO)
+        others = [key for key in named if key not in kept]
+        if is_stream:
+            return rows.map(
+                self._look_and_convert, with_indices=True, fn_kwargs={"name": source.name},
+                remove_columns=others,
+            )  # fmt: skip
+        if not all(key in named for key in form.keys):
+            return rows.map(self._convert, remove_columns=others, desc=f"Converting {source.name}")
+        return rows.select_columns([key for key in rows.column_names if key in kept])
+
+    def _convert(self, row: dict[str, Any]) -> dict[str, Any]:
+        return converted(row, self._tokenizer)
+
+    def _look_and_convert(self, row: dict[str, Any], index: int, name: str) -> dict[str, Any]:
+        flag, number = "--data", index + 1
+        try:
+            checked(row, self.form, self._tokenizer, self._answers)
+        except ValueError as wrong:
+            raise ValueError(f"{flag} {name} row {number}: {wrong}") from None
+        return self._convert(row)
+
+    def trained(self, rows: Any, what: str, said: list[str]) -> Any:
+        """Rows with tokens of answers marked, and those that --seq drops left out: how many is
+        added to `said`."""
+        form, seq, tokenizer = self.form, self._config.seq, self._tokenizer
+        assert form is not None
+        if form.kind == "chat" and self._answers is not None:
+            rows = rows.map(self._answers.mark, **_described(rows, "Marking answers"))
+            found = rows.filter(
+                has_answer, batched=True, input_columns=MASK, fn_kwargs={"seq": seq},
+                **_described(rows, "Measuring answers"),
+            )  # fmt: skip
+        elif form.kind == "prompt" and self._config.loss == ANSWERS:
+            found = rows.filter(
+                has_completion, batched=True, **_described(rows, "Measuring prompts"),
+                fn_kwargs={"tokenizer": tokenizer, "seq": seq, "is_chat": form.is_chat},
+            )  # fmt: skip
+        else:
+            return rows
+        if self._config.stream and what == "rows":
+            return found
+        dropped = len(rows) - len(found)
+        if not len(found):
+            raise ValueError(
+                f"all {len(rows)} {what} are dropped by --seq {seq}: prompts fill it, and no "
+                "token of an answer is left; expected a larger --seq, or --loss all"
+            )
+        if dropped:
+            said.append(
+                f"{dropped} of {len(rows)} {what} are dropped by --seq {seq}: prompts fill it"
+            )
+        return found
 
 
-def _values(form: RowForm) -> str:
-    return "lists of messages" if form.is_chat else "texts"
+def _split(config: TrainConfig, rows: Any, sources: int) -> tuple[Any, Any]:
+    """Rows of a source to train on and held-out ones; of a stream its first, as a share of what is
+    trained on."""
+    if config.stream:
+        from datasets import Dataset
 
-
-def _within(rows: Any, form: RowForm, tokenizer: Any, seq: int, what: str, said: list[str]) -> Any:
-    """Rows that --seq does not drop; how many it drops is added to `said`."""
-    found = fitting(rows, form, tokenizer, seq)
-    dropped = len(rows) - len(found)
-    if not len(found):
+        trained = config.steps * config.accumulate * config.batch
+        count = max(1, round(config.held_out * trained / sources))
+        return rows.skip(count), Dataset.from_list(list(rows.take(count)))
+    count = max(1, round(config.held_out * len(rows)))
+    if count >= len(rows):
         raise ValueError(
-            f"all {len(rows)} {what} are dropped by --seq {seq}: their prompts fill it, and no "
-            "token of a completion is left; expected a larger --seq, or --packing"
+            f"--data {config.data} has {len(rows)} rows, and --held-out {config.held_out} "
+            "leaves none to train on; expected --held-out 0, or more rows"
         )
-    if dropped:
-        said.append(f"{dropped} of {len(rows)} {what} are dropped by --seq {seq}: prompts fill it")
-    return found
+    parts = rows.train_test_split(test_size=count, seed=config.seed)
+    return parts["train"], parts["test"]
+
+
+def _described(rows: Any, text: str) -> dict[str, str]:
+    """Options that show progress, which a stream does not take."""
+    return {"desc": text} if hasattr(rows, "num_rows") else {}

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from gemini import nvme, strangers
 from gemini.checkpoint.pretrained import check_id
 
 from .config import TrainConfig
-from .rows import files_of
+from .sources import sources_of, weights_of
 
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
@@ -29,9 +35,9 @@ def check_inputs(config: TrainConfig) -> None:
         )
     if model.is_dir() and not (model / "config.json").is_file():
         raise ValueError(f"--model {config.model} has no config.json; expected one beside weights")
-    files_of(config.data, "--data")
+    weights_of(config.weights, sources_of(config.data, "--data"))
     if config.eval_data is not None:
-        files_of(config.eval_data, "--eval-data")
+        sources_of(config.eval_data, "--eval-data")
     blocked = next((one for one in (out, *out.parents) if one.exists()), None)
     if blocked is not None and not blocked.is_dir():
         raise ValueError(
@@ -100,6 +106,44 @@ def check_fit(config: TrainConfig, folder: Path, tokenizer: Any) -> tuple[int | 
         "goes on behind them, where it was not trained"
     )
     return None, [goes_on] if config.seq > most else []
+
+
+class _EndAtMask(TorchFunctionMode):
+    """Ends a forward where transformers looks in positions for where documents end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_reached = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.diff:
+            self.is_reached = True
+            raise StopIteration
+        return func(*args, **(kwargs or {}))
+
+
+def check_packing(model: nn.Module) -> None:
+    """Raise ValueError for a model in which packed documents would see each other.
+
+    Documents are apart by their positions, of which transformers makes the mask of attention; a
+    convolution or a recurrence along the sequence has none.
+
+    model: on the meta device, and of no other use.
+    """
+    settings: Any = model.config
+    settings.pad_token_id = None  # of which it would look for values in tokens without a mask
+    kinds = set(getattr(settings.get_text_config(), "layer_types", None) or ()) - _ATTENTION
+    convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
+    ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    mask = _EndAtMask()
+    with suppress(Exception), mask:  # it may take no positions, or do something else with them
+        model(input_ids=ids, position_ids=ids, use_cache=False)
+    if kinds or convolves or not mask.is_reached:
+        raise ValueError(
+            f"--packing with {type(model).__name__}: documents in one sequence would see each "
+            "other, as not all of its layers are attention with a mask of positions; expected no "
+            "--packing"
+        )
 
 
 def _settings(folder: Path) -> Any:

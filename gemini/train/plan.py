@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 
 from gemini import nvme
+from gemini.memtracer.monitor import resident_bytes
 from gemini.nvme.files.file import free_bytes
 from gemini.placement.fit import usual_speeds
 from gemini.placement.homes.budgets import USABLE
 from gemini.plan.ask import Training
-from gemini.plan.machine import Hardware
+from gemini.plan.machine import TYPICAL_PROCESS, Hardware
 from gemini.plan.words import OPTIM
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import make_backend
@@ -69,6 +70,7 @@ def hardware(config: TrainConfig, comm: Communicator, device: torch.device) -> H
         comm.world_size, machine.ranks_per_node, **least, bandwidths=all_speeds[0],
         device=device.type,
         sources=tuple(sources.items()), folder=config.nvme or ".", is_here=True,
+        process=replace(TYPICAL_PROCESS, floor=resident_bytes()),
     )  # fmt: skip
 
 

@@ -1,30 +1,29 @@
-"""Rows of JSONL files, each looked at once, before a model is loaded: what is wrong, and where."""
+"""Rows of a data set, each looked at once, before a model is loaded: what is wrong, and where."""
 
 from __future__ import annotations
 
 import bz2
-import glob
 import gzip
 import itertools
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .tokens import Answers, tools_of
 
 KINDS = {"text": ("text",), "prompt": ("prompt", "completion"), "chat": ("messages",)}
 ALSO = ("tools", "chat_template_kwargs")  # keys that chat templates take
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 EXPECTED = "text, prompt and completion, or messages"
-# keys of rows that are common elsewhere, and the command that writes such rows as they are taken
-_ELSEWHERE = {
-    "instruction": 'jq -c \'{prompt: (.instruction + "\\n" + (.input // "")), '
-    "completion: .output}'",
-    "conversations": 'jq -c \'{messages: [.conversations[] | {role: ({human: "user", '
-    'gpt: "assistant"}[.from] // .from), content: .value}]}\'',
-}
+# who speaks in rows of ShareGPT -> roles of chat templates
+_SPEAKERS = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
+    "observation": "tool",
+}  # fmt: skip
 _SHOWN = 8  # keys in a message
 _BOM = b"\xef\xbb\xbf"
 _OPENERS: dict[bytes, Callable[..., Any]] = {
@@ -45,53 +44,50 @@ class RowForm:
     def keys(self) -> tuple[str, ...]:
         return KINDS[self.kind]
 
-
-def files_of(pattern: str, flag: str) -> list[str]:
-    """Files of a path, or of a glob where no such path exists. Raises ValueError if there are none,
-    and for what is no file."""
-    here = Path(pattern).exists()
-    found = [pattern] if here else sorted(glob.glob(pattern, recursive=True))
-    if not found:
-        is_id = pattern.count("/") == 1 and not pattern.startswith((".", "/", "~"))
-        also = " (of a data set on the hub: load_dataset(...).to_json(FILE))" if is_id else ""
-        raise ValueError(f"{flag} {pattern} is no file; expected JSONL{also}")
-    for name in found:
-        if Path(name).is_dir():
-            raise ValueError(f"{flag} {name} is a folder; expected JSONL: '{name}/*.jsonl'")
-        if not Path(name).is_file():
-            raise ValueError(f"{flag} {name} is no regular file; expected JSONL")
-    return found
+    @property
+    def in_words(self) -> str:
+        values = "lists of messages" if self.is_chat else "texts"
+        return f"{' and '.join(self.keys)} as {values}"
 
 
-def look_at(files: Sequence[str], flag: str, tokenizer: Any) -> RowForm:
-    """Look at every row of the files; returns what all of them are.
+def look_at(
+    parts: Iterable[tuple[str, Iterable[Any]]],
+    flag: str,
+    tokenizer: Any,
+    answers: Answers | None = None,
+) -> RowForm:
+    """Look at every row of named parts, such as files; returns what all of them are.
 
-    Raises ValueError for the first row that cannot be trained on, with its file, number and key,
-    and for files without rows.
+    answers: what is trained on of a chat; None is all of it.
+
+    Raises ValueError for the first row that cannot be trained on, with its part, number and key,
+    and for parts without rows.
     """
     form: RowForm | None = None
-    for file in files:
-        rows = _rows(Path(file))
+    names = []
+    for name, rows in parts:
+        names.append(name)
+        each = iter(rows)
         for number in itertools.count(1):
             try:
-                form = _checked(next(rows), form, tokenizer)
+                form = checked(next(each), form, tokenizer, answers)
             except StopIteration:
                 break
             except RecursionError:
                 raise ValueError(
-                    f"{flag} {file} row {number}: is nested too deep; expected one object with "
+                    f"{flag} {name} row {number}: is nested too deep; expected one object with "
                     f"{EXPECTED}"
                 ) from None
             except ValueError as wrong:
-                raise ValueError(f"{flag} {file} row {number}: {wrong}") from None
+                raise ValueError(f"{flag} {name} row {number}: {wrong}") from None
             except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-                raise ValueError(f"{flag} {file} cannot be read: {error}; expected JSONL") from None
+                raise ValueError(f"{flag} {name} cannot be read: {error}; expected JSONL") from None
     if form is None:
-        raise ValueError(f"{flag} {', '.join(files)} has no rows; expected JSONL")
+        raise ValueError(f"{flag} {', '.join(names)} has no rows; expected JSONL")
     return form
 
 
-def _rows(file: Path) -> Iterator[Any]:
+def read(file: Path) -> Iterator[Any]:
     """Rows of a file: one a line, or the elements of one array."""
     with file.open("rb") as raw:
         head = raw.read(8)
@@ -127,17 +123,70 @@ def _parsed(line: bytes) -> Any:
         raise ValueError(f"is no JSON ({error}); expected one object a line") from None
 
 
-def _checked(row: Any, form: RowForm | None, tokenizer: Any) -> RowForm:
+def converted(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Row as trl takes it, of one with the keys of Alpaca or ShareGPT; any other as it is.
+
+    Alpaca's is a chat if the tokenizer has a template, and otherwise a prompt and its completion.
+    """
+    if any(all(k in row for k in keys) for kind, keys in KINDS.items() if kind != "text"):
+        return row
+    if "conversations" in row:
+        return _with_system(row, [*map(_spoken, _said(row["conversations"]))])
+    if "instruction" not in row or "output" not in row:  # beside it, a text repeats both
+        return row
+    parts = [row["instruction"], row.get("input") or "", row["output"]]
+    for key, part in zip(("instruction", "input", "output"), parts, strict=True):
+        if not isinstance(part, str):
+            raise ValueError(f"{key} is {_named(part)}; expected a text")
+    prompt = "\n".join(filter(None, parts[:2]))
+    if not has_template(tokenizer):
+        return {"prompt": prompt + "\n", "completion": parts[2]}
+    turns = [pair for pair in row.get("history") or [] if isinstance(pair, list)]
+    said = [
+        turn
+        for pair in [*turns, (prompt, parts[2])]
+        for turn in zip(("user", "assistant"), pair, strict=True)
+    ]
+    return _with_system(row, [{"role": role, "content": text} for role, text in said])
+
+
+def has_template(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def _said(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"conversations is {_named(value)}; expected a list of messages")
+    return value
+
+
+def _spoken(message: Any) -> Any:
+    """Message of ShareGPT, `from` and `value`, with a role and content."""
+    if not isinstance(message, dict) or "from" not in message:
+        return message
+    role = _SPEAKERS.get(str(message["from"]), message["from"])
+    return {"role": role, "content": message.get("value")}
+
+
+def _with_system(row: dict[str, Any], messages: list[Any]) -> dict[str, Any]:
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    return {"messages": system + messages, **{key: row[key] for key in ALSO if key in row}}
+
+
+def checked(
+    row: Any, form: RowForm | None, tokenizer: Any, answers: Answers | None = None
+) -> RowForm:
     """RowForm of a row, which is that of the rows before. Raises ValueError."""
     if not isinstance(row, dict):
         raise ValueError(f"is {_named(row)}; expected an object with {EXPECTED}")
+    row = converted(row, tokenizer)
     if form is None:
         kind = next((one for one, keys in KINDS.items() if all(k in row for k in keys)), None)
         if kind is None:
             raise ValueError(_unknown(row))
         is_chat = kind == "chat" or isinstance(row[KINDS[kind][0]], list)
         form = RowForm(kind, is_chat)
-        if form.is_chat and not getattr(tokenizer, "chat_template", None):
+        if form.is_chat and not has_template(tokenizer):
             raise ValueError(
                 "is a chat, and the tokenizer of --model has no chat template; expected one, or "
                 "rows with a text prompt and completion"
@@ -151,6 +200,8 @@ def _checked(row: Any, form: RowForm | None, tokenizer: Any) -> RowForm:
     _check_characters(row)
     if form.is_chat:
         _check_template(row, form, tokenizer)
+    if form.kind == "chat" and answers is not None:
+        answers.check(row)
     return form
 
 
@@ -162,8 +213,7 @@ def _unknown(row: dict[str, Any]) -> str:
     ]
     if missing:
         return f"has {has}, and no {missing[0]}; expected {EXPECTED}"
-    how = next((f": {how} writes such rows" for key, how in _ELSEWHERE.items() if key in row), "")
-    return f"has rows with {has}; expected {EXPECTED}{how}"
+    return f"has rows with {has}; expected {EXPECTED}"
 
 
 def _check_value(key: str, value: Any, form: RowForm, tokenizer: Any) -> None:
@@ -212,7 +262,7 @@ def _is_encoded(row: dict[str, Any]) -> bool:
 def _check_template(row: dict[str, Any], form: RowForm, tokenizer: Any) -> None:
     messages = [message for key in form.keys for message in row[key]]
     try:
-        tokenizer.apply_chat_template(messages, tokenize=False, tools=_tools(row))
+        tokenizer.apply_chat_template(messages, tokenize=False, tools=tools_of(row))
     except Exception as error:  # a template raises whatever it likes
         said = f"{type(error).__name__}: {error}".replace("\n", " ")
         keys = " and ".join(form.keys)
@@ -220,11 +270,6 @@ def _check_template(row: dict[str, Any], form: RowForm, tokenizer: Any) -> None:
             f"{keys}: the chat template of --model refuses them ({said}); expected a chat in its "
             "order of roles"
         ) from None
-
-
-def _tools(row: dict[str, Any]) -> Any:
-    tools = row.get("tools")
-    return json.loads(tools) if isinstance(tools, str) else tools
 
 
 def _listed(keys: Iterable[str]) -> str:
@@ -242,47 +287,3 @@ def _named(value: Any) -> str:
         return "a text" if value else "an empty text"
     kind = "a list" if isinstance(value, list) else "an object"
     return kind if value else kind.replace("a list", "an empty list")
-
-
-def fitting(rows: Any, form: RowForm, tokenizer: Any, seq: int) -> Any:
-    """Rows of a `datasets.Dataset` of which --seq leaves something to train on.
-
-    trl cuts a row to its first `seq` tokens and drops it if none of the completion is left.
-    """
-    if form.kind != "prompt":
-        return rows
-    return rows.filter(
-        _has_loss, batched=True, desc="Measuring prompts",
-        fn_kwargs={"tokenizer": tokenizer, "seq": seq, "is_chat": form.is_chat},
-    )  # fmt: skip
-
-
-def _has_loss(batch: dict[str, list[Any]], tokenizer: Any, seq: int, is_chat: bool) -> list[bool]:
-    """Whether each row has a token of its completion within the first `seq`, as trl counts."""
-    from trl.data_utils import common_prefix_length
-
-    pairs = zip(batch["prompt"], batch["completion"], strict=True)
-    if is_chat:
-        tools = [
-            _tools({"tools": one}) for one in batch.get("tools", [None] * len(batch["prompt"]))
-        ]
-        ids = [
-            (
-                tokenizer.apply_chat_template(
-                    prompt, add_generation_prompt=True, tools=tool, return_dict=True
-                )["input_ids"],
-                tokenizer.apply_chat_template(prompt + completion, tools=tool, return_dict=True)[
-                    "input_ids"
-                ],
-            )
-            for (prompt, completion), tool in zip(pairs, tools, strict=True)
-        ]
-    else:
-        end = tokenizer.eos_token
-        wholes = [p + c + ("" if c.endswith(end) else end) for p, c in pairs]
-        ids = list(
-            zip(
-                tokenizer(batch["prompt"])["input_ids"], tokenizer(wholes)["input_ids"], strict=True
-            )
-        )
-    return [common_prefix_length(one, whole) < min(len(whole), seq) for one, whole in ids]

@@ -137,7 +137,7 @@ def prepare(config: TrainConfig) -> Job:
     Raises ValueError for a refused run; if it does not fit, with the cheapest change.
     """
     from .data import load
-    from .inputs import check_fit, check_inputs, read_tokenizer
+    from .inputs import check_fit, check_inputs, check_packing, read_tokenizer
     from .plan import hardware, training_of
     from .trainer import TuningTrainer, arguments, last_checkpoint
 
@@ -157,8 +157,12 @@ def prepare(config: TrainConfig) -> Job:
         log.warning("--trust-remote-code: code in %s runs with your rights; read it first", folder)
     tokenizer = read_tokenizer(config, folder)
     positions, said = check_fit(config, folder, tokenizer)
+    if config.packing:
+        check_packing(build(folder, trust_remote_code=config.trust_remote_code))
     with args.main_process_first():  # which leaves its rows to the others
         data = load(config, tokenizer)
+    # of a text nothing is lost; of the rest what --seq cuts without --packing
+    args.packing_strategy = "bfd_split" if data.form.kind == "text" else "bfd"
     if comm.rank == 0:
         sys.stdout.writelines(f"{line}\n" for line in (*said, *data.said))
     machine = hardware(config, comm, torch.device(args.device))

@@ -10,13 +10,13 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
 from gemini import strangers
 from gemini.integrations.transformers import CHECKPOINT, GeminiTrainerMixin
 from gemini.metrics import Metrics
 
-from .config import TrainConfig
+from .config import ANSWERS, TrainConfig
 
 PADDED_PARTS = 8  # sequences are padded to so many lengths, each of which is planned once
 
@@ -55,18 +55,43 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         return found
 
 
+class PackedRows(DataCollatorForLanguageModeling):  # type: ignore[misc]
+    """Collator of packed rows whose documents do not see each other.
+
+    Positions begin again with each document. Without a mask transformers takes them for where
+    documents end; a mask of ones would hide that. No token is asked for the next document's first.
+    """
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = super().torch_call(examples)
+        del found["attention_mask"]
+        found["labels"][found["position_ids"] == 0] = -100
+        return found
+
+
 class TuningTrainer(GeminiTrainerMixin, SFTTrainer):  # type: ignore[misc]
     """Trainer `SFTTrainer` with the mixin, whose log also has seconds and memory."""
+
+    args: SFTConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._clock = Clock()
         self._numbers: Metrics | None = None
         super().__init__(*args, callbacks=[self._clock], **kwargs)
+        own: Any = self.data_collator
+        if self.args.packing:
+            # rows stay apart: trl's own is one row of a whole batch, with a mask of its square
+            self.data_collator = PackedRows(
+                own.pad_token_id, return_position_ids=True,
+                pad_to_multiple_of=self.args.max_length,
+            )  # fmt: skip
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             seconds = self._clock.take()
             logs["seconds"] = sum(seconds.values())
+            if self.args.packing:  # which trl counts of one row
+                self._metrics["train"].pop("num_tokens", None)
         super().log(logs, start_time)
         if "loss" in logs:  # for the report, and not for the screen
             if self._numbers is None:
@@ -85,7 +110,7 @@ def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> SFTConfi
         gradient_accumulation_steps=config.accumulate,
         max_length=config.seq,
         packing=config.packing,
-        packing_strategy="wrapped",  # all of one length
+        completion_only_loss=None if config.loss == ANSWERS else False,
         pad_to_multiple_of=-(-config.seq // PADDED_PARTS),
         gradient_checkpointing=config.checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if config.checkpointing else None,

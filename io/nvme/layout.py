@@ -119,6 +119,17 @@ class Extent:
     nbytes: int  # whole pages; the payload may end before
 
 
+def joined(extents: Iterable[Extent]) -> list[tuple[int, int]]:
+    """Runs of one file, (offset, bytes), that these extents make up, in order."""
+    runs: list[tuple[int, int]] = []
+    for extent in sorted(extents, key=lambda extent: extent.offset):
+        if runs and sum(runs[-1]) == extent.offset:
+            runs[-1] = runs[-1][0], runs[-1][1] + extent.nbytes
+        else:
+            runs.append((extent.offset, extent.nbytes))
+    return runs
+
+
 @dataclass(frozen=True, slots=True)
 class StoreLayout:
     """Layout of a store: the extents of its blocks in its files.
@@ -192,12 +203,13 @@ class StoreLayout:
         """Byte in the first file where a slot of the index begins."""
         return self.header_nbytes(0) + slot * self.index_slot_nbytes
 
+    def blocks_offset(self, file: int) -> int:
+        """Byte of a file where its blocks begin, behind header and index."""
+        return self.header_nbytes(file) + NUM_VERSIONS * self.index_slot_nbytes
+
     def extents(self) -> tuple[tuple[Extent, ...], ...]:
         """Extents of the versions of every block; twice the same where it has one."""
-        ends = [
-            self.header_nbytes(f) + NUM_VERSIONS * self.index_slot_nbytes
-            for f in range(self.num_files)
-        ]
+        ends = [self.blocks_offset(f) for f in range(self.num_files)]
         table: list[tuple[Extent, ...]] = []
         for payload, file in zip(self.block_nbytes, self.file_of_block, strict=True):
             nbytes = align_up(payload, PAGE_BYTES)
@@ -212,10 +224,7 @@ class StoreLayout:
 
     def file_nbytes(self) -> tuple[int, ...]:
         """Length of every file."""
-        ends = [
-            self.header_nbytes(f) + NUM_VERSIONS * self.index_slot_nbytes
-            for f in range(self.num_files)
-        ]
+        ends = [self.blocks_offset(f) for f in range(self.num_files)]
         for payload, file in zip(self.block_nbytes, self.file_of_block, strict=True):
             ends[file] += self.num_versions * align_up(payload, PAGE_BYTES)
         return tuple(ends)

@@ -170,7 +170,7 @@ class SharedBlocks:
 
     def _write(self, file: OpenFile, blocks: MakeBlocks) -> None:
         """Write the blocks, and the index when they are on the disk."""
-        reserve(file, self.file_bytes)
+        reserve(file, [(0, self.file_bytes)])
         _write(file, 0, self._layout.header(0))
         entries = []
         for extent, view in zip(self._extents, blocks(), strict=True):

@@ -5,6 +5,10 @@ Where versions are kept (`versions.py`), a block has so many more.
 waits for the writes and syncs the data, `commit` writes and syncs the index. Until then a read sees
 the old version, and `rollback`, or the death of the process, leaves the last commit whole.
 
+[Note: holes] A file has a place for every block of its layout, and space on the disk for those that
+are there. A block may leave and come again (`forget`, `remember`): nothing is written for it but
+its own bytes. The index does not vouch for a block that is not there.
+
 [Note: commit cannot fail] Ranks agree after `flush`; who commits after that must not fail alone. So
 an index that cannot be written still counts in this process, which reads the new versions, and the
 store fails the *next* step, on which all ranks agree again. On disk the step before stays whole.
@@ -16,13 +20,13 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from gemini.nvme.files.file import OpenFile, check_folder, create_files
+from gemini.nvme.files.file import OpenFile, check_folder, create_files, reserve
 from gemini.nvme.files.orphan_files import remove_stepless, store_name
 from gemini.tickets import Ticket
 from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
@@ -40,7 +44,7 @@ from .errors import (
     transfer_error,
 )
 from .files import calls
-from .layout import NUM_VERSIONS, Extent, Index, IndexEntry, StoreLayout
+from .layout import NUM_VERSIONS, Extent, Index, IndexEntry, StoreLayout, joined
 from .pinned import PinnedBlock, PinnedVersions
 from .pipeline import settle
 from .versions import KeptVersions, PinnedVersion
@@ -99,13 +103,16 @@ class WriteMeter:
 
 
 class BlockStore:
-    """Store of the blocks of a `StoreLayout` in one preallocated file per folder.
+    """Store of the blocks of a `StoreLayout` in one file per folder, with a place for each.
+
+    Space is allocated for the blocks that are there; the others are holes ([Note: holes]).
 
     One thread owns a store. Another may read or write blocks meanwhile: those that no thread
     writes, or those that are read of the last commit alone. Buffers are page-aligned and hold whole
     pages.
 
     folders: one for each file of the layout.
+    blocks: those that are there; the others may come by `remember`. None: all.
     engine: closed with the store; None is `threads`.
     meter: of bytes written in all, and their budget.
 
@@ -119,6 +126,7 @@ class BlockStore:
         folders: Sequence[str | os.PathLike[str]],
         layout: StoreLayout,
         *,
+        blocks: Collection[BlockId] | None = None,
         engine: Engine | None = None,
         checksums: bool = True,
         allow_ram: bool = False,
@@ -128,10 +136,19 @@ class BlockStore:
         if len(folders) != layout.num_files:
             raise ValueError(f"{len(folders)} folders for a layout of {layout.num_files} files")
         self._engine = engine or ThreadEngine()
+        self._extents = layout.extents()
+        self._holes: set[Extent] = set()  # of the files: no space is allocated there
+        if blocks is not None:
+            gone = set(range(layout.num_blocks)).difference(blocks)
+            self._holes.update(extent for block in gone for extent in self._extents[block])
+        runs = [
+            joined([Extent(file, 0, layout.blocks_offset(file)), *self._allocated(file)])
+            for file in range(layout.num_files)
+        ]
         try:
             paths = [check_folder(folder, allow_ram=allow_ram) for folder in folders]
             remove_stepless(paths)
-            self._files = create_files(paths, layout.file_nbytes(), label)
+            self._files = create_files(paths, layout.file_nbytes(), label, runs)
         except BaseException:
             self._engine.close()
             raise
@@ -139,7 +156,6 @@ class BlockStore:
         self.traffic = DiskTraffic()
         self.checksums = checksums
         self.meter = meter or WriteMeter()
-        self._extents = layout.extents()
         self.versions = KeptVersions(max(0, layout.num_versions - NUM_VERSIONS))
         # as weakref.finalize, and at the end of processes of multiprocessing too
         self._finalizer = Finalize(
@@ -154,8 +170,7 @@ class BlockStore:
         self._pid = os.getpid()
         self._buffer_nbytes = [align_up(nbytes, PAGE_BYTES) for nbytes in layout.block_nbytes]
         self._pins: list[PinnedVersions] = []
-        self._planned_bytes = sum(layout.file_nbytes())
-        self._freed_bytes = 0  # of the files
+        self._file_bytes = sum(nbytes for of_file in runs for _, nbytes in of_file)
         self.pinned_seconds = 0.0  # that writes waited for a reader of pinned versions
         try:
             self._write_headers(paths)
@@ -200,7 +215,7 @@ class BlockStore:
     @property
     def file_bytes(self) -> int:
         """Bytes allocated on disk, over all files."""
-        return self._planned_bytes - self._freed_bytes
+        return self._file_bytes
 
     def committed_extent(self, block: BlockId) -> Extent:
         """Extent of the committed version."""
@@ -408,10 +423,36 @@ class BlockStore:
             entry = entries[block]
             # the wrong checksum on purpose: the next index must not vouch for pages that are gone
             entries[block] = IndexEntry(entry.version, entry.checksum ^ 0xFFFFFFFF)
-            for extent in dict.fromkeys(self._extents[block]):  # one, where it has one version
-                if calls.punch(self._files[extent.file].fd, extent.offset, extent.nbytes):
-                    self._freed_bytes += extent.nbytes
+            self._punch(self._extents[block])
         self._index = Index(self._index.sequence, self._index.step, tuple(entries))
+
+    def remember(self, blocks: Sequence[BlockId]) -> None:
+        """Take space for blocks that were never there, or were forgotten: they can be written, and
+        read once that was committed.
+
+        Raises DiskFullError or FolderError, and then nothing has changed.
+        """
+        taken = {extent for block in blocks for extent in self._extents[block]} & self._holes
+        try:
+            for number, file in enumerate(self._files):
+                reserve(file, joined(extent for extent in taken if extent.file == number))
+        except BaseException:
+            self._punch(taken)
+            raise
+        self._holes -= taken
+        self._file_bytes += sum(extent.nbytes for extent in taken)
+
+    def _punch(self, extents: Iterable[Extent]) -> None:
+        for extent in dict.fromkeys(extents):  # one, where a block has one version
+            taken = calls.punch(self._files[extent.file].fd, extent.offset, extent.nbytes)
+            if taken and extent not in self._holes:
+                self._holes.add(extent)
+                self._file_bytes -= extent.nbytes
+
+    def _allocated(self, file: int) -> list[Extent]:
+        """Extents of a file that are no holes, in its order."""
+        extents = (extent for versions in self._extents for extent in dict.fromkeys(versions))
+        return [e for e in extents if e.file == file and e not in self._holes]
 
     def pin(self, blocks: Sequence[BlockId]) -> PinnedVersions:
         """Keep the committed versions of these blocks until they are let go.

@@ -13,7 +13,7 @@ element that are written (8 in float64) and, but for a failure, never read.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 
@@ -22,19 +22,13 @@ from torch import Tensor
 
 from gemini.dtypes import DTYPES
 from gemini.nvme import (
-    BlockStore,
     Buffer,
     BufferPool,
     Index,
     NvmeError,
     Pin,
     RollbackError,
-    StoreLayout,
     WriteBehind,
-    WriteMeter,
-    check_folder,
-    default_folder,
-    measure_disks,
     read_ahead,
     settle,
 )
@@ -47,7 +41,7 @@ from .deferred_signals import DeferredSignals
 from .disk.forms import BlockForms
 from .disk.pinned_state import PinnedState
 from .disk.state_version import StateVersion
-from .disk.transfers import BlockTransfers
+from .disk.transfers import BlockTransfers, open_store
 from .machine import (
     ENDS_WITH,
     Do,
@@ -61,28 +55,17 @@ from .machine import (
     num_buffers,
 )
 from .pieces import Planes
-from .space import Block
+from .space import Block, StateSpace
 
 
-def open_store(digest: str, nbytes: Sequence[int], config: NvmeConfig, label: str) -> BlockStore:
-    """Open a new store of blocks of these bytes, where and as `config` says."""
-    folders = [check_folder(f, allow_ram=config.allow_ram) for f in config.folders]
-    folders = folders or [default_folder()]
-    disks = measure_disks(folders, config.engine, allow_ram=config.allow_ram)
-    return BlockStore(
-        disks.folders,
-        StoreLayout.plan(digest, nbytes, disks.weights, config.num_versions),
-        engine=disks.engine,
-        checksums=config.checksums,
-        allow_ram=config.allow_ram,
-        label=label,
-        meter=config.meter or WriteMeter(config.write_budget),
-    )
+def _in_order(blocks: Collection[Block]) -> tuple[Block, ...]:
+    return tuple(sorted(blocks, key=lambda block: block.id))
 
 
 class NvmeState:
     """State of the blocks of a space that live on disk, all planes of each together.
 
+    All blocks of the space have a place in the file, and may come and leave between steps.
     `undo`: parameters are updated in place, so their values of before go to disk too ([Note:
     undo]).
     `split`: blocks whose masters are remainders of their parameters, which are in memory. One
@@ -91,11 +74,11 @@ class NvmeState:
 
     def __init__(
         self,
+        space: StateSpace,
         blocks: Sequence[Block],
         layout: StateLayout,
         config: NvmeConfig,
         *,
-        digest: str,
         undo: bool = False,
         split: Set[BlockId] = frozenset(),
         label: str = "",
@@ -104,12 +87,14 @@ class NvmeState:
         num_waiting: int = 0,
         columns: Columns = ALL_COLUMNS,
     ) -> None:
-        """num_ahead: more buffers, for blocks that are updated before their step. num_waiting: for
-        blocks that wait for others of the step. columns: which planes a block has."""
-        self.blocks = tuple(blocks)
+        """blocks: those of the space that are on disk now. num_ahead: more buffers, for blocks
+        that are updated before their step. num_waiting: for blocks that wait for others of the
+        step. columns: which planes a block has."""
+        self.blocks = _in_order(blocks)
         self._layout = layout
-        self._forms = BlockForms(blocks, layout, split, undo=undo, columns=columns)
-        self.store = open_store(digest + self._forms.name, self._forms.nbytes, config, label)
+        self._forms = BlockForms(space.blocks, layout, split, undo=undo, columns=columns)
+        digest, there = space.digest() + self._forms.name, self._forms.in_file(blocks)
+        self.store = open_store(digest, self._forms.nbytes, config, label, there)
         self._transfers = BlockTransfers(self.store, self._forms)
         self._step_bytes = self._transfers.bytes_of(self.blocks)
         try:
@@ -117,22 +102,40 @@ class NvmeState:
         except ValueError:
             self.store.close()
             raise
-        self._pool = BufferPool(
-            num_buffers(config.depth, len(blocks)) + num_ahead + min(num_waiting, len(blocks)),
-            self._forms.buffer_nbytes,
-            pin,
-        )
-        # The machine does not have the buffer for weights that do not count yet: it is asked for
-        # whatever rows are doing.
-        spare = 1 if num_ahead else 0
-        self._spare = [self._pool.take() for _ in range(spare)]
-        self.state = State([Row(block) for block in blocks], config.depth)
-        self.state.free += [self._pool.take() for _ in range(self._pool.count - spare)]
+        self._num_ahead, self._num_waiting, self._pin = num_ahead, num_waiting, pin
+        self.state = State([Row(block) for block in self.blocks], config.depth)
+        self._reserve()
         self._undo: dict[BlockId, Tensor] = {}  # [n] fp32, what weights were; see [Note: undo]
         self._undo_slab = torch.empty(0)  # [depth, N] fp32
         self._lost: list[NvmeError] = []  # of an undo
         self._in_order = True  # the next step begins with the first block
         self.stalled_seconds = 0.0  # waited for the disk so far
+
+    def _set_blocks(self, blocks: Collection[Block]) -> None:
+        """Set which blocks are on disk, and their buffers. Nothing is under way."""
+        # two pools of staging would pass the host's budget
+        self._pool.empty()
+        self.blocks = _in_order(blocks)
+        self._step_bytes = self._transfers.bytes_of(self.blocks)
+        state = self.state
+        known = {row.id: row for row in state.rows}
+        state.rows = [known.get(block.id) or Row(block) for block in self.blocks]
+        there = {block.id for block in self.blocks}
+        kept = [row for row in state.order if row.id in there]
+        state.order = kept + [row for row in state.rows if row.id not in known]
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Reserve buffers for the blocks that are there: as many and as large as they need."""
+        num_blocks = len(self.blocks)
+        count = num_buffers(self.state.depth, num_blocks) + self._num_ahead
+        count += min(self._num_waiting, num_blocks)
+        self._pool = BufferPool(count, self._forms.buffer_nbytes(self.blocks), self._pin)
+        self._transfers.forget_views()
+        # The machine does not have the buffer for weights that do not count yet: it is asked for
+        # whatever rows are doing.
+        self._spare = [self._pool.take() for _ in range(1 if self._num_ahead else 0)]
+        self.state.free = [self._pool.take() for _ in range(count - len(self._spare))]
 
     @property
     def num_in_use(self) -> int:
@@ -172,11 +175,28 @@ class NvmeState:
 
     def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
         """Write every block's first version. `fill` gets zeroed planes."""
+        self._write_all(self.blocks, fill, 0, is_new=True)
+
+    def _write_all(
+        self,
+        blocks: Sequence[Block],
+        fill: Callable[[Block, Planes], None],
+        step: int,
+        *,
+        is_new: bool,
+    ) -> None:
+        """Write the next version of blocks, and commit it as that of `step`."""
         with self._lent() as writes:
-            for block in self.blocks:
-                with DeferredSignals():  # Ctrl-C comes between two blocks
-                    self._rewrite(block, fill, writes, is_new=True)
-            self._count(0, writes)
+            try:
+                for block in blocks:
+                    with DeferredSignals():  # Ctrl-C comes between two blocks
+                        self._rewrite(block, fill, writes, is_new=is_new)
+                with DeferredSignals():
+                    self._count(step, writes)
+            except BaseException:
+                with DeferredSignals():
+                    self.store.rollback()
+                raise
 
     # -- moves; see `optim.state.machine` --
 
@@ -491,17 +511,7 @@ class NvmeState:
         On an error every block keeps what it had.
         """
         self.check_step()
-        with self._lent() as writes:
-            try:
-                for block in blocks:
-                    with DeferredSignals():  # Ctrl-C comes between two blocks
-                        self._rewrite(block, fill, writes, is_new=whole)
-                with DeferredSignals():
-                    self._count(step, writes)
-            except BaseException:
-                with DeferredSignals():
-                    self.store.rollback()
-                raise
+        self._write_all(blocks, fill, step, is_new=whole)
 
     def _rewrite(
         self,
@@ -534,12 +544,30 @@ class NvmeState:
     def forget(self, blocks: Sequence[Block]) -> None:
         """Forget blocks that live elsewhere from now on: their space on disk is given back."""
         self._look()
-        self.store.forget(self._transfers.in_file(blocks))
-        self._step_bytes -= self._transfers.bytes_of(blocks)
+        self.store.forget(self._forms.in_file(blocks))
         gone = {block.id for block in blocks}
-        self.blocks = tuple(block for block in self.blocks if block.id not in gone)
-        self.state.rows = [row for row in self.state.rows if row.id not in gone]
-        self.state.order = [row for row in self.state.order if row.id not in gone]
+        self._set_blocks([block for block in self.blocks if block.id not in gone])
+
+    def take_in(self, blocks: Sequence[Block], fill: Callable[[Block, Planes], None]) -> None:
+        """Take in blocks that lived elsewhere, and write only these; `fill` as in `initialise`.
+
+        Between steps. On an error nothing has changed.
+        """
+        self._look()
+        self.store.check_step(self._transfers.bytes_of(blocks), "state that leaves memory")
+        before = self.blocks
+        self.store.remember(self._forms.in_file(blocks))
+        try:
+            self._set_blocks([*before, *blocks])
+            self._write_all(blocks, fill, self.store.committed_step, is_new=True)
+        except BaseException:
+            with DeferredSignals():
+                self.forget(blocks)
+            raise
+
+    def has_place_for(self, blocks: Sequence[Block]) -> bool:
+        """Whether blocks are of the space that this was made for."""
+        return all(block in self._forms for block in blocks)
 
     def pin(self) -> PinnedState:
         """Pin all blocks as they were committed last, until they have been shown."""

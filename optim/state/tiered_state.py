@@ -121,12 +121,12 @@ class TieredState:
 
     def _on_disk(self, blocks: Sequence[Block], space: StateSpace) -> NvmeState:
         return NvmeState(
+            space,
             blocks,
             self.layout,
             self._config,
-            digest=space.digest(),
             undo=not self.layout.has_master,
-            split=frozenset(b.id for b in blocks if self._split_masters.on_disk(b)),
+            split=frozenset(b.id for b in space.blocks if self._split_masters.on_disk(b)),
             label=self._label,
             pin=self._memory.pin,
             num_ahead=self._num_ahead,
@@ -268,9 +268,7 @@ class TieredState:
         to_disk = [block for block in self.in_memory if block.id in on_nvme]
         to_host = [block for block in self.resident if block.id in on_host]
         if to_disk:
-            disk = () if self.nvme is None else self.nvme.blocks
-            both = sorted((*disk, *to_disk), key=lambda block: block.id)
-            self._extend_disk(self.space, to_disk, self._copy_of_memory, order=both)
+            self._bring_to_disk(self.space, to_disk, self._copy_of_memory)
         for slab in self._slabs(to_host, host=True):
             for block in slab.blocks:
                 for name, plane in slab.planes(block).items():
@@ -309,7 +307,7 @@ class TieredState:
         host = self._slabs([block for block in memory if block.id in on_host], host=True)
         to_disk = [block for block in new if block.id in on_nvme]
         if to_disk:
-            self._extend_disk(space, to_disk, fill)
+            self._bring_to_disk(space, to_disk, fill)
         self.space = space
         self.device_slabs += device
         self.host_slabs += host
@@ -317,16 +315,17 @@ class TieredState:
         for block in memory:
             self._change(block, fill)
 
-    def _extend_disk(
-        self,
-        space: StateSpace,
-        new: Sequence[Block],
-        fill: Callable[[Block, Planes], None],
-        order: Sequence[Block] | None = None,
+    def _bring_to_disk(
+        self, space: StateSpace, new: Sequence[Block], fill: Callable[[Block, Planes], None]
     ) -> None:
+        """Write blocks that are new on disk, of which `space` has those of today."""
         before = self.nvme
+        if before is not None and before.has_place_for(new):
+            before.take_in(new, fill)
+            before.prefetch()
+            return
         known = () if before is None else before.blocks
-        after = self._on_disk(order or [*known, *new], space)
+        after = self._on_disk([*known, *new], space)
 
         def take(block: Block, planes: Planes) -> None:
             if before is None or block in new:

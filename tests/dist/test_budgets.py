@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from gemini.memtracer import monitor
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
+from gemini.runtime.comm.collective_log import SequenceError
 from gemini.runtime.memory import machine
 from optim import HybridAdam, NvmeConfig
 from tests.support.spilled import BLOCKS, SMALL, homes, wrapped
@@ -243,32 +245,57 @@ def test_a_trace_is_given_on_all_ranks_or_on_none():
     assert run_ranks(traced_by_one, 2, None) == [True, True]
 
 
-def lengths_apart(rank, kib, steps):
-    """Peaks of one of two ranks that share a device, with lengths of its own; plans, moves and the
-    weights in the end."""
+def counted_largest(comm):
+    """Bytes of every agreement on the largest of a number, as they come."""
+    sent, send = [], comm.all_reduce
+
+    def all_reduce(tensor, largest=False):
+        if largest:
+            sent.append(tensor.nbytes)
+        return send(tensor, largest)
+
+    comm.all_reduce = all_reduce
+    return sent
+
+
+def lengths_apart(rank, kib, steps, counts_all=True):
+    """Peaks of one of two ranks that share a device, with lengths of its own, of which negative
+    ones are evaluated; plans, moves, bytes that forwards agreed by, and the weights in the end.
+
+    counts_all: what operators make counts too, in peaks.
+    """
     sim = SimBackend(rank)
     model = GeminiDDP(Tower(), sim, AutoPlacement(f"{2 * kib}KiB"), max_norm=0.5, **SMALL)
     optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=BLOCKS)
     generator = torch.Generator().manual_seed(rank)
-    peaks, plans = [], []
-    with sim.running():
+    peaks, plans, sent, agreed = [], [], counted_largest(model.engine.comm), []
+    with sim.running() if counts_all else nullcontext():
         for lengths in steps:
-            ids = torch.randint(97, (lengths[rank], 9), generator=generator)
+            ids = torch.randint(97, (abs(lengths[rank]), 9), generator=generator)
             sim.pages.peak_device_bytes = 0
-            token_loss(model, ids).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            sent.clear()
+            if lengths[rank] < 0:
+                with torch.no_grad():
+                    model(ids)
+                agreed.append(list(sent))
+            else:
+                loss = token_loss(model, ids)
+                agreed.append(list(sent))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
             peaks.append(sim.peak_device_bytes)
             plans.append(model.engine.planning.plan.digest())
     sim.check()
     moves = model.engine.planning.moves
-    return peaks, plans, (moves.num_down, moves.num_up), model.state_dict()
+    return peaks, plans, (moves.num_down, moves.num_up), agreed, model.state_dict()
 
 
 def test_homes_of_all_ranks_follow_the_largest_of_their_batches():
+    """Of evaluations too."""
     generator = random.Random(0)
-    drawn = [[generator.choice((4, 8, 40)) for _ in range(2)] for _ in range(5)]
-    steps = [(4, 4), (4, 8), (40, 4), (4, 40), (4, 4), *drawn]
+    drawn = [[generator.choice((4, 8, 40)) for _ in range(2)] for _ in range(3)]
+    steps = [(4, 4), (4, 8), (-4, -300), (-300, -4), (40, 4), (4, 40), (4, 4), *drawn]
     kib = 1150
     limited, free = (run_ranks(lengths_apart, 2, budget, steps) for budget in (kib, 1 << 20))
     assert max(max(peaks) for peaks, *_ in free) > kib << 10
@@ -277,3 +304,37 @@ def test_homes_of_all_ranks_follow_the_largest_of_their_batches():
     assert limited[0][2] == limited[1][2] != (0, 0)  # moves
     for (*_, weights), (*_, expected) in zip(limited, free, strict=True):
         assert all(torch.equal(values, expected[name]) for name, values in weights.items())
+
+
+def test_ranks_with_lengths_of_their_own_have_one_plan_and_agree_by_one_number_a_forward():
+    generator, num_steps = random.Random(1), 60
+    lengths = [
+        [min(48, max(2, int(generator.lognormvariate(2, 0.9)))) for _ in range(2)]
+        for _ in range(num_steps)
+    ]
+    steps = [(-a, -b) if i % 20 == 19 else (a, b) for i, (a, b) in enumerate(lengths)]
+    ranks = run_ranks(lengths_apart, 2, 400, steps, False, processes=True)
+    (_, plans, moves, agreed, _), (_, other_plans, other_moves, other_agreed, _) = ranks
+    assert plans == other_plans and len(set(plans)) > 2
+    assert moves == other_moves and min(moves) > 0
+    assert agreed == other_agreed == [[], *[[8]] * (len(steps) - 1)]
+
+
+def evaluates_apart(rank, _):
+    model = GeminiDDP(Tower(), SimBackend(rank), AutoPlacement("4MiB"), **SMALL)
+    optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=BLOCKS)
+    ids = torch.zeros(4, 9, dtype=torch.int64)
+    token_loss(model, ids).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.engine.comm.deadline_seconds = 0.2
+    with torch.no_grad():
+        for _ in range(2 - rank):
+            model(ids)
+    with pytest.raises(SequenceError, match=r"to evaluate, and rank 1 .* to train"):
+        token_loss(model, ids)
+    return True
+
+
+def test_ranks_that_evaluate_other_numbers_of_batches_are_told_so():
+    assert run_ranks(evaluates_apart, 2, None) == [True, True]

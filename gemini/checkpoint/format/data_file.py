@@ -162,7 +162,7 @@ class UnitWriter:
     def reserve(self, nbytes: int) -> None:
         """Allocate `nbytes` on disk now. Raises nvme.DiskFullError if the disk has less."""
         try:
-            calls.reserve(self._file.fd, max(nbytes, 1))
+            calls.reserve(self._file.fd, [(0, max(nbytes, 1))])
         except OSError as error:
             path = str(self._file.path)
             raise transfer_error("write", path, 0, nbytes, error.errno or 0) from error

@@ -15,15 +15,17 @@ import torch
 
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.forecast import with_bytes_added
-from gemini.memtracer.trace import Trace
+from gemini.memtracer.trace import Kind, Trace
 from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, PlanResult
 from gemini.placement.renting import Tenancy, rising
 from gemini.placement.tiers import Tier
-from gemini.runtime.parts import Parts
+from gemini.runtime.parts import Parts, settle
 from gemini.runtime.schedule.iteration_plans import Lowered
 
 log = logging.getLogger("gemini")
+
+IN_WORDS: dict[Kind, str] = {"train": "train", "eval": "evaluate"}
 
 
 class MovingHomes:
@@ -43,7 +45,7 @@ class MovingHomes:
     def before_forward(self) -> None:
         """Make room for the iteration that begins, where the present homes leave it too little.
 
-        Collective at several ranks, where gradients are recorded.
+        Collective at several ranks: they gather together, in evaluation too.
         """
         parts, trains = self._parts, torch.is_grad_enabled()
         planning = parts.planning
@@ -55,9 +57,8 @@ class MovingHomes:
         is_measured = trace in parts.sampler.traces()
         waiting = waiting_bytes(parts)
         if parts.comm.world_size > 1:
-            if not trains:
-                return  # ranks need not evaluate together
-            trace = self._of_all_ranks(0 if trace is None else trace.peak_non_model_bytes + waiting)
+            mine = 0 if trace is None else trace.peak_non_model_bytes + waiting
+            trace = self._of_all_ranks(mine, "train" if trains else "eval")
             is_measured, waiting = planning.levels.is_measured, 0
         if trace is None:
             return
@@ -67,7 +68,7 @@ class MovingHomes:
         if not planning.has_room(trace, waiting):
             self._make_room(trace, is_measured)
 
-    def _of_all_ranks(self, nbytes: int) -> Trace | None:
+    def _of_all_ranks(self, nbytes: int, kind: Kind) -> Trace | None:
         """Trace of an iteration in which one rank asks for `nbytes`: of the largest of all ranks.
 
         Collective, once all ranks have measured one.
@@ -76,8 +77,8 @@ class MovingHomes:
         levels = parts.planning.levels
         if levels.like is None:
             return None
-        most = parts.comm.largest(nbytes, "what the ranks' batches ask for")
-        found: Trace | None = levels.begin(most)
+        most = parts.comm.largest(nbytes, f"what the ranks' batches ask for, to {IN_WORDS[kind]}")
+        found: Trace | None = levels.begin(most, kind)
         return found
 
     def agree_on_level(self) -> None:
@@ -180,6 +181,7 @@ class MovingHomes:
             return
         if self._gradients_stay:
             self._gradients_stay = False
+            settle(parts)  # an overlapped step reads them where they were
             parts.storage.place_gradients(parts.planning.plan, parts.chunks)
         if self._higher is not None:
             planned, inputs = self._higher

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import fcntl
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -57,16 +58,18 @@ def exchange(one: Path, other: Path) -> None:
 # -- made of the above --
 
 
-def reserve(fd: int, nbytes: int) -> None:
-    """Allocate the first `nbytes` of a file. Raises OSError.
+def reserve(fd: int, runs: Sequence[tuple[int, int]]) -> None:
+    """Allocate runs of a file: (offset, bytes) of each. Raises OSError.
 
     A request for more than the free space is refused before it is tried, as the attempt would fill
     the disk for everybody.
     """
     status = os.fstatvfs(fd)
-    if status.f_blocks and nbytes > status.f_bfree * status.f_frsize:
+    total = sum(nbytes for _, nbytes in runs)
+    if status.f_blocks and total > status.f_bfree * status.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    allocate(fd, 0, nbytes)
+    for offset, nbytes in runs:
+        allocate(fd, offset, nbytes)
 
 
 def sync_folder(path: Path) -> None:

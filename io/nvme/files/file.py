@@ -136,36 +136,49 @@ def default_folder() -> Path:
 
 
 def create_files(
-    folders: Sequence[Path], nbytes: Sequence[int], label: str = ""
+    folders: Sequence[Path],
+    nbytes: Sequence[int],
+    label: str = "",
+    runs: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> tuple[OpenFile, ...]:
-    """Create, lock and preallocate one file in each folder; on an error none is left."""
+    """Create, lock and preallocate one file in each folder; on an error none is left.
+
+    runs: of each file, those to allocate, (offset, bytes); the rest are holes. None: no holes.
+    """
     name = f"{PREFIX}{label}{os.getpid()}-{secrets.token_hex(8)}"
     opened: list[OpenFile] = []
     # Allocated now, so that no step fails for want of space: a full disk is told before training.
     try:
         for i, (folder, length) in enumerate(zip(folders, nbytes, strict=True)):
-            opened.append(_create(folder / f"{name}-{i}{SUFFIX}", length))
+            whole = [(0, length)] if runs is None else runs[i]
+            opened.append(_create(folder / f"{name}-{i}{SUFFIX}", length, whole))
     except BaseException:
         remove_files(opened)
         raise
     return tuple(opened)
 
 
-def _create(path: Path, nbytes: int) -> OpenFile:
+def _create(path: Path, nbytes: int, runs: Sequence[tuple[int, int]]) -> OpenFile:
     opened = _open_locked(path)
     try:
-        reserve(opened, nbytes)
+        if not runs or sum(runs[-1]) < nbytes:  # it ends with a hole
+            try:
+                calls.truncate(opened.fd, nbytes)
+            except OSError as error:
+                raise explained(path, error) from error
+        reserve(opened, runs)
     except BaseException:
         remove_files([opened])
         raise
     return opened
 
 
-def reserve(opened: OpenFile, nbytes: int) -> None:
-    """Allocate all of a file. Raises DiskFullError with what would help, or FolderError."""
-    folder = opened.path.parent
+def reserve(opened: OpenFile, runs: Sequence[tuple[int, int]]) -> None:
+    """Allocate runs of a file, (offset, bytes) of each. Raises DiskFullError with what would help,
+    or FolderError."""
+    folder, nbytes = opened.path.parent, sum(nbytes for _, nbytes in runs)
     try:
-        calls.reserve(opened.fd, nbytes)
+        calls.reserve(opened.fd, runs)
     except OSError as error:
         if error.errno not in FULL_ERRNOS:
             raise explained(opened.path, error) from error

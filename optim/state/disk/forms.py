@@ -88,7 +88,6 @@ class BlockForms:
                 nbytes += align_up(undo_nbytes[-1], PAGE_BYTES)
             self.parts[block.id] = BlockParts(BlockId(i), state_nbytes, undo_part, nbytes, is_split)
         self.nbytes += undo_nbytes
-        self.buffer_nbytes = max(parts.nbytes for parts in self.parts.values())
 
     @property
     def name(self) -> str:
@@ -128,6 +127,14 @@ class BlockForms:
         """All blocks that the file has of it."""
         parts = self.parts[block.id]
         return [parts.state] if parts.undo_part is None else [parts.state, parts.undo_part]
+
+    def in_file(self, blocks: Sequence[Block]) -> list[BlockId]:
+        """All blocks that the file has of these."""
+        return [part for block in blocks for part in self.ids(block)]
+
+    def buffer_nbytes(self, blocks: Sequence[Block]) -> int:
+        """Bytes of a buffer that any of these fits in."""
+        return max((self.parts[block.id].nbytes for block in blocks), default=0)
 
     def committed_ids(self, block: Block) -> list[BlockId]:
         """Blocks of the file that make up one version of it."""

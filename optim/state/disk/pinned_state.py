@@ -31,7 +31,7 @@ class PinnedState:
                 parts.append(self._pinned.read(forms.undo_id(block), weight))
             return TicketGroup(parts)
 
-        pool = BufferPool(2, forms.buffer_nbytes)
+        pool = BufferPool(2, forms.buffer_nbytes(self._blocks))
         for block, buffer, checksums in read_ahead(pool, self._blocks, read):
             ids = forms.committed_ids(block)
             for part, checksum in zip(ids, checksums, strict=True):

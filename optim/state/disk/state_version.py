@@ -78,8 +78,13 @@ class StateVersion:
     def forms(self) -> BlockForms:
         """Forms of the blocks, by position."""
         split = {BlockId(i) for i, (_, is_split) in enumerate(self.blocks) if is_split}
-        blocks = [self.block(i) for i in range(len(self.blocks))]
-        return BlockForms(blocks, self.layout, split, undo=self.has_undo, columns=self.columns)
+        return BlockForms(
+            self.all_blocks(), self.layout, split, undo=self.has_undo, columns=self.columns
+        )
+
+    def all_blocks(self) -> list[Block]:
+        """Blocks in order, each as that of a parameter of its own."""
+        return [self.block(i) for i in range(len(self.blocks))]
 
     def block(self, i: int) -> Block:
         """Block i as that of a parameter of its own."""
@@ -167,7 +172,7 @@ class VersionReader:
         # not through the page cache: a load may write to other extents of the same file meanwhile
         self._open = [open_direct(Path(path)) for path in version.paths]
         self._engine = ThreadEngine()
-        self._buffer = BufferPool(1, self._forms.buffer_nbytes).take()
+        self._buffer = BufferPool(1, self._forms.buffer_nbytes(version.all_blocks())).take()
         self._shown: tuple[int, Planes] | None = None
 
     def close(self) -> None:

@@ -1,13 +1,26 @@
-"""Transfers of a block of state between its file and a staging buffer, whole or in part."""
+"""Stores of blocks of state, and transfers of a block between its file and a staging buffer, whole
+or in part.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from torch import Tensor
 
-from gemini.nvme import BlockStore, Buffer, Index, checksum_of
+from gemini.nvme import (
+    BlockStore,
+    Buffer,
+    Index,
+    StoreLayout,
+    WriteMeter,
+    check_folder,
+    checksum_of,
+    default_folder,
+    measure_disks,
+)
+from gemini.optim.rules.config import NvmeConfig
 from gemini.optim.rules.state_layout import WEIGHT, StateLayout
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
@@ -15,6 +28,32 @@ from gemini.tickets import Ticket, TicketGroup
 from gemini.units import PAGE_BYTES, BlockId, align_up
 
 from .forms import BlockForms
+
+
+def open_store(
+    digest: str,
+    nbytes: Sequence[int],
+    config: NvmeConfig,
+    label: str,
+    blocks: Collection[BlockId] | None = None,
+) -> BlockStore:
+    """Open a new store with places for blocks of these bytes, where and as `config` says.
+
+    blocks: those that are there. None: all.
+    """
+    folders = [check_folder(f, allow_ram=config.allow_ram) for f in config.folders]
+    folders = folders or [default_folder()]
+    disks = measure_disks(folders, config.engine, allow_ram=config.allow_ram)
+    return BlockStore(
+        disks.folders,
+        StoreLayout.plan(digest, nbytes, disks.weights, config.num_versions),
+        blocks=blocks,
+        engine=disks.engine,
+        checksums=config.checksums,
+        allow_ram=config.allow_ram,
+        label=label,
+        meter=config.meter or WriteMeter(config.write_budget),
+    )
 
 
 class BlockTransfers:
@@ -27,6 +66,10 @@ class BlockTransfers:
         self._views: dict[tuple[int, int, StateLayout], Planes] = {}
 
     # -- what a buffer holds --
+
+    def forget_views(self) -> None:
+        """Forget views of buffers: there will be others."""
+        self._views.clear()
 
     def planes(self, block: Block, buffer: Buffer) -> Planes:
         """Planes as an update takes them: where masters are split, with room for the new
@@ -128,17 +171,13 @@ class BlockTransfers:
 
     def bytes_of(self, blocks: Sequence[Block]) -> int:
         """Bytes that a step writes of these blocks."""
-        return sum(map(self._store.buffer_nbytes, self.in_file(blocks)))
+        return sum(map(self._store.buffer_nbytes, self._forms.in_file(blocks)))
 
     def held_share(self, blocks: Sequence[Block]) -> float:
         """Share of a step's traffic that is left where all blocks were written before it."""
         states = [self._forms.state_id(block) for block in blocks]
         moved = self.bytes_of(blocks) + sum(map(self._store.buffer_nbytes, states))
         return sum(map(self._again_nbytes, blocks)) / moved if moved else 0.0
-
-    def in_file(self, blocks: Sequence[Block]) -> list[BlockId]:
-        """All blocks that the file has of these."""
-        return [part for block in blocks for part in self._forms.ids(block)]
 
     def _again_nbytes(self, block: Block) -> int:
         """Bytes that `read_written` reads."""

@@ -49,11 +49,17 @@ def test_state_goes_to_disk_where_the_host_is_full(no_warning):
     assert_same(loop, free)
 
 
-@pytest.mark.parametrize("budgets", [(1250,), (1250, "300KiB")], ids=["host", "disk"])
-def test_backwards_that_add_up_and_evaluation_between_them_pass_no_budget(budgets, no_warning):
-    """Gradients that wait count, and sums in fp32 too."""
+@pytest.mark.parametrize(
+    ("budgets", "update"), [((1250,), "tail"), ((1250, "300KiB"), "serial")], ids=["host", "disk"]
+)
+def test_backwards_that_add_up_and_evaluation_between_them_pass_no_budget(
+    budgets, update, no_warning
+):
+    """Gradients that wait count, and sums in fp32 too. An overlapped step reads them where they
+    waited, when their homes have changed."""
     steps = [(S, S), (S, S), (S, L), (L, S), (S, -L, S), (S, L, S), (-L, L), (L, L)]
-    loop, free = Loop(*budgets).train(*steps), Loop(1 << 20).train(*steps)
+    loop = Loop(*budgets, update=update).train(*steps)
+    free = Loop(1 << 20).train(*steps)
     assert max(free.peaks) > 1250 * KIB >= max(loop.peaks[1:])
     assert loop.moves[0] > 0
     assert_same(loop, free)

@@ -9,7 +9,9 @@ import pytest
 
 from gemini.train.config import TrainConfig
 from gemini.train.inputs import check_fit, check_inputs
-from gemini.train.rows import RowForm, files_of, look_at
+from gemini.train.rows import RowForm, converted, look_at, read
+from gemini.train.sources import files_of
+from gemini.train.tokens import Answers
 from tests.support.model_folder import make_tokenizer
 
 GOOD = {"text": "a"}
@@ -31,6 +33,10 @@ def written(tmp_path, given):
     return [str(path)]
 
 
+def look(files, tokenizer, **how):
+    return look_at([(file, read(Path(file))) for file in files], "--data", tokenizer, **how)
+
+
 LINE = b'{"text": "a"}\n'
 TAKEN = {
     "text": ([GOOD, GOOD], RowForm("text", False)),
@@ -50,6 +56,8 @@ TAKEN = {
     "blank lines": (b"\n \n" + LINE + b"\n" + LINE.strip(), RowForm("text", False)),
     "an array": (json.dumps([GOOD, GOOD]).encode(), RowForm("text", False)),
     "an array on lines": (json.dumps([GOOD, GOOD], indent=1).encode(), RowForm("text", False)),
+    "alpaca": ([{"instruction": "a", "input": "", "output": "b"}], RowForm("chat", True)),
+    "sharegpt": ([{"conversations": [{"from": "human", "value": "a"}]}], RowForm("chat", True)),
     "gzip": (gzip.compress(LINE), RowForm("text", False)),
     "a NUL": ([{"text": "a\0b"}], RowForm("text", False)),
 }
@@ -58,7 +66,51 @@ TAKEN = {
 @pytest.mark.parametrize("case", TAKEN)
 def test_rows_that_can_be_trained_on_are_taken(tmp_path, tokenizer, case):
     given, form = TAKEN[case]
-    assert look_at(written(tmp_path, given), "--data", tokenizer) == form
+    assert look(written(tmp_path, given), tokenizer) == form
+
+
+ALPACA = {"instruction": "a", "input": "b", "output": "c", "text": "abc"}
+SAID = [("system", "s"), ("human", "a"), ("gpt", "b"), ("observation", "c")]
+
+
+def messages(*said):
+    return [{"role": role, "content": text} for role, text in said]
+
+
+def test_rows_of_alpaca_and_sharegpt_become_chats_or_prompts(tokenizer):
+    user, answer = ("user", "a\nb"), ("assistant", "c")
+    assert converted(ALPACA, tokenizer) == {"messages": messages(user, answer)}
+    longer = {**ALPACA, "system": "s", "history": [["x", "y"]]}
+    before = [("system", "s"), ("user", "x"), ("assistant", "y")]
+    assert converted(longer, tokenizer) == {"messages": messages(*before, user, answer)}
+    plain = make_tokenizer(template=None)
+    assert converted(ALPACA, plain) == {"prompt": "a\nb\n", "completion": "c"}
+    said = {"conversations": [{"from": one, "value": text} for one, text in SAID], "tools": "[]"}
+    roles = zip(("system", "user", "assistant", "tool"), "sabc", strict=True)
+    assert converted(said, tokenizer) == {"messages": messages(*roles), "tools": "[]"}
+    assert converted(PAIR, tokenizer) is PAIR
+
+
+def test_a_chat_without_an_answer_is_named_unless_all_of_it_is_trained_on(tmp_path, tokenizer):
+    files = written(tmp_path, [{"messages": [USER, ASSISTANT]}, {"messages": [USER]}])
+    look(files, tokenizer)
+    with pytest.raises(
+        ValueError, match=r"row 2: messages has no message of the assist.*--loss all"
+    ):
+        look(files, tokenizer, answers=Answers(tokenizer))
+
+
+def test_a_template_that_hides_where_answers_end_is_named(tmp_path):
+    """As those do that drop the thoughts of earlier answers."""
+    hiding = make_tokenizer(
+        template="{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }};"
+        "{% endif %}{% endfor %}"
+    )
+    short = [{"messages": [USER, ASSISTANT]}]
+    look(written(tmp_path, short), hiding, answers=Answers(hiding))
+    files = written(tmp_path, [*short, {"messages": [USER, ASSISTANT, USER, ASSISTANT]}])
+    with pytest.raises(ValueError, match=r"row 2: messages: the chat template .*--loss all"):
+        look(files, hiding, answers=Answers(hiding))
 
 
 # (rows, the row that is named, what is said of it)
@@ -73,8 +125,10 @@ WRONG = {
     "another kind": ([GOOD, PAIR], 2, "has no text, but prompt, completion; expected it"),
     "half of a kind": ([{"prompt": "a"}], 1, "has prompt, and no completion; expected text,"),
     "nothing": ([{}], 1, "has rows with nothing; expected text, prompt and completion"),
-    "alpaca": ([{"instruction": "a", "output": "b"}], 1, "jq -c '{prompt: (.instruction"),
-    "sharegpt": ([{"conversations": []}], 1, "jq -c '{messages: [.conversations[]"),
+    "alpaca without an answer": ([{"instruction": "a", "output": None}], 1, "output is null; exp"),
+    "half of alpaca": ([{"instruction": "a"}], 1, "has rows with instruction; expected text, pro"),
+    "sharegpt of a text": ([{"conversations": "a"}], 1, "conversations is a text; expected a list"),
+    "an unknown speaker": ([{"conversations": [{"from": "bot"}]}], 1, "role 'bot'"),
     "no object": ([GOOD, [1]], 2, "is a list; expected an object with text"),
     "no object at first": (b"5\n", 1, "is the number 5; expected an object"),
     "a list of no objects": ([[1], [2]], 1, "is a list; expected an object"),
@@ -101,7 +155,7 @@ def test_a_row_that_cannot_be_is_named_with_its_file_and_number(tmp_path, tokeni
     given, number, said = WRONG[case]
     files = written(tmp_path, given)
     with pytest.raises(ValueError) as refused:
-        look_at(files, "--data", tokenizer)
+        look(files, tokenizer)
     text = str(refused.value)
     assert text.startswith(f"--data {files[0]} row {number}: ") and said in text, text
     assert "\n" not in text
@@ -112,7 +166,7 @@ def test_a_chat_that_the_template_refuses_is_named(tmp_path):
     template = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
     files = written(tmp_path, [{"messages": [USER]}, {"messages": [ASSISTANT]}])
     with pytest.raises(ValueError, match=r"row 2: messages: .* refuses them .*user first"):
-        look_at(files, "--data", make_tokenizer(template=template))
+        look(files, make_tokenizer(template=template))
 
 
 def test_paths_without_rows_are_refused(tmp_path, tokenizer):
@@ -121,18 +175,17 @@ def test_paths_without_rows_are_refused(tmp_path, tokenizer):
     cut = tmp_path / "cut.gz"
     cut.write_bytes(gzip.compress(LINE * 99)[:30])
     with pytest.raises(ValueError, match="has no rows; expected JSONL"):
-        look_at([str(tmp_path / "empty.jsonl")], "--data", tokenizer)
+        look([str(tmp_path / "empty.jsonl")], tokenizer)
     with pytest.raises(ValueError, match=r"cut.gz cannot be read: Compressed file ended"):
-        look_at([str(cut)], "--data", tokenizer)
+        look([str(cut)], tokenizer)
     wrong = {
-        "none*": "is no file; expected JSONL", "": r"is a folder; expected JSONL: '.*/\*.jsonl'",
+        "none*": "is no file; expected JSONL",
+        "": r"is a folder; expected files in it: '.*/\*.jsonl'",
         "pipe": "is no regular file",
     }  # fmt: skip
     for name, said in wrong.items():
         with pytest.raises(ValueError, match=said):
             files_of(str(tmp_path / name), "--data")
-    with pytest.raises(ValueError, match="of a data set on the hub: load_dataset"):
-        files_of("org/name", "--data")
 
 
 # -- what is given beside rows --

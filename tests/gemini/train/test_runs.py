@@ -125,7 +125,7 @@ def test_a_run_that_was_killed_goes_on_at_another_world_size(folder, tmp_path, c
 
 @pytest.mark.parametrize(
     ("data", "more", "said"),
-    [("prompt", (), ""), ("chat", ("--quantize", "nf4"), " on a base in nf4")],
+    [("prompt", (), ""), ("chat", ("--quantize", "nf4", "--seq", "64"), " on a base in nf4")],
 )
 def test_adapters_are_trained_and_come_back(folder, tmp_path, capsys, data, more, said):
     out = tmp_path / "out"
