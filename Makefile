@@ -16,7 +16,7 @@ define torch_in
 		else cat constraints.txt; fi > $(1)/constraints.txt
 endef
 
-.PHONY: demo quick test ci deep tests tests-ci test-oldest test-cuda check fmt test-gpu gpu results readme-tables \
+.PHONY: demo quick test ci deep tests tests-ci tests-unlike promises test-oldest test-cuda check fmt test-gpu gpu results readme-tables \
 	readme-picture peers docs
 
 .venv/demo: pyproject.toml constraints.txt
@@ -63,11 +63,18 @@ tests: .venv/ok
 # To land. With BASE, a commit, also mutants of what differs from it.
 ci: .venv/ok
 	$(MAKE) -j2 check tests-ci
-	$(PY) -m tests.mutate --promises --unchecked $(addprefix --changed ,$(BASE))
+	$(MAKE) promises
 
+# With TESTS, folders and files, these alone: a shard of the workflow.
 tests-ci: .venv/ok
-	$(PYTEST) $(SPREAD) --work -m "not deep and not gpu and not unlike"
+	$(PYTEST) $(SPREAD) --work -m "not deep and not gpu and not unlike" $(TESTS)
+	$(if $(TESTS),,$(MAKE) tests-unlike)
+
+tests-unlike: .venv/ok
 	$(PYTEST) --unlike -m unlike tests/dist tests/integrations
+
+promises: .venv/ok
+	$(PY) -m tests.mutate --promises --unchecked $(addprefix --changed ,$(BASE))
 
 # Searches without an end, and what reads a clock: before a release, or where it is the work at hand.
 # DEEP names areas (python -m tests.deep --list); what it finds is kept in tests/corpus/, what it has

@@ -15,6 +15,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,20 +24,23 @@ from gemini import GeminiDDP, HybridAdam
 from gemini.nvme import default_folder
 
 ROOT = Path(__file__).resolve().parent.parent
-# a byte is a token, so the model needs no tokenizer
-VOCABULARY, WIDTH, LAYERS, SEQ, BATCH = 256, 128, 4, 128, 8
+VOCABULARY, WIDTH, LAYERS, SEQ, BATCH = 1024, 128, 4, 64, 16
 HELD_OUT, SAVE_EVERY = 32, 100
 LEARNING_RATE, WARMUP = 4e-3, 20
-PROMPT, SAMPLE_BYTES, TEMPERATURE = "The ", 320, 0.5
+PROMPT, SAMPLE_TOKENS, TEMPERATURE = "The", 100, 0.5
 
 
-def tokens() -> tuple[Tensor, Tensor]:
-    """(training bytes, held-out sequences [HELD_OUT, SEQ]); the two do not overlap."""
-    words = re.sub(" +", " ", "\n".join(topics.values()))  # what `help()` shows
-    text = words.encode()
-    everything = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+def tokens() -> tuple[Tokenizer, Tensor, Tensor]:
+    """(tokenizer, training tokens, held-out sequences [HELD_OUT, SEQ]); the two do not overlap."""
+    text = re.sub(" +", " ", "\n".join(topics.values()))  # what `help()` shows
+    pieces = Tokenizer(models.BPE())
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, show_progress=False)
+    pieces.train_from_iterator([text], trainer)
+    ids = torch.tensor(pieces.encode(text).ids)
     count = HELD_OUT * SEQ
-    return everything[:-count], everything[-count:].view(HELD_OUT, SEQ)
+    return pieces, ids[:-count], ids[-count:].view(HELD_OUT, SEQ)
 
 
 def batch_of(step: int, text: Tensor) -> Tensor:
@@ -58,21 +62,21 @@ def held_out_loss(model: Any, sequences: Tensor) -> float:
 
 
 @torch.no_grad()
-def sample(model: Any) -> str:
+def sample(model: Any, pieces: Tokenizer) -> str:
     """What the model writes behind `PROMPT`."""
     drawn = torch.Generator().manual_seed(0)
-    ids = torch.tensor([list(PROMPT.encode())])
-    for _ in range(SAMPLE_BYTES):
+    ids = torch.tensor([pieces.encode(PROMPT).ids])
+    for _ in range(SAMPLE_TOKENS):
         logits = model(input_ids=ids[:, -SEQ:]).logits[0, -1].float()
         chosen = torch.multinomial((logits / TEMPERATURE).softmax(0), 1, generator=drawn)
         ids = torch.cat([ids, chosen[None]], dim=1)
-    return bytes(ids[0].tolist()).decode(errors="replace")
+    return pieces.decode(ids[0].tolist())
 
 
 def train(steps: int, out: Path, folder: Path) -> tuple[float, float]:
     """Train, or continue from the checkpoint in `out`; returns held-out losses, first and last."""
     torch.set_num_threads(1)  # operators are small: threads would wait for each other
-    text, held_out = tokens()
+    pieces, text, held_out = tokens()
     torch.manual_seed(0)
     config = LlamaConfig(
         num_hidden_layers=LAYERS, hidden_size=WIDTH, intermediate_size=3 * WIDTH,
@@ -111,7 +115,7 @@ def train(steps: int, out: Path, folder: Path) -> tuple[float, float]:
         ) from None
     if done >= steps:
         loss = held_out_loss(model, held_out)
-    print(f"\nA sample:\n\n{sample(model)}\n")
+    print(f"\nA sample:\n\n{sample(model, pieces)}\n")
     optimizer.close()
     return before, loss
 

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,16 @@ def test_work_is_added_up_by_tier_and_what_passes_its_budget_is_said():
     (said,) = budget.over()
     assert re.fullmatch(r"'ci' has \d+ of work, \d+ are allowed", said)
     assert set(TIERS) < set(limit)
+
+
+def test_every_folder_of_tests_is_in_one_shard_of_the_workflow():
+    root = Path(__file__).resolve().parent.parent
+    workflow = (root / ".github/workflows/test.yml").read_text()
+    shards = " ".join(re.findall(r"^          - (tests/.*)$", workflow, re.MULTILINE)).split()
+    files = [name if name.endswith(".py") else f"{name}/**/test_*.py" for name in shards]
+    run = [file for pattern in files for file in root.glob(pattern)]
+    there = {file for file in root.glob("tests/**/test_*.py") if "deep" not in file.parts}
+    assert sorted(run) == sorted(there)
 
 
 def test_the_ledger_is_written_as_it_is_read(tmp_path):

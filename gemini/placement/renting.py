@@ -102,7 +102,7 @@ class HomeMoves:
     def why(self, chunk: ChunkId) -> list[str]:
         """Lines on what of a chunk has left, and for which iterations."""
         return [
-            f"left: {format_bytes(nbytes)}, for a {reason}"
+            f"left: {format_bytes(nbytes)}, for: {reason}"
             for nbytes, reason in self._left.get(chunk, ())
         ]
 

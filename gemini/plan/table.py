@@ -64,8 +64,10 @@ def markdown(table_rows: Sequence[FitRow], title: str) -> str:
     parts = [
         "# What fits", "", title, "",
         "A row has one host, RAM and disk: the smallest with which the model trains on every card "
-        "that can", "train it at all. A cell has the planned seconds of one step with that host. If a larger card "
-        "is", "slower, its link is: rtx5090, h100 and h200 have PCIe 5, the others PCIe 4.",
+        "that can",
+        "train it at all. A cell has the planned seconds of one step with that host. A larger card "
+        "is slower",
+        "only if its link is: rtx5090, h100 and h200 have PCIe 5, the others PCIe 4.", "",
         "`python -m gemini plan --fits FOLDER` writes this page, and beside it `what-fits.html`,",
         "where card, host and training are chosen.",
     ]  # fmt: skip

@@ -104,7 +104,7 @@ def test_reports_say_what_moved_and_for_which_batch():
     loop = Loop(1250).train(S, S)
     assert str(loop.model.memory_report()).splitlines()[-1].startswith("moves 0 down, 1 up ")
     loop.train(L)
-    last = r"moves 1 down .* KiB, 1 up .* KiB; the last one down for a train iteration of int64"
+    last = r"moves 1 down .* KiB, 1 up .* KiB; the last one down for train iteration of int64"
     for text in (str(loop.model.memory_report()), loop.model.explain("head.weight")):
         assert re.search(last + r"\[40, 9\], which asks for [0-9.]+ .iB", text), text
 
@@ -121,7 +121,7 @@ def test_explain_has_all_that_left_with_its_batch_until_it_comes_back():
         loop.train(L)
         left = reasons()
         assert sum(map(bool, left)) > 1
-        asked = re.compile(rf".*B, for a train .*\[40, 9\], which asks for .*iB \({known}\)")
+        asked = re.compile(rf".*B, for: train .*\[40, 9\], which asks for .*iB \({known}\)")
         assert all(asked.fullmatch(line) for lines in left for line in lines)
         loop.train(*[S] * 8)
         assert not any(reasons())
