@@ -70,6 +70,7 @@ class TrainConfig:
     weights: str | None = _says(None, "3,1: shares of the sources of --data in each batch")
     stream: bool = _says(False, "--data is read while it trains, for --steps")
     loss: str = _says(ANSWERS, "answers: of chats and completions; all: prompts as well")
+    from_scratch: bool = _says(False, "new weights for the config of --model, for pretraining")
     method: str = _says("sft", "sft, dpo (pairs, with --lora) or grpo (prompts and a --reward)")
     beta: float | None = _says(None, "weight of the reference in dpo and grpo; by default trl's")
     reward: str | None = _says(
@@ -136,6 +137,8 @@ class TrainConfig:
         _check(self.method in METHODS, "method", self.method, ", ".join(METHODS))
         if self.method == "dpo":  # whose reference is the base, with its adapters off
             _check(self.lora > 0, "method", "dpo", "--lora with it: the reference is the base")
+        if self.from_scratch:
+            _check(not self.lora, "lora", self.lora, "0 with --from-scratch: nothing is frozen")
         _check(self.method == "sft" or not self.packing, "packing", True, "--method sft with it")
         _check(0 <= self.lora_dropout < 1, "lora_dropout", self.lora_dropout, "a share below 1")
         if self.stream:

@@ -51,6 +51,7 @@ def card(settings: TrainConfig, eval_loss: float | None, *, config: str) -> str:
             f"library_name: {'peft' if settings.lora else 'transformers'}",
             f"tags: [gemini, {settings.method}]", "---"]  # fmt: skip
     how = {"sft": "fine-tuned", "dpo": "trained by DPO", "grpo": "trained by GRPO"}
+    how["sft"] = "trained from scratch" if settings.from_scratch else how["sft"]
     what = f"LoRA adapters of rank {settings.lora}" if settings.lora else "All weights"
     loss = "" if eval_loss is None else f" Loss on held-out rows: {eval_loss:.4f}."
     kind = "AutoPeftModelForCausalLM" if settings.lora else "AutoModelForCausalLM"

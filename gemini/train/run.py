@@ -18,10 +18,11 @@ from gemini.checkpoint.pretrained import check_readable, downloaded, load_pretra
 from gemini.ddp import GeminiDDP
 from gemini.nvme import NvmeError
 from gemini.plan.ask import plan_for
-from gemini.plan.models import adapters_of, build
+from gemini.plan.models import adapters_of, build, maker
 from gemini.plan.words import five_lines
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import everyone
+from gemini.runtime.wrap.materialise import init_empty
 
 from .config import TrainConfig, as_yaml, check, parse, parser, read_config
 
@@ -189,7 +190,8 @@ def prepare(config: TrainConfig) -> Job:
         (out / CONFIG).write_text(as_yaml(config), encoding="utf-8")
     asked = planned.asked
     options = {"placement_policy": asked.policy, "trace": asked.trace, "update": asked.update}
-    model = _loaded_model(folder, config, options)
+    made = _new_model if config.from_scratch else _loaded_model
+    model = made(folder, config, options)
     trainer = make_trainer(
         config, model, args, train_dataset=data.train, eval_dataset=data.held_out,
         processing_class=tokenizer, **reward,
@@ -224,6 +226,15 @@ def _loaded_model(folder: Path, config: TrainConfig, options: dict[str, Any]) ->
         folder, quantize=config.quantize, lora=adapters, precision=PRECISION,
         force_outputs_fp32=True, trust_remote_code=trusts, **options,
     )  # fmt: skip
+
+
+def _new_model(folder: Path, config: TrainConfig, options: dict[str, Any]) -> GeminiDDP:
+    """Wrapped model with new weights, which is never whole in memory. All ranks call."""
+    with init_empty():
+        module = maker(folder, trust_remote_code=config.trust_remote_code)()
+    module.tie_weights()
+    torch.manual_seed(config.seed)  # the same weights on all ranks
+    return GeminiDDP(module, precision=PRECISION, force_outputs_fp32=True, **options)
 
 
 def printable(text: str) -> str:

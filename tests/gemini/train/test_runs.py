@@ -140,6 +140,18 @@ def test_adapters_are_trained_and_come_back(folder, tmp_path, capsys, data, more
     assert "Information Needed" not in card and not list(out.glob("*.bin"))
 
 
+def test_new_weights_are_trained_on_a_stream_of_packed_text(folder, tmp_path):
+    model = tmp_path / "model"  # without weights
+    shutil.copytree(folder / "model", model, ignore=shutil.ignore_patterns("*.safetensors"))
+    made = [*flags(folder, tmp_path / "out", "--from-scratch", "--stream", "--packing"),
+            "--model", str(model)]  # fmt: skip
+    assert run.main(made) == 0
+    found = losses(tmp_path / "out")
+    assert found[0] == pytest.approx(5.7, abs=0.2) and found[-1] < found[0]  # log of the tokens
+    assert "trained from scratch on" in (tmp_path / "out/README.md").read_text()
+    assert generated(tmp_path / "out").shape[1] > 3
+
+
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
 def test_a_method_trains_new_adapters_with_the_base_as_reference(folder, tmp_path, method):
     """Before the first step nothing is preferred, and the divergence is none."""
