@@ -40,7 +40,7 @@ class Training:
 
     batch, seq: sequences of a rank in one forward, and their tokens.
     accumulate: forwards and backwards before a step.
-    lora: rank of adapters; 0 trains the whole model.
+    lora: rank of adapters; 0 trains the whole model. lora_targets: as `models.adapters_of`.
     quantize: of the base under adapters: one of `quantised.KINDS`; None leaves it in 16 bits.
     precision: of `DTYPES`. optimizer: of `LAYOUTS`. state: as `HybridAdam` takes it.
     nvme_fraction: of the optimizer's state, at least, on NVMe.
@@ -68,6 +68,7 @@ class Training:
     quantize: str | None = None
     trust_remote_code: bool = False
     lengths: int = 1
+    lora_targets: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
@@ -120,7 +121,7 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
     if training.checkpointing:
         model = models.checkpointed(model)
     if training.lora:
-        model = models.add_lora(model, training.lora)
+        model = models.add_lora(model, training.lora, training.lora_targets)
     name_experts(model, training.quantize)
     itemsizes = models.itemsizes(model)
     if training.by_trl or (isinstance(what, str) and what.lower() in models.MODELS):

@@ -145,28 +145,29 @@ def maker(what: str | Path, *, trust_remote_code: bool = False) -> Callable[[], 
     return lambda: getattr(transformers, model_class)(config)
 
 
-def add_lora(model: nn.Module, rank: int) -> nn.Module:
+def add_lora(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> nn.Module:
     """The model with PEFT's LoRA adapters of `rank`, all else frozen: see `adapters_of`."""
-    return _meta(lambda: adapted(model, rank))
+    return _meta(lambda: adapted(model, rank, targets))
 
 
-def adapters_of(model: nn.Module, rank: int) -> Any:
-    """Make a `peft.LoraConfig` for all linear layers but the head; for no layer whose name one of
-    the experts' has."""
+def adapters_of(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> Any:
+    """Make a `peft.LoraConfig` for layers by the ends of their names; by default for all linear
+    layers but the head, and for no layer whose name one of the experts' has."""
     try:
         import peft
     except ImportError as error:
         raise ValueError("LoRA needs the package peft; pip install peft") from error
     return peft.LoraConfig(
-        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=_linear_layers(model),
+        r=rank, lora_alpha=2 * rank, lora_dropout=0.0,
+        target_modules=_linear_layers(model) if targets is None else [*targets],
         task_type="CAUSAL_LM" if hasattr(model, "generate") else None,
     )  # fmt: skip
 
 
-def adapted(model: nn.Module, rank: int) -> Any:
+def adapted(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> Any:
     """Add adapters, see `adapters_of`. Inputs of a checkpointed model ask for gradients, as
     trainers have it."""
-    config = adapters_of(model, rank)
+    config = adapters_of(model, rank, targets)
     import peft
 
     found: Any = peft.get_peft_model(model, config)  # type: ignore[arg-type]
