@@ -289,7 +289,7 @@ def widened(kib, **options):
             layer.times = times
         loop.train(8)
         peaks += [loop.peaks[-1]] if times else []
-    return loop, peaks, loop.model.engine.calls._midway._most
+    return loop, peaks, loop.model.engine.calls.midway.most_bytes
 
 
 @pytest.mark.parametrize("update", ["serial", "both"])
