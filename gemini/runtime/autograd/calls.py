@@ -63,7 +63,7 @@ class Calls:
         self._meetings = meetings
         self._gradients = gradients
         self._homes = homes
-        self._midway = Midway(parts, homes)
+        self.midway = Midway(parts, homes)
         self._graph_was_open = False  # as the last forward from outside began
         self._manager, self._reducer = parts.manager, parts.reducer
         self._sampler, self._collector = parts.sampler, parts.sampler.collector
@@ -94,7 +94,7 @@ class Calls:
             for module, caller in callers_of(root, _own_params, gather_whole):
                 waits = partial(self._wait, caller.params)
                 handles.append(module.register_forward_pre_hook(waits, prepend=True))
-        self._midway.hook(root)
+        self.midway.hook(root)
         # last, so that these hooks are around the root's own, if it is a caller
         handles += around_forward(root, self._begin_forward, self._end_forward)
 
@@ -153,7 +153,7 @@ class Calls:
                 self._meetings.end_reading()
             self._homes.before_forward()
             self._graph_was_open = self._homes.graph_is_open
-            self._midway.begin()
+            self.midway.begin()
 
     def attempt(self, module: nn.Module, inputs: Any) -> Attempt | None:
         """What is asked when the outermost forward of `module`, which is next, has no memory; None
@@ -169,7 +169,7 @@ class Calls:
         self.forget()
         self.unpin()
         attempt.make_room(inputs if self.tells_inputs_apart else None)
-        self._midway.begin()
+        self.midway.begin()
 
     def forward_failed(self, depth: int) -> None:
         """End a forward of the wrapper that raised; as it began, `depth` others were open."""
@@ -232,7 +232,7 @@ class Calls:
         if not in_pass(self._parts):
             if self._parts.all_gathered:
                 self._sampler.at_root("leave")
-            self._midway.end(failed=output is None)
+            self.midway.end(failed=output is None)
             if not self._parts.in_schedule:
                 self.unpin()
 

@@ -33,11 +33,12 @@ class Midway:
     def __init__(self, parts: Parts, homes: MovingHomes) -> None:
         self._parts = weakref.proxy(parts)
         self._homes = homes
+        self._collector = parts.sampler.collector
         # bytes besides model data at each look of forwards like one, and at its end; last used last
         self._known: dict[tuple[str, str], list[int]] = {}
         self._seen: list[int] | None = None  # of this forward; None: nobody looks
         self._like: list[int] = []  # what is known of forwards like this one
-        self._most = 0  # that one call has added
+        self.most_bytes = 0  # that one call has added
         self._base = 0  # bytes of others
 
     def hook(self, root: nn.Module) -> None:
@@ -60,7 +61,7 @@ class Midway:
         if in_use is not None:
             self._base = in_use - parts.ledger.device_bytes()
             self._seen, self._like = [], self._known.get(parts.sampler.key, [])
-            self._most = max((b - a for a, b in pairwise(self._like)), default=0)
+            self.most_bytes = max((b - a for a, b in pairwise(self._like)), default=0)
 
     @_disable_dynamo
     def _before_call(self, module: nn.Module, args: Any) -> None:
@@ -84,7 +85,7 @@ class Midway:
             del self._known[next(iter(self._known))]
         if forecast is None:
             return
-        if parts.sampler.measured() is not None and not parts.sampler.collector.collecting:
+        if parts.sampler.measured() is not None and not self._collector.collecting:
             parts.sampler.keep(forecast)
         if torch.is_grad_enabled() and not parts.planning.has_room(forecast, waiting_bytes(parts)):
             self._sink("backward")
@@ -116,25 +117,24 @@ class Midway:
             return
         held = in_use - self._base
         other = held - parts.ledger.device_bytes()
-        self._most = max(self._most, other - seen[-1] if seen else 0)
+        self.most_bytes = max(self.most_bytes, other - seen[-1] if seen else 0)
         seen.append(other)
         as_known = len(seen) <= len(self._like) and other <= self._like[len(seen) - 1]
-        budget = int(parts.planning.inputs.budgets.device)
-        if as_known or held + (0 if is_end else self._most) <= budget:
+        overruns = parts.planning.overruns
+        budget = overruns.limits[Tier.DEVICE]
+        if as_known or held + (0 if is_end else self.most_bytes) <= budget:
             return
-        parts.planning.overruns.check(
-            Tier.DEVICE, held - other, other, "in the middle of a forward"
-        )
+        where = "in the middle of a forward"
+        overruns.check(Tier.DEVICE, held - other, other, where)
         if is_end:
             return
-        parts.sampler.collector.before_change()
+        self._collector.before_change()
         parts.manager.make_room()
-        parts.sampler.collector.after_change()
-        if parts.ledger.device_bytes() + other + self._most > budget:
+        self._collector.after_change()
+        if parts.ledger.device_bytes() + other + self.most_bytes > budget:
             self._sink("forward")
 
     def _sink(self, part: str) -> None:
-        collector = self._parts.sampler.collector
-        collector.before_change()
+        self._collector.before_change()
         self._homes.sink_state(part)
-        collector.after_change()
+        self._collector.after_change()

@@ -178,7 +178,8 @@ class MovingHomes:
 
     def _iteration(self) -> str:
         kind, signature = self._parts.sampler.key
-        return named(replace(self._parts.planning.inputs.trace, kind=kind, signature=signature))
+        planning = self._parts.planning
+        return named(replace(planning.inputs.trace, kind=kind, signature=signature))
 
     def _sink_lowest(self, reason: str, *, in_pass: bool = False) -> None:
         """Use the lowest homes, for all that anybody knows; `in_pass` parameters stay."""

@@ -7,14 +7,17 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 from bench.shared.models import Tower, seeded
 from gemini import BudgetWarning
+from gemini.memtracer.forecast import with_bytes_added
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace, TraceMoment
 from gemini.placement.renting import Raised, Tenancy
 from gemini.placement.tiers import Tier
 from gemini.runtime.schedule.iteration_plans import MAX_PLANS
 from gemini.runtime.schedule.sampler import MAX_SIGNATURES
+from gemini.runtime.step.homes import raise_homes
 from tests.support.loops.lengths import KIB, Loop, assert_same
 
 S, L = 4, 40  # 0.1 and 1 MiB of activations; 0.34 MiB of model data
@@ -50,16 +53,16 @@ def test_state_goes_to_disk_where_the_host_is_full(no_warning):
 
 
 @pytest.mark.parametrize(
-    ("budgets", "update"), [((1250,), "tail"), ((1250, "300KiB"), "serial")], ids=["host", "disk"]
+    ("budgets", "update"),
+    [((1250,), "tail"), ((1250, "300KiB"), "serial"), ((1250,), "both")],
+    ids=["host", "disk", "overlapped"],
 )
 def test_backwards_that_add_up_and_evaluation_between_them_pass_no_budget(
     budgets, update, no_warning
 ):
-    """Gradients that wait count, and sums in fp32 too. An overlapped step reads them where they
-    waited, when their homes have changed."""
-    steps = [(S, S), (S, S), (S, L), (L, S), (S, -L, S), (S, L, S), (-L, L), (L, L)]
-    loop = Loop(*budgets, update=update).train(*steps)
-    free = Loop(1 << 20).train(*steps)
+    """Gradients that wait count, and sums in fp32 too; an overlapped step reads where they are."""
+    steps = [(S, S), (S, S), (S, L), (L, S), (S, -L, S), (S, L, S), (-L, L), (L, L), S]
+    loop, free = Loop(*budgets, update=update).train(*steps), Loop(1 << 20).train(*steps)
     assert max(free.peaks) > 1250 * KIB >= max(loop.peaks[1:])
     assert loop.moves[0] > 0
     assert_same(loop, free)
@@ -177,62 +180,154 @@ def test_nothing_grows_with_the_number_of_lengths(no_warning):
 # -- a device without memory --
 
 
-class Dropping(Tower):
+class Small(nn.Module):
+    """Dropout, and at the end statistics in a buffer or not."""
+
+    def __init__(self, counts=False):
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(97, 8), nn.Linear(8, 8), nn.Linear(8, 97)
+        self.register_buffer("count", torch.zeros(1) if counts else None)
+
     def forward(self, ids):
-        return super().forward(ids * (torch.rand(ids.shape) > 0.3))
-
-
-def exhausted_at(loop, count):
-    """Let the operator that makes the `count`-th storage of the next forward find no memory."""
-    pages = loop.sim.pages
-    made, left = pages.operator_made, [count]
-
-    def operator_made(tensor):
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            left[0] -= 1
-            if left[0] == 0:
-                raise torch.OutOfMemoryError("no memory")
-        made(tensor)
-
-    pages.operator_made = operator_made
-    return left
-
-
-@pytest.mark.parametrize("first", [2, 9, 30, 50])
-def test_a_forward_that_finds_no_memory_is_tried_again_with_the_same_bits(first):
-    with seeded():
-        free = Loop(1 << 20, module=Dropping()).train(S, S, S)
-    with seeded():
-        loop = Loop(1 << 20, module=Dropping()).train(S)
-        left = exhausted_at(loop, first)
-        loop.train(S)
-        assert left[0] < 0 and loop.moves[0] == 1
-        loop.train(S)
-    assert_same(loop, free)
-
-
-def test_a_forward_is_not_tried_again_where_it_changed_buffers_or_a_graph_is_open():
-    class Counts(Tower):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("count", torch.zeros(1))
-
-        def forward(self, ids):
+        x = self.body(nn.functional.dropout(self.embed(ids), 0.3))
+        if self.count is not None:
             self.count += 1
-            return super().forward(ids)
+        return self.head(x)
 
-    loop = Loop(1 << 20, module=Counts()).train(S)
-    exhausted_at(loop, 20)
-    with pytest.raises(torch.OutOfMemoryError) as info:
-        loop.forward(S)
-    assert "changed buffers" in info.value.__notes__[0]
-    loop = Loop(1 << 20).train(S)
+
+class Exhausted:
+    """A device on which the `left`-th storage that the next forward makes finds no memory."""
+
+    def __init__(self, loop):
+        self._engine, self._made, self.left = loop.model.engine, loop.sim.pages.operator_made, 0
+        loop.sim.pages.operator_made = self._operator_made
+
+    def _operator_made(self, tensor):
+        if self._engine.forward_depth and torch.is_grad_enabled():
+            self.left -= 1
+            if self.left == 0:
+                raise torch.OutOfMemoryError("no memory")
+        self._made(tensor)
+
+
+def raised_at_every_allocation(loop, iterations):
+    """Train so often; in the n-th iteration the n-th allocation of the forward raises. Returns
+    how many did, and notes of what could not be tried again."""
+    planning, device = loop.model.engine.planning, Exhausted(loop)
+    notes = []
+    for n in range(1, iterations + 1):
+        nothing = with_bytes_added(planning.inputs.trace, -(1 << 30))
+        higher = planning.raised(nothing)
+        if higher is not None:
+            raise_homes(loop.model.engine, higher.result, higher.inputs)
+        device.left = n
+        try:
+            loop.train(S)
+        except torch.OutOfMemoryError as error:
+            notes += error.__notes__
+        if device.left > 0:
+            return n - 1, notes
+    raise AssertionError("a forward makes more")
+
+
+def test_each_allocation_of_a_forward_raises_once_and_no_bit_changes():
+    with seeded():
+        loop = Loop(1 << 20, module=Small()).train(S)
+        num, notes = raised_at_every_allocation(loop, 40)
+    assert num > 6 and notes == []
+    assert loop.moves[0] == num
+    with seeded():
+        assert_same(loop, Loop(1 << 20, module=Small()).train(*[S] * (num + 2)))
+
+
+def test_a_forward_is_tried_again_only_before_it_changes_a_buffer():
+    loop = Loop(1 << 20, module=Small(counts=True)).train(S)
+    num, notes = raised_at_every_allocation(loop, 40)
+    assert 0 < len(notes) < num and loop.moves[0] == num - len(notes)
+    assert all("changed buffers" in note for note in notes)
+
+
+def test_a_forward_is_not_tried_again_where_its_inputs_have_changed_or_a_graph_is_open(monkeypatch):
+    class Shifts(Small):
+        def forward(self, ids):
+            return super().forward(ids.add_(1).remainder_(97))
+
+    loop = Loop(1 << 20, module=Shifts()).train(S)
+    device = Exhausted(loop)
+
+    def note():
+        device.left = 5
+        with pytest.raises(torch.OutOfMemoryError) as info:
+            loop.forward(S)
+        return info.value.__notes__[0]
+
+    assert "changed its inputs" in note()
+    assert "changed its inputs" in note()  # a graph that nobody has is not open
     loss = loop.forward(S)
-    exhausted_at(loop, 20)
-    with pytest.raises(torch.OutOfMemoryError) as info:
-        loop.forward(S)
-    assert "waits for its backward" in info.value.__notes__[0]
+    assert "waits for its backward" in note()
+
+    def has_another_rank(*_):
+        monkeypatch.setattr(loop.model.engine.comm, "world_size", 2)
+
+    loop.model.module.embed.register_forward_pre_hook(has_another_rank)
+    assert "other ranks are in the same one" in note()
     assert loop.moves[0] == 0 and loss.requires_grad
+
+
+# -- what only the middle of a forward shows --
+
+
+class Widening(nn.Module):
+    """A block whose activations do not follow from shapes."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.times = inner, 0
+
+    def forward(self, x):
+        x = self.inner(x)
+        for _ in range(self.times):
+            x = x + x.sin() * 1e-3
+        return x
+
+
+class Wide(Tower):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(map(Widening, self.layers))
+
+
+def widened(kib, **options):
+    """A loop whose activations triple in some iterations; peaks of those, and the most that one
+    call has added."""
+    loop = Loop(kib, module=Wide(), **options)
+    peaks = []
+    for times in (0, 0, 0, 8, 0, 8, 8):
+        for layer in loop.model.module.layers:
+            layer.times = times
+        loop.train(8)
+        peaks += [loop.peaks[-1]] if times else []
+    return loop, peaks, loop.model.engine.calls.midway.most_bytes
+
+
+@pytest.mark.parametrize("update", ["serial", "both"])
+def test_activations_that_triple_by_values_pass_a_budget_once_by_one_call(update, no_warning):
+    free, wide, most = widened(1 << 20)
+    loop, peaks, _ = widened(480, update=update)
+    assert wide[0] > 480 * KIB + 2 * most
+    assert peaks[0] <= 480 * KIB + most
+    assert max(peaks[1:]) <= 480 * KIB
+    assert_same(loop, free)
+    assert "as its forward was under way" in str(loop.model.memory_report())
+
+
+def test_loss_and_backward_grow_as_a_forward_did_that_nothing_foresaw(monkeypatch, no_warning):
+    monkeypatch.setattr("gemini.runtime.schedule.sampler.bound", lambda *_: None)
+    loop, free = (Loop(kib).train(S, S, L, S, L) for kib in (1250, 1 << 20))
+    assert free.peaks[2] > 1250 * KIB
+    assert max(loop.peaks[1:]) <= 1250 * KIB
+    assert_same(loop, free)
+    assert "as its backward was under way" in str(loop.model.memory_report())
 
 
 # -- renting against buying --
