@@ -147,7 +147,11 @@ class Calls:
             self._sampler.begin(told_apart, again=self._manager.deviated)
             if parts.comm.world_size > 1:  # a collective may follow
                 self._meetings.end_reading()
-            self._homes.before_forward()
+            try:
+                self._homes.before_forward()
+            except BaseException:
+                self._sampler.abandon()
+                raise
 
     def attempt(self, module: nn.Module) -> Attempt | None:
         """What is asked when the outermost forward of `module`, which is next, has no memory; None
@@ -200,6 +204,13 @@ class Calls:
         """Lower the count of open forwards to `depth`: Ctrl-C ends a forward without its hook."""
         if not in_backward():
             self._parts.forward_depth = min(depth, self._parts.forward_depth)
+
+    def failed(self, depth: int) -> None:
+        """Note that a forward raised, inside of `depth` others: what it asked for is no
+        measurement."""
+        self.cut_short(depth)
+        if depth == 0 and not in_backward():
+            self._sampler.abandon()
 
     def begin_cycle(self) -> None:
         """Begin a cycle: a forward outside the cycle before, or all micro-batches of a schedule."""

@@ -118,6 +118,7 @@ class Sampler:
 
     def abandon(self) -> None:
         """Forget the iteration that began last, which did not end."""
+        self._ledger.watched = False
         self.collector.abandon()
 
     def specs_changed(self, specs: Sequence[ParamSpec]) -> None:
