@@ -1,5 +1,6 @@
 """Homes follow what batches ask for: budgets hold whatever length comes, and bits stay the same."""
 
+import errno
 import gc
 import random
 import re
@@ -8,6 +9,7 @@ import warnings
 import pytest
 import torch
 
+import nvme
 from bench.shared.models import Tower, seeded
 from gemini import BudgetWarning
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace, TraceMoment
@@ -15,6 +17,8 @@ from gemini.placement.renting import Raised, Tenancy
 from gemini.placement.tiers import Tier
 from gemini.runtime.schedule.iteration_plans import MAX_PLANS
 from gemini.runtime.schedule.sampler import MAX_SIGNATURES
+from optim.state.tiered_state import TieredState
+from tests.support.disks.faults import failing
 from tests.support.loops.lengths import KIB, Loop, assert_same
 
 S, L = 4, 40  # 0.1 and 1 MiB of activations; 0.34 MiB of model data
@@ -40,12 +44,47 @@ def test_no_iteration_passes_a_budget_whatever_length_comes_and_no_bit_changes(l
     assert_same(loop, free)
 
 
-def test_state_goes_to_disk_where_the_host_is_full(no_warning):
-    lengths = (S, S, L, S, L)
-    loop, free = Loop(1200, "200KiB").train(*lengths), Loop(1 << 20).train(*lengths)
+@pytest.fixture
+def sunk(monkeypatch):
+    """Bytes that each move down wrote, and bytes on disk of the blocks that came there."""
+    found, sink = [], TieredState.sink
+
+    def counted(state, **homes):
+        before = {block.id for block in state.nvme.blocks} if state.nvme is not None else set()
+        written = state.nvme_written_total
+        sink(state, **homes)
+        if state.nvme is not None:
+            new = [block for block in state.nvme.blocks if block.id not in before]
+            parts = [part for block in new for part in state.nvme._forms.committed_ids(block)]
+            came = sum(map(state.nvme.store.buffer_nbytes, parts))
+            found.append((state.nvme_written_total - written, came))
+
+    monkeypatch.setattr(TieredState, "sink", counted)
+    return found
+
+
+def test_state_goes_to_disk_where_the_host_is_full_and_only_what_goes_is_written(no_warning, sunk):
+    lengths = (S, S, 32, 36, L, S)
+    loop, free = Loop(1200, "120KiB").train(*lengths), Loop(1 << 20).train(*lengths)
     assert max(loop.peaks[1:]) <= 1200 * KIB
-    plan = loop.model.engine.planning.plan
-    assert plan.blocks_on(Tier.NVME) and plan.blocks_on(Tier.HOST)
+    assert loop.model.engine.planning.plan.blocks_on(Tier.NVME)
+    assert_same(loop, free)
+    assert len([came for _, came in sunk if came]) > 1
+    assert all(written == came for written, came in sunk)
+
+
+@pytest.mark.parametrize("call", ["allocate", "pwritev", "fdatasync"])
+def test_a_move_to_disk_that_fails_has_moved_nothing(call):
+    """The first, which makes the file, and one that comes to others in it."""
+    loop, free = Loop(1200, "100KiB").train(S, 32), Loop(1 << 20).train(S, 32)
+    for length in (36, L):
+        before, moves = loop.model.engine.ledger.totals(), loop.moves
+        with failing(call, errno.ENOSPC) as failed, pytest.raises(nvme.NvmeError):
+            loop.forward(length)
+        assert failed and (loop.model.engine.ledger.totals(), loop.moves) == (before, moves)
+        free.ids(length)
+        loop.train(length)
+        free.train(length)
     assert_same(loop, free)
 
 
@@ -124,6 +163,16 @@ def test_what_fits_in_no_homes_is_said_before_its_forward():
         warnings.simplefilter("error", BudgetWarning)
         loop.train(S, L)
     assert loop.on_device() == 0
+
+
+def test_a_forward_that_raised_is_no_measurement():
+    loop = Loop(1250).train(S)
+    hook = loop.model.module.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.forward(L)
+    hook.remove()
+    loop.train(S)
+    assert not any(f"[{L}, 9]" in trace.signature for trace in loop.model.engine.sampler.traces())
 
 
 def test_homes_that_were_refused_keep_nothing_of_an_iteration():
