@@ -4,6 +4,7 @@ import errno
 import gc
 import random
 import re
+import signal
 import warnings
 
 import pytest
@@ -86,6 +87,22 @@ def test_a_move_to_disk_that_fails_has_moved_nothing(call):
         loop.train(length)
         free.train(length)
     assert_same(loop, free)
+
+
+def test_ctrl_c_in_a_move_comes_when_all_has_moved(monkeypatch):
+    loop, free = Loop(1200, "100KiB").train(S, 32), Loop(1 << 20).train(S, 32)
+    index = TieredState._index
+
+    def interrupted(state):
+        signal.raise_signal(signal.SIGINT)
+        return index(state)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(TieredState, "_index", interrupted)
+        loop.forward(36)
+    assert loop.moves[0] == 1
+    free.ids(36)
+    assert_same(loop.train(36), free.train(36))
 
 
 @pytest.mark.parametrize("budgets", [(1250,), (1250, "300KiB")], ids=["host", "disk"])
