@@ -182,6 +182,8 @@ class MovingHomes:
             return
         if self._gradients_stay:
             self._gradients_stay = False
+            assert parts.target is not None
+            parts.target.settle()  # an overlapped step reads them where they are
             parts.storage.place_gradients(parts.planning.plan, parts.chunks)
         if self._higher is not None:
             planned, inputs = self._higher
