@@ -139,8 +139,9 @@ class BlockStore:
         self._extents = layout.extents()
         self._holes: set[Extent] = set()  # of the files: no space is allocated there
         if blocks is not None:
-            gone = set(range(layout.num_blocks)).difference(blocks)
-            self._holes.update(extent for block in gone for extent in self._extents[block])
+            there = set(blocks)
+            gone = [versions for i, versions in enumerate(self._extents) if i not in there]
+            self._holes.update(extent for versions in gone for extent in versions)
         runs = [
             joined([Extent(file, 0, layout.blocks_offset(file)), *self._allocated(file)])
             for file in range(layout.num_files)
@@ -432,15 +433,16 @@ class BlockStore:
 
         Raises DiskFullError or FolderError, and then nothing has changed.
         """
-        taken = {extent for block in blocks for extent in self._extents[block]} & self._holes
+        wanted = [extent for block in blocks for extent in dict.fromkeys(self._extents[block])]
+        missing = [extent for extent in wanted if extent in self._holes]
         try:
             for number, file in enumerate(self._files):
-                reserve(file, joined(extent for extent in taken if extent.file == number))
+                reserve(file, joined(extent for extent in missing if extent.file == number))
         except BaseException:
-            self._punch(taken)
+            self._punch(missing)
             raise
-        self._holes -= taken
-        self._file_bytes += sum(extent.nbytes for extent in taken)
+        self._holes.difference_update(missing)
+        self._file_bytes += sum(extent.nbytes for extent in missing)
 
     def _punch(self, extents: Iterable[Extent]) -> None:
         for extent in dict.fromkeys(extents):  # one, where a block has one version

@@ -322,6 +322,30 @@ def test_space_of_forgotten_blocks_is_given_back_and_nobody_reads_them(
         assert found.block(3)[:1] == b"\x09"
         with pytest.raises(nvme.ChecksumError):
             found.block(2)
+    # it comes back, and nothing else is written for it
+    with failing("allocate", errno.ENOSPC, times=1):
+        for error in [nvme.DiskFullError] * takes_holes:
+            with pytest.raises(error, match="cannot hold"):
+                store.remember([2])
+    assert before - store.file_bytes == given_back
+    written = store.traffic.written_bytes
+    store.remember([2])
+    assert store.file_bytes == before - takes_holes * 2 * store.buffer_nbytes(4)
+    write(store, pool, 2, 7)
+    store.commit(3)
+    assert store.traffic.written_bytes == written + store.buffer_nbytes(2)
+    assert [read(store, pool, block) for block in (0, 2, 3)] == [1, 7, 9]
+
+
+def test_blocks_that_are_not_there_take_no_space(tmp_path):
+    layout = StoreLayout.plan("d", [1 << 20] * 4)
+    whole, part = BlockStore([tmp_path], layout), BlockStore([tmp_path], layout, blocks=[1])
+    assert whole.file_bytes - part.file_bytes == 2 * 3 * (1 << 20)
+    for store in (whole, part):
+        status = store.paths[0].stat()
+        assert status.st_size == sum(layout.file_nbytes())
+        assert abs(status.st_blocks * 512 - store.file_bytes) <= 2 * PAGE_BYTES
+        store.close()
 
 
 def test_what_is_about_to_count_is_read_as_it_was_written_last(store, pool):

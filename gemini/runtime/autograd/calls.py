@@ -151,7 +151,11 @@ class Calls:
             self._sampler.begin(told_apart, again=self._manager.deviated)
             if parts.comm.world_size > 1:  # a collective may follow
                 self._meetings.end_reading()
-            self._homes.before_forward()
+            try:
+                self._homes.before_forward()
+            except BaseException:
+                self._sampler.abandon()
+                raise
             self._graph_was_open = self._homes.graph_is_open
             self.midway.begin()
 

@@ -16,6 +16,7 @@ import torch
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.forecast import with_bytes_added
 from gemini.memtracer.trace import Kind, Trace
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, PlanResult
 from gemini.placement.renting import Tenancy, iteration_in_words, named, rising
@@ -131,21 +132,22 @@ class MovingHomes:
         parts = self._parts
         planning = parts.planning
         before = planning.plan
-        lower_homes(parts, lowered.result.plan, in_pass=in_pass)
-        planning.use_lowered(trace, lowered)
-        if not gradients_leave and any(chunk.gradient.exists for chunk in parts.chunks):
-            self._gradients_stay = True
-        else:
-            parts.storage.place_gradients(planning.plan, parts.chunks)
-        if in_pass:
-            assert parts.target is not None
-            parts.target.homes_changed()
-        else:
-            _homes_changed(parts)
-            parts.manager.release_all()  # also what was never released before
-        self._higher = None
-        planning.moves.down(lowered.result.plan, before, reason)
-        self._tenancy.end()
+        with DeferredSignals():  # Ctrl-C finds each block in one place, and the plan of all
+            lower_homes(parts, lowered.result.plan, in_pass=in_pass)
+            planning.use_lowered(trace, lowered)
+            if not gradients_leave and any(chunk.gradient.exists for chunk in parts.chunks):
+                self._gradients_stay = True
+            else:
+                parts.storage.place_gradients(planning.plan, parts.chunks)
+            if in_pass:
+                assert parts.target is not None
+                parts.target.homes_changed()
+            else:
+                _homes_changed(parts)
+                parts.manager.release_all()  # also what was never released before
+            self._higher = None
+            planning.moves.down(lowered.result.plan, before, reason)
+            self._tenancy.end()
 
     def may_sink(self) -> bool:
         """Whether anything on the device could leave it now."""
@@ -245,9 +247,10 @@ class MovingHomes:
     def _rise(self, planned: PlanResult, inputs: PlanInputs | None) -> None:
         planning = self._parts.planning
         before = planning.plan
-        raise_homes(self._parts, planned, inputs)
-        planning.moves.up(before, planned.plan)
-        self._tenancy.end()
+        with DeferredSignals():
+            raise_homes(self._parts, planned, inputs)
+            planning.moves.up(before, planned.plan)
+            self._tenancy.end()
 
 
 def waiting_bytes(parts: Parts, *, on_device: bool = True) -> int:

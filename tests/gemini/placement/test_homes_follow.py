@@ -1,14 +1,17 @@
 """Homes follow what batches ask for: budgets hold whatever length comes, and bits stay the same."""
 
+import errno
 import gc
 import random
 import re
+import signal
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
+import nvme
 from bench.shared.models import Tower, seeded
 from gemini import BudgetWarning
 from gemini.memtracer.forecast import with_bytes_added
@@ -18,6 +21,9 @@ from gemini.placement.tiers import Tier
 from gemini.runtime.schedule.iteration_plans import MAX_PLANS
 from gemini.runtime.schedule.sampler import MAX_SIGNATURES
 from gemini.runtime.step.homes import raise_homes
+from optim.state.slabs import Slab
+from optim.state.tiered_state import TieredState
+from tests.support.disks.faults import failing
 from tests.support.loops.lengths import KIB, Loop, assert_same
 
 S, L = 4, 40  # 0.1 and 1 MiB of activations; 0.34 MiB of model data
@@ -43,13 +49,62 @@ def test_no_iteration_passes_a_budget_whatever_length_comes_and_no_bit_changes(l
     assert_same(loop, free)
 
 
-def test_state_goes_to_disk_where_the_host_is_full(no_warning):
-    lengths = (S, S, L, S, L)
-    loop, free = Loop(1200, "200KiB").train(*lengths), Loop(1 << 20).train(*lengths)
+@pytest.fixture
+def sunk(monkeypatch):
+    """Bytes that each move down wrote, and by how many a step over the disk writes more since."""
+    found, sink = [], TieredState.sink
+
+    def step_bytes(state):
+        return 0 if state.nvme is None else state.nvme.written_bytes_per_step
+
+    def counted(state, **homes):
+        written, before = state.nvme_written_total, step_bytes(state)
+        sink(state, **homes)
+        found.append((state.nvme_written_total - written, step_bytes(state) - before))
+
+    monkeypatch.setattr(TieredState, "sink", counted)
+    return found
+
+
+def test_state_goes_to_disk_where_the_host_is_full_and_only_what_goes_is_written(no_warning, sunk):
+    lengths = (S, S, 32, 36, L, S)
+    loop, free = Loop(1200, "120KiB").train(*lengths), Loop(1 << 20).train(*lengths)
     assert max(loop.peaks[1:]) <= 1200 * KIB
-    plan = loop.model.engine.planning.plan
-    assert plan.blocks_on(Tier.NVME) and plan.blocks_on(Tier.HOST)
+    assert loop.model.engine.planning.plan.blocks_on(Tier.NVME)
     assert_same(loop, free)
+    assert len([came for _, came in sunk if came]) > 1
+    assert all(written == came for written, came in sunk)
+
+
+@pytest.mark.parametrize("call", ["allocate", "pwritev", "fdatasync"])
+def test_a_move_to_disk_that_fails_has_moved_nothing(call):
+    """The first, which makes the file, and one that comes to others in it."""
+    loop, free = Loop(1200, "100KiB").train(S, 32), Loop(1 << 20).train(S, 32)
+    for length in (36, L):
+        before, moves = loop.model.engine.ledger.totals(), loop.moves
+        with failing(call, errno.ENOSPC) as failed, pytest.raises(nvme.NvmeError):
+            loop.forward(length)
+        assert failed and (loop.model.engine.ledger.totals(), loop.moves) == (before, moves)
+        free.ids(length)
+        loop.train(length)
+        free.train(length)
+    assert_same(loop, free)
+
+
+def test_ctrl_c_in_a_move_comes_when_all_has_moved(monkeypatch):
+    loop, free = Loop(1200, "100KiB").train(S, 32), Loop(1 << 20).train(S, 32)
+    keep = Slab.keep
+
+    def interrupted(slab, blocks):
+        signal.raise_signal(signal.SIGINT)
+        keep(slab, blocks)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Slab, "keep", interrupted)
+        loop.forward(36)
+    assert loop.moves[0] == 1
+    free.ids(36)
+    assert_same(loop.train(36), free.train(36))
 
 
 @pytest.mark.parametrize(
@@ -66,6 +121,15 @@ def test_backwards_that_add_up_and_evaluation_between_them_pass_no_budget(
     assert max(free.peaks) > 1250 * KIB >= max(loop.peaks[1:])
     assert loop.moves[0] > 0
     assert_same(loop, free)
+
+
+def test_gradients_that_an_overlapped_step_reads_stay_until_it_has_ended():
+    """Homes went down beside gradients that waited, which have others since they were dropped."""
+    steps = [(22,), (3, 22), (10,)]
+    with warnings.catch_warnings():  # the host has no room for sums in fp32
+        warnings.simplefilter("ignore", BudgetWarning)
+        loop = Loop(778, "120KiB", update="tail").train(*steps)
+    assert_same(loop, Loop(1 << 20).train(*steps))
 
 
 def test_two_engines_on_one_device_hold_their_budgets_in_turns(no_warning):
@@ -151,6 +215,16 @@ def test_what_fits_in_no_homes_is_said_before_its_forward():
         warnings.simplefilter("error", BudgetWarning)
         loop.train(S, L)
     assert loop.on_device() == 0
+
+
+def test_a_forward_that_raised_is_no_measurement():
+    loop = Loop(1250).train(S)
+    hook = loop.model.module.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.forward(L)
+    hook.remove()
+    loop.train(S)
+    assert not any(f"[{L}, 9]" in trace.signature for trace in loop.model.engine.sampler.traces())
 
 
 def test_homes_that_were_refused_keep_nothing_of_an_iteration():

@@ -25,11 +25,13 @@ from tests.support.disks.recording import Log, Op, Write, recorded
 Check = Callable[[Crash], None]
 SIZES = [5000, 1, 4096, 9000, 700]
 MANY = "many blocks"  # whose index has several sectors
+COMES = "a block that comes and goes"
 LAYOUTS = {
     "one file": (StoreLayout.plan("d", SIZES), (".",)),
     "two folders": (StoreLayout.plan("d", SIZES, [1.0, 1.0]), (".", "b")),
     "a folder without blocks": (StoreLayout.plan("d", SIZES, [1.0, 1e-9]), (".", "b")),
     MANY: (StoreLayout.plan("d", [3] * 130), (".",)),
+    COMES: (StoreLayout.plan("d", SIZES), (".",)),
 }
 
 
@@ -48,18 +50,29 @@ def content(nbytes: int, block: int, step: int) -> bytes:
 
 
 def store_life(folder: Path, kind: str, steps: int, seed: int) -> tuple[Log, Check]:
-    """Filled, stepped, once rolled back."""
+    """Filled, stepped, once rolled back; a block that comes and goes is there in two steps of
+    three."""
     layout, folders = LAYOUTS[kind]
     rng, sizes = random.Random(seed), layout.block_nbytes
+    moving = {len(sizes) - 1} if kind == COMES else set()
+    there = set(range(len(sizes))) - moving
     with recorded(folder) as log:
         nvme.files.calls.make_folders(folder / "b")
-        store = BlockStore([folder / name for name in folders], layout)
+        store = BlockStore([folder / name for name in folders], layout, blocks=there)
         pool = BufferPool(len(sizes), max(sizes))
         now: list[Any] = [None] * len(sizes)
         expected, used = {}, []
         for step in range(steps):
             failed = step == 3
-            written = [b for b in range(len(sizes)) if step < 2 or rng.random() < 0.7]
+            new = moving - there if step % 3 else set()
+            if new:
+                store.remember(sorted(new))
+                there |= new
+            elif moving & there and step % 3 == 0:
+                log.note(("leave", sorted(moving)))
+                store.forget(sorted(moving))
+                there -= moving
+            written = [b for b in sorted(there) if step < 2 or b in new or rng.random() < 0.7]
             for block in written:
                 buffer = pool.take()
                 data = content(sizes[block], block, -1 if failed else step)
@@ -75,10 +88,13 @@ def store_life(folder: Path, kind: str, steps: int, seed: int) -> tuple[Log, Che
             if failed:
                 continue
             now = [step if b in written else now[b] for b in range(len(sizes))]
-            expected[step] = [content(sizes[b], b, made) for b, made in enumerate(now)]
+            made = {b: content(sizes[b], b, now[b]) for b in sorted(there)}
+            expected[step] = [made.get(b) for b in range(len(sizes))]
             log.note(("begins", step))
             store.commit(step)
             log.note(("ends", step))
+            if moving:
+                log.note(("leave", []))
         check_recording(log)
         names = [str(path.relative_to(folder)) for path in store.paths]
         ops = len(log.ops)
@@ -87,19 +103,23 @@ def store_life(folder: Path, kind: str, steps: int, seed: int) -> tuple[Log, Che
     return log, lambda crash: _check_store(crash, names, expected)
 
 
-def _check_store(crash: Crash, names: Sequence[str], expected: dict[int, list[bytes]]) -> None:
-    """One whole step: the last that was committed, or one whose commit had begun."""
+def _check_store(crash: Crash, names: Sequence[str], expected: dict[int, list[Any]]) -> None:
+    """One whole step: the last that was committed, or one whose commit had begun. But for blocks
+    that are not there, or were forgotten since."""
     begun = [step for kind, step in crash.notes if kind == "begins"]
     ended = [step for kind, step in crash.notes if kind == "ends"]
     try:
         with nvme.recover([crash.folder / name for name in names]) as found:
             step = found.index.step
-            blocks = [found.block(i) for i in range(found.layout.num_blocks)]
+            left = [blocks for kind, blocks in crash.notes if kind == "leave"]
+            gone = set(left[-1] if left else ())
+            gone |= {b for b, data in enumerate(expected.get(step, ())) if data is None}
+            blocks = {b: found.block(b) for b in range(found.layout.num_blocks) if b not in gone}
     except nvme.StoreFormatError:
         assert not ended, "a step that was committed is gone"
         return
     assert step in expected and step in (ended[-1:] or begun) + begun[-1:]
-    assert blocks == expected[step]
+    assert blocks == {b: data for b, data in enumerate(expected[step]) if b in blocks}
 
 
 def of_interest(kind: str) -> Callable[[Op], bool]:
