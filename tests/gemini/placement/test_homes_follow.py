@@ -109,6 +109,23 @@ def test_reports_say_what_moved_and_for_which_batch():
         assert re.search(last + r"\[40, 9\], which asks for [0-9.]+ .iB", text), text
 
 
+@pytest.mark.parametrize("kib", [1250, 1 << 20], ids=["limited", "unlimited"])
+def test_the_report_has_predicted_beside_measured_bytes_of_evaluation_and_decoding(kib):
+    loop = Loop(kib).train(S, (-S, -6 * L, S))
+    with torch.no_grad(), loop.sim.running():
+        for length in (S, L):
+            loop.model(loop.ids(length)[:, :1])
+    loop.train(S)
+    report = loop.model.memory_report()
+    evaluation, decode = report.evaluations
+    assert (evaluation.kind, decode.kind) == ("evaluation", "decode")
+    assert decode.measured_bytes < evaluation.measured_bytes
+    for row in report.evaluations:
+        assert 0 < row.measured_bytes <= row.predicted_bytes
+        assert report.as_dict()[f"{row.kind}_predicted_bytes"] == row.predicted_bytes
+        assert row.kind in str(report)
+
+
 def test_explain_has_all_that_left_with_its_batch_until_it_comes_back():
     loop = Loop(1250).train(S, S)
 
