@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from bench.shared.models import Tower, seeded
-from gemini import BudgetWarning
+from gemini import EMA, BudgetWarning, load_checkpoint, save_checkpoint
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace, TraceMoment
 from gemini.placement.renting import Raised, Tenancy
 from gemini.placement.tiers import Tier
 from gemini.runtime.schedule.iteration_plans import MAX_PLANS
 from gemini.runtime.schedule.sampler import MAX_SIGNATURES
+from tests.support.checkpoints import everything
 from tests.support.loops.lengths import KIB, Loop, assert_same
 
 S, L = 4, 40  # 0.1 and 1 MiB of activations; 0.34 MiB of model data
@@ -63,6 +64,33 @@ def test_backwards_that_add_up_and_evaluation_between_them_pass_no_budget(
     assert max(free.peaks) > 1250 * KIB >= max(loop.peaks[1:])
     assert loop.moves[0] > 0
     assert_same(loop, free)
+
+
+def test_an_average_and_a_save_that_is_under_way_as_homes_move_keep_budgets_and_bits(
+    tmp_path, no_warning
+):
+    """An average in host memory takes nothing of the device."""
+    loop, free = Loop(1200, "260KiB"), Loop(1 << 20)
+    loop.train(S, S), free.train(S, S)
+    saved = everything(loop.model, loop.optimizer)
+    ticket = save_checkpoint(tmp_path / "a", loop.model, loop.optimizer, async_save=True)
+    averages = [EMA(one.model, decay=0.5) for one in (loop, free)]
+    for length in (L, S, L):
+        for one, average in zip((loop, free), averages, strict=True):
+            one.train(length)
+            with one.sim.running():
+                average.update()
+    ticket.wait()
+    assert loop.moves[0] > 0 and loop.model.engine.planning.plan.blocks_on(Tier.NVME)
+    assert max(loop.peaks[1:]) <= 1200 * KIB < max(free.peaks)
+    assert_same(loop, free)
+    for one, average in zip((loop, free), averages, strict=True):
+        with average.swapped():
+            one.weights = {n: v.clone() for n, v in one.model.state_dict().items()}
+    assert all(torch.equal(v, free.weights[n]) for n, v in loop.weights.items())
+    load_checkpoint(tmp_path / "a", loop.model, loop.optimizer)
+    again = everything(loop.model, loop.optimizer)["runs"]
+    assert all(torch.equal(values, again[name]) for name, values in saved["runs"].items())
 
 
 def test_two_engines_on_one_device_hold_their_budgets_in_turns(no_warning):
