@@ -173,12 +173,14 @@ def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str
             shape = tuple(mine.shape)
             own = f"{split} {spec.shape}" if split else ""
             text = f"{name} {shape}{own}\n{parts.plan.explain(chunk)}"
+            planning = parts.planning
+            moves = planning.moves
             lines = (
                 text,
-                *parts.planning.moves.why(chunk),
+                *moves.why(chunk),
                 *_update_lines(parts),
                 _moves_of(parts),
-                *parts.planning.overruns.lines(),
+                *planning.overruns.lines(),
             )
             return "\n".join(filter(None, lines))
     names = [*ignored, *(name for spec in parts.layout.params for name in spec.names)]
@@ -227,10 +229,10 @@ def _evaluations(parts: Parts) -> tuple[MemoryRow, ...]:
         known = largest.get(kind)
         if known is None or trace.peak_non_model_bytes > known.peak_non_model_bytes:
             largest[kind] = trace
-    rows = []
+    rows, peaks = [], parts.sampler.device_peaks
     for kind, trace in sorted(largest.items(), reverse=True):
         predicted = parts.planning.peak_bytes(trace)
-        measured = parts.sampler.device_peaks.get((trace.kind, trace.signature))
+        measured = peaks.get((trace.kind, trace.signature))
         if predicted is not None and measured is not None:  # a checkpoint's traces have no peak
             rows.append(MemoryRow(Tier.DEVICE.value, kind, predicted, measured))
     return tuple(rows)
