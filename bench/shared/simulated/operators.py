@@ -32,7 +32,8 @@ class Operators(TorchDispatchMode):
     """The program inside runs on the simulated device: what its operators make is memory there.
 
     Memory that operators make is where what they were given is. What torch made of nothing counts
-    as the device's until it is pinned, and may be used beside either.
+    as the device's until it is pinned, and may be used beside either. A copy that a program asks of
+    the CPU by name is in host memory.
     """
 
     def __init__(self, device: Device) -> None:
@@ -60,6 +61,8 @@ class Operators(TorchDispatchMode):
             device.computes()
         out = func(*args, **(kwargs or {}))
         (place,) = places if len(places) == 1 and name not in COPIES else (None,)
+        if name == "aten::_to_copy" and _is_for_host(given[0], kwargs or {}):
+            place = "host"
         for made in tree_leaves(out):
             if isinstance(made, Tensor):
                 if place is not None and device.pages.place_of(made) is None:
@@ -69,6 +72,11 @@ class Operators(TorchDispatchMode):
 
     def check(self, name: str, places: set[Place | None]) -> None:
         """Look at an operator and where the memory is that it is given."""
+
+
+def _is_for_host(source: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether it is `to("cpu", copy=True)`: unless asked to, torch copies nothing in place."""
+    return kwargs.get("device") is not None and kwargs.get("dtype") in (None, source.dtype)
 
 
 class SimMonitor:

@@ -14,6 +14,8 @@ from torch import nn
 
 from gemini.chunk.local import group_of
 from gemini.chunk.opaque import leaf_bytes
+from gemini.memtracer.forecast import sizes_of
+from gemini.memtracer.trace import Trace
 from gemini.mesh.roles import WORLD
 from gemini.optim.rules.config import StateConfig
 from gemini.placement.picture import write_timeline
@@ -52,17 +54,20 @@ class MemoryReport:
 
     overruns: budgets that were passed, and measured iterations that no plan fits, in words.
     moves: of homes so far, in words; "" where none moved.
+    evaluations: the largest evaluation, and the largest forward of one token (decoding), as a total
+        of the device; none where none was measured.
     frozen_bytes: of frozen parameters, by tier; also counted in the rows.
     frozen_read_bytes: of frozen parameters that one iteration reads from files, as planned.
     ignored_bytes: of `ignored_params`, by device; in no row, plan or budget.
     """
 
-    rows: tuple[MemoryRow, ...]
+    rows: tuple[MemoryRow, ...]  # of training
     overruns: tuple[str, ...] = ()
     moves: str = ""
     frozen_bytes: Mapping[str, int] = field(default_factory=dict)
     frozen_read_bytes: int = 0
     ignored_bytes: Mapping[str, int] = field(default_factory=dict)
+    evaluations: tuple[MemoryRow, ...] = ()
 
     def as_dict(self) -> dict[str, int]:
         """Flat numbers for a log: the peak of every tier in bytes, and the number of overruns."""
@@ -77,11 +82,15 @@ class MemoryReport:
                 found[f"{row.tier}_predicted_bytes"] = row.predicted_bytes
                 if row.measured_bytes is not None:
                     found[f"{row.tier}_measured_bytes"] = row.measured_bytes
+        for row in self.evaluations:
+            assert row.measured_bytes is not None
+            found[f"{row.kind}_predicted_bytes"] = row.predicted_bytes
+            found[f"{row.kind}_measured_bytes"] = row.measured_bytes
         return found
 
     def __str__(self) -> str:
         lines = [f"{'tier':<8} {'kind':<12} {'predicted':>12} {'measured':>12}"]
-        for row in self.rows:
+        for row in (*self.rows, *self.evaluations):
             measured = "-" if row.measured_bytes is None else format_bytes(row.measured_bytes)
             lines.append(
                 f"{row.tier:<8} {row.kind:<12} {format_bytes(row.predicted_bytes):>12} "
@@ -164,12 +173,14 @@ def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str
             shape = tuple(mine.shape)
             own = f"{split} {spec.shape}" if split else ""
             text = f"{name} {shape}{own}\n{parts.plan.explain(chunk)}"
+            planning = parts.planning
+            moves = planning.moves
             lines = (
                 text,
-                *parts.planning.moves.why(chunk),
+                *moves.why(chunk),
                 *_update_lines(parts),
                 _moves_of(parts),
-                *parts.planning.overruns.lines(),
+                *planning.overruns.lines(),
             )
             return "\n".join(filter(None, lines))
     names = [*ignored, *(name for spec in parts.layout.params for name in spec.names)]
@@ -207,8 +218,30 @@ def memory_report(parts: Parts, ignored: Iterable[nn.Parameter]) -> MemoryReport
     return MemoryReport(
         tuple(rows), planning.overruns.lines(), _moves_of(parts),
         {tier.value: nbytes for tier, nbytes in plan.frozen_bytes.items()},
-        plan.frozen_read_bytes, dict(left),
+        plan.frozen_read_bytes, dict(left), _evaluations(parts),
     )  # fmt: skip
+
+
+def _evaluations(parts: Parts) -> tuple[MemoryRow, ...]:
+    largest: dict[str, Trace] = {}
+    for trace in parts.sampler.traces("eval"):
+        kind = "decode" if _is_of_one_token(trace.signature) else "evaluation"
+        known = largest.get(kind)
+        if known is None or trace.peak_non_model_bytes > known.peak_non_model_bytes:
+            largest[kind] = trace
+    rows, peaks = [], parts.sampler.device_peaks
+    for kind, trace in sorted(largest.items(), reverse=True):
+        predicted = parts.planning.peak_bytes(trace)
+        measured = peaks.get((trace.kind, trace.signature))
+        if predicted is not None and measured is not None:  # a checkpoint's traces have no peak
+            rows.append(MemoryRow(Tier.DEVICE.value, kind, predicted, measured))
+    return tuple(rows)
+
+
+def _is_of_one_token(signature: str) -> bool:
+    """Whether the first input has token numbers, one for each sequence."""
+    form, sizes = sizes_of(signature)
+    return form.startswith(("int64", "int32")) and sizes[0][1:] == (1,)
 
 
 def _moves_of(parts: Parts) -> str:

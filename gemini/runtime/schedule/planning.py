@@ -374,6 +374,20 @@ class Planning:
             return Lowered(inputs, found, refused)
         return None
 
+    def peak_bytes(self, trace: Trace) -> int | None:
+        """Peak on the device of such an iteration in the present homes, or in those it would get;
+        None where none were found."""
+        inputs = replace(self.inputs, trace=trace)
+        try:
+            found = plan_within(self.plan, inputs, self.policy)
+        except BudgetError as error:
+            error.without_frames()
+            lowered = self.lowered(trace, params_stay=False)
+            if lowered is None:
+                return None
+            found = lowered.result
+        return max(found.profile.total(Tier.DEVICE)[: found.plan.num_trace_moments])
+
     def raised(self, trace: Trace) -> Raised | None:
         """Homes that rise where such iterations leave room; None where nothing rises."""
         inputs = replace(self.inputs, trace=trace)

@@ -54,6 +54,9 @@ class Sampler:
         self._traced = traced
         self._key: tuple[Kind, str] | None = None  # of the iteration that began last
         self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
+        # the most bytes on the device in the last sampled iteration, and of each trace
+        self._most_bytes = 0
+        self.device_peaks: dict[tuple[Kind, str], int] = {}
         self._tracker = ForwardTracker() if backend.device.type == "cpu" else None
         # Memory that the allocator reuses does not raise the resident size, so operators are
         # counted too.
@@ -86,7 +89,7 @@ class Sampler:
         elif len(traces) >= MAX_SIGNATURES:
             self._forget_one(kind)
         self._stale.discard(key)
-        self._ledger.watched = True
+        self._ledger.watched, self._most_bytes = True, 0
         if kind == "train":
             self._ledger.peaks.clear()
         self.collector.begin(*key)
@@ -207,11 +210,14 @@ class Sampler:
         self._ledger.watched = False
         trace = self.collector.end()
         self._overruns.settle()
+        kept = self.collector.traces
+        self.device_peaks = {key: n for key, n in self.device_peaks.items() if key in kept}
+        self.device_peaks[trace.kind, trace.signature] = self._most_bytes
         self._traced(trace)
 
     def _look(self, non_model_bytes: int, where: str) -> None:
         """Check the budget at a period's end; its model data is what the ledger has now."""
+        model_bytes = self._ledger.device_bytes()
+        self._most_bytes = max(self._most_bytes, model_bytes + non_model_bytes)
         if self._overruns.limits_device:
-            self._overruns.check(
-                Tier.DEVICE, self._ledger.device_bytes(), non_model_bytes, f"at {where}"
-            )
+            self._overruns.check(Tier.DEVICE, model_bytes, non_model_bytes, f"at {where}")

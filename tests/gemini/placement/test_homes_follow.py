@@ -13,7 +13,7 @@ from torch import nn
 
 import nvme
 from bench.shared.models import Tower, seeded
-from gemini import BudgetWarning
+from gemini import EMA, BudgetWarning, load_checkpoint, save_checkpoint
 from gemini.memtracer.forecast import with_bytes_added
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace, TraceMoment
 from gemini.placement.renting import Raised, Tenancy
@@ -24,6 +24,7 @@ from gemini.runtime.step.homes import raise_homes
 from optim.state.slabs import Slab
 from optim.state.tiered_state import TieredState
 from tests.support.disks.faults import failing
+from tests.support.checkpoints import everything
 from tests.support.loops.lengths import KIB, Loop, assert_same
 
 S, L = 4, 40  # 0.1 and 1 MiB of activations; 0.34 MiB of model data
@@ -132,6 +133,33 @@ def test_gradients_that_an_overlapped_step_reads_stay_until_it_has_ended():
     assert_same(loop, Loop(1 << 20).train(*steps))
 
 
+def test_an_average_and_a_save_that_is_under_way_as_homes_move_keep_budgets_and_bits(
+    tmp_path, no_warning
+):
+    """An average in host memory takes nothing of the device."""
+    loop, free = Loop(1200, "260KiB"), Loop(1 << 20)
+    loop.train(S, S), free.train(S, S)
+    saved = everything(loop.model, loop.optimizer)
+    ticket = save_checkpoint(tmp_path / "a", loop.model, loop.optimizer, async_save=True)
+    averages = [EMA(one.model, decay=0.5) for one in (loop, free)]
+    for length in (L, S, L):
+        for one, average in zip((loop, free), averages, strict=True):
+            one.train(length)
+            with one.sim.running():
+                average.update()
+    ticket.wait()
+    assert loop.moves[0] > 0 and loop.model.engine.planning.plan.blocks_on(Tier.NVME)
+    assert max(loop.peaks[1:]) <= 1200 * KIB < max(free.peaks)
+    assert_same(loop, free)
+    for one, average in zip((loop, free), averages, strict=True):
+        with average.swapped():
+            one.weights = {n: v.clone() for n, v in one.model.state_dict().items()}
+    assert all(torch.equal(v, free.weights[n]) for n, v in loop.weights.items())
+    load_checkpoint(tmp_path / "a", loop.model, loop.optimizer)
+    again = everything(loop.model, loop.optimizer)["runs"]
+    assert all(torch.equal(values, again[name]) for name, values in saved["runs"].items())
+
+
 def test_two_engines_on_one_device_hold_their_budgets_in_turns(no_warning):
     first = Loop(1250)
     second = Loop(1250, sim=first.sim)
@@ -174,6 +202,23 @@ def test_reports_say_what_moved_and_for_which_batch():
     last = r"moves 1 down .* KiB, 1 up .* KiB; the last one down for train iteration of int64"
     for text in (str(loop.model.memory_report()), loop.model.explain("head.weight")):
         assert re.search(last + r"\[40, 9\], which asks for [0-9.]+ .iB", text), text
+
+
+@pytest.mark.parametrize("kib", [1250, 1 << 20], ids=["limited", "unlimited"])
+def test_the_report_has_predicted_beside_measured_bytes_of_evaluation_and_decoding(kib):
+    loop = Loop(kib).train(S, (-S, -6 * L, S))
+    with torch.no_grad(), loop.sim.running():
+        for length in (S, L):
+            loop.model(loop.ids(length)[:, :1])
+    loop.train(S)
+    report = loop.model.memory_report()
+    evaluation, decode = report.evaluations
+    assert (evaluation.kind, decode.kind) == ("evaluation", "decode")
+    assert decode.measured_bytes < evaluation.measured_bytes
+    for row in report.evaluations:
+        assert 0 < row.measured_bytes <= row.predicted_bytes
+        assert report.as_dict()[f"{row.kind}_predicted_bytes"] == row.predicted_bytes
+        assert row.kind in str(report)
 
 
 def test_explain_has_all_that_left_with_its_batch_until_it_comes_back():

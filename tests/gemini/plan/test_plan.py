@@ -237,9 +237,9 @@ TINY = {
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_operations_are_those_that_torch_counts(name, kind, fields, checkpointing):
     """An embedding that is looked up has none; keys of the whole sequence count."""
-    config = getattr(transformers, f"{name}Config")(**fields)
+    config = getattr(transformers, f"{name}Config")(**fields, attn_implementation="eager")
     cls = getattr(transformers, f"{name}{kind}" if name == "GPT2" else f"{name}For{kind}")
-    model = cls._from_config(config, attn_implementation="eager")
+    model = cls(config)
     if checkpointing:
         model = models.checkpointed(model)
     ids = torch.zeros(2, 48, dtype=torch.int64)
@@ -254,8 +254,8 @@ def test_operations_are_those_that_torch_counts(name, kind, fields, checkpointin
 def test_a_kernel_of_attention_computes_half_of_a_causal_mask_and_the_scores_again():
     with torch.device("meta"):
         kernel, eager = (
-            transformers.LlamaForCausalLM._from_config(
-                transformers.LlamaConfig(**TINY), attn_implementation=kind
+            transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(**TINY, attn_implementation=kind)
             )
             for kind in ("sdpa", "eager")
         )

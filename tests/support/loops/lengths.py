@@ -1,10 +1,11 @@
 """Loops whose batches have many lengths, on the simulated device, and a search among them.
 
-    python -m tests.support.loops.lengths [--count 100] [--seed 0]
+    python -m tests.support.loops.lengths [--count 100] [--seed 0] [--ranks 2]
 
-A drawn program has a distribution of lengths, budgets, an update mode, backwards that add up and
-evaluations. It must have the bits of the same program without budgets, and pass no budget: but in
-its first iteration, and where a warning said before the forward that no homes hold it.
+A drawn program has a distribution of lengths, budgets, an update mode, backwards that add up,
+evaluations, and an average of weights or none. It must have the bits of the same program without
+budgets, and pass no budget: but in its first iteration, and where a warning said before the forward
+that no homes hold it. Ranks draw lengths of their own, and must have one plan.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 
 from bench.shared.models import Tower, token_loss
 from bench.shared.simulated import SimBackend
-from gemini import AutoPlacement, BudgetWarning, GeminiDDP
+from bench.shared.workers import run_ranks
+from gemini import EMA, AutoPlacement, BudgetWarning, GeminiDDP
 from gemini.placement.tiers import Tier
 from optim import HybridAdam
-from tests.support.checkpoints import everything
+from tests.support.checkpoints import bits
 from tests.support.spilled import BLOCKS, SMALL
 
 KIB = 1024
@@ -86,7 +88,7 @@ class Loop:
 
 
 def assert_same(first: Loop, second: Loop) -> None:
-    one, two = (everything(loop.model, loop.optimizer) for loop in (first, second))
+    one, two = (bits(loop.model, loop.optimizer) for loop in (first, second))
     assert one["runs"].keys() == two["runs"].keys()
     for name, values in one["runs"].items():
         assert torch.equal(values, two["runs"][name]), name
@@ -120,21 +122,54 @@ def drawn(generator: random.Random) -> tuple[list[Step], int, str | None, str]:
     return steps, round(fits * generator.choice((1.0, 1.05, 1.1, 1.2))), host, mode
 
 
-def fails(seed: int) -> str | None:
+def of_rank(steps: Sequence[Step], rank: int, seed: int) -> list[Step]:
+    """The same steps; ranks but the first have lengths of their own, none longer."""
+    if not rank:
+        return list(steps)
+    generator = random.Random(f"{seed} {rank}")
+    longest = max(abs(n) for step in steps for n in ((step,) if isinstance(step, int) else step))
+
+    def other(length: int) -> int:
+        return min(longest, generator.choice((4, 9, 17, longest))) * (1 if length > 0 else -1)
+
+    return [other(step) if isinstance(step, int) else tuple(map(other, step)) for step in steps]
+
+
+def fails(seed: int, ranks: int = 1) -> str | None:
     """What is wrong with one drawn program; None: nothing."""
-    steps, kib, host, mode = drawn(random.Random(seed))
-    program = f"seed {seed}: {steps} in {kib} KiB, host {host}, {mode}"
+    try:
+        if ranks == 1:
+            return _fails(0, seed, ranks)
+        said = run_ranks(_fails, ranks, seed, ranks)
+    except Exception as error:  # of the engine, which is what is looked for
+        return f"seed {seed}: {type(error).__name__} {error} in {drawn(random.Random(seed))}"
+    return next(filter(None, said), None)
+
+
+def _fails(rank: int, seed: int, ranks: int) -> str | None:
+    generator = random.Random(seed)
+    steps, kib, host, mode = drawn(generator)
+    with_average = generator.random() < 0.25
+    steps = of_rank(steps, rank, seed)
+    program = f"seed {seed}: {steps} in {kib} KiB, host {host}, {mode}, average {with_average}"
     free = Loop(1 << 20).train(*steps)
     said_of = set()
-    loop = Loop(kib, host, update=mode)
+    # ranks of a machine share what is given
+    loop = Loop(ranks * kib, host and f"{ranks * int(host[:-3])}KiB", update=mode)
+    average = EMA(loop.model) if with_average and host is None else None
     for i, step in enumerate(steps):
         before = len(loop.peaks)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             loop.train(step)
+            if average is not None:
+                with loop.sim.running():
+                    average.update()
         lengths = (step,) if isinstance(step, int) else step
         if any(issubclass(warning.category, BudgetWarning) for warning in said):
             said_of.update(abs(length) for length in lengths)
+        if len(set(loop.model.engine.comm.gather_objects(loop.model.engine.plan.digest()))) > 1:
+            return f"{program}: ranks have different plans after step {i}"
         for length, peak in zip(lengths, loop.peaks[before:], strict=True):
             if peak > kib * KIB and i and abs(length) not in said_of:
                 return f"{program}: {peak - kib * KIB} bytes above in step {i}, of {length}"
@@ -149,11 +184,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.loops.lengths")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
     asked = parser.parse_args(arguments)
     logging.getLogger("gemini").setLevel(logging.ERROR)
     found = 0
     for seed in range(asked.seed, asked.seed + asked.count):
-        said = fails(seed)
+        said = fails(seed, asked.ranks)
         if said is not None:
             found += 1
             print(said, flush=True)
