@@ -110,7 +110,8 @@ def _train(model: nn.Module, inputs: dict[str, Any], update: str, fraction: floa
         (outputs if isinstance(outputs, Tensor) else outputs.loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.last_report.behind.wait()
+    if optimizer.last_report is not None:
+        optimizer.last_report.behind.wait()
     optimizer.close(keep_masters=False)
 
 
@@ -123,7 +124,8 @@ def _thread_bytes() -> int:
         wrapped(torch.ones(1, UPDATED)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.last_report.behind.wait()
+    if optimizer.last_report is not None:
+        optimizer.last_report.behind.wait()
     kept = resident_bytes() - before
     optimizer.close(keep_masters=False)
     return kept - 2 * UPDATED * (2 + 12)

@@ -592,7 +592,7 @@ def test_a_process_takes_its_floor_and_what_is_compiled_for_each_length(config):
     assert own.slack == SLACK_BYTES + int(SLACK_SHARE * peak)
     assert own.held == own.set_up == own.thread == 0
     assert own.total == (400 << 20) + own.products + own.objects + own.slack
-    assert "floor 400.00 MiB" in process_in_words(own)
+    assert "a floor of 400.00 MiB" in process_in_words(own)
     some = replace(asked, lengths=3).process(result)
     assert some.products == 3 * own.products
     many = replace(asked, lengths=10_000).process(result)
