@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gemini.ddp import GeminiDDP
 from gemini.memtracer.monitor import resident_bytes
-from gemini.optim import HybridAdam
+from gemini.optim import HybridAdam, StepReport
 
 HIDDEN, ROWS = 16, 8
 LAYERS = 96  # whose parameters are counted
@@ -110,8 +110,7 @@ def _train(model: nn.Module, inputs: dict[str, Any], update: str, fraction: floa
         (outputs if isinstance(outputs, Tensor) else outputs.loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-    if optimizer.last_report is not None:
-        optimizer.last_report.behind.wait()
+    _wait(optimizer.last_report)
     optimizer.close(keep_masters=False)
 
 
@@ -124,11 +123,16 @@ def _thread_bytes() -> int:
         wrapped(torch.ones(1, UPDATED)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    if optimizer.last_report is not None:
-        optimizer.last_report.behind.wait()
+    _wait(optimizer.last_report)
     kept = resident_bytes() - before
     optimizer.close(keep_masters=False)
     return kept - 2 * UPDATED * (2 + 12)
+
+
+def _wait(report: StepReport | None) -> None:
+    """Wait for the tail of a step."""
+    if report is not None:
+        report.behind.wait()
 
 
 def _multiply(count: int, first: int) -> None:
