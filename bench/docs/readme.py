@@ -164,7 +164,9 @@ def _certificate(result: dict[str, Any]) -> str:
         f"| refused that do not fit with 5 % more, of {result['refused']} "
         f"| {result['refused_rightly']:.0%} | {bars['refused_rightly']:.0%} |",
     ]
-    return "\n".join([*rows, "", f"Killed: {killed}.", "", _where(result)])
+    floor = f"Floor of a process: {format_bytes(result['process']['floor'])}. "
+    without = f"Killed: {killed or 'none'}. Not drawn: {result['without']}."
+    return "\n".join([*rows, "", floor + without, "", _where(result)])
 
 
 def _headline(result: dict[str, Any]) -> str:

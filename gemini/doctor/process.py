@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from gemini.ddp import GeminiDDP
 from gemini.memtracer.monitor import resident_bytes
-from gemini.optim import HybridAdam
+from gemini.optim import HybridAdam, StepReport
 
 HIDDEN, ROWS = 16, 8
 LAYERS = 96  # whose parameters are counted
 WIDTH, PRODUCTS = 128, 24  # numbers of rows of a layer that has three products of each
+UPDATED = 1 << 20  # elements of a layer: more than a tile of an update
 STEPS = 2
 
 
@@ -45,6 +46,7 @@ def measure() -> dict[str, int]:
     floor: interpreter, libraries and threads.
     product: code of one matrix product in 16 bits that the processor compiles; 0: it compiles none.
     parameter: objects of one wrapped parameter, and its share of its module.
+    thread: scratch of updates in a thread.
     """
     for update, fraction in (("tail", 1.0), ("serial", 0.0)):
         _train_small(update, fraction)
@@ -58,15 +60,21 @@ def measure() -> dict[str, int]:
     before = resident_bytes()
     _multiply(PRODUCTS, ROWS * ROWS)
     product = (resident_bytes() - before) // (3 * PRODUCTS)
-    return {"floor": floor, "product": max(0, product), "parameter": max(0, objects // 2 // LAYERS)}
+    found = {
+        "floor": floor, "product": product, "parameter": objects // 2 // LAYERS,
+        "thread": _thread_bytes(),
+    }  # fmt: skip
+    return {name: max(0, nbytes) for name, nbytes in found.items()}
 
 
-def measured() -> dict[str, int]:
-    """Measurement of a new process, which has loaded what a run loads."""
+def measured() -> dict[str, int] | None:
+    """Measurement of a new process, which has loaded what a run loads; None where none can."""
     done = subprocess.run(
         [sys.executable, "-m", __name__], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        encoding="utf-8", check=True,
+        encoding="utf-8",
     )  # fmt: skip
+    if done.returncode:  # a kernel that does not begin VmHWM anew, say
+        return None
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -102,10 +110,29 @@ def _train(model: nn.Module, inputs: dict[str, Any], update: str, fraction: floa
         (outputs if isinstance(outputs, Tensor) else outputs.loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-    report = optimizer.last_report
-    assert report is not None
-    report.behind.wait()
+    _wait(optimizer.last_report)
     optimizer.close(keep_masters=False)
+
+
+def _thread_bytes() -> int:
+    """Bytes that updates in a thread have touched, beside parameters, state and gradients."""
+    before = resident_bytes()
+    wrapped = GeminiDDP(nn.LayerNorm(UPDATED), device="cpu", update="tail")
+    optimizer = HybridAdam(wrapped.parameters(), lr=0.0)
+    for _ in range(STEPS):
+        wrapped(torch.ones(1, UPDATED)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    _wait(optimizer.last_report)
+    kept = resident_bytes() - before
+    optimizer.close(keep_masters=False)
+    return kept - 2 * UPDATED * (2 + 12)
+
+
+def _wait(report: StepReport | None) -> None:
+    """Wait for the tail of a step."""
+    if report is not None:
+        report.behind.wait()
 
 
 def _multiply(count: int, first: int) -> None:

@@ -73,7 +73,7 @@ class Facts:
     cxx_compiler: str | None
     shadowed: dict[str, str]  # short names of ours, and where an import finds others
     malloc_tuned: bool  # MALLOC_MMAP_THRESHOLD_ is set
-    process: dict[str, int]  # as `gemini.doctor.process.measure` finds it
+    process: dict[str, int] | None  # as `gemini.doctor.process.measured` finds it
     devices: tuple[DeviceFacts, ...]
     folders: tuple[FolderFacts, ...]
 
@@ -266,6 +266,12 @@ def _folder(folder: FolderFacts) -> Iterator[Finding]:
         )
 
 
+_OWN = {
+    "floor": "its libraries", "product": "a compiled product", "parameter": "a wrapped parameter",
+    "thread": "a thread that updates",
+}  # fmt: skip
+
+
 def render(report: Report) -> str:
     """Text of a report."""
     return "\n".join(_lines(report))
@@ -285,11 +291,9 @@ def _lines(report: Report) -> Iterator[str]:
     )
     found = ", ".join(f"{_flops(speed)} in {name}" for name, speed in facts.cpu_flops.items())
     yield f"{'CPU':14s} multiplies matrices at {found}"
-    yield (
-        f"{'a process':14s} floor {format_bytes(facts.process['floor'])}, "
-        f"{format_bytes(facts.process['parameter'])} for a wrapped parameter, "
-        f"{format_bytes(facts.process['product'])} for a compiled product"
-    )
+    costs = facts.process or {}
+    own = ", ".join(f"{format_bytes(nbytes)} for {_OWN[name]}" for name, nbytes in costs.items())
+    yield f"{'a process':14s} {own or 'not measured'}"
     limit = "none" if facts.memlock_bytes is None else format_bytes(facts.memlock_bytes)
     yield f"{'locked memory':14s} limit {limit}"
     yield f"{'huge pages':14s} {facts.huge_pages or 'unknown'}"

@@ -71,14 +71,16 @@ class ProcessCosts:
     floor: interpreter, libraries and threads; None where it was not measured.
     product: code of one matrix product in 16 bits that the CPU compiles; 0: it compiles none.
     parameter: objects of one wrapped parameter.
+    thread: scratch of a thread that updates.
     """
 
     floor: int | None
     product: int
     parameter: int
+    thread: int
 
 
-TYPICAL_PROCESS = ProcessCosts(None, 9 << 16, 12 << 10)  # of a processor with AVX-512
+TYPICAL_PROCESS = ProcessCosts(None, 9 << 16, 12 << 10, 6 << 20)  # of a processor with AVX-512
 
 
 @dataclass(frozen=True, slots=True)

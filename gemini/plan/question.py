@@ -54,7 +54,8 @@ class ProcessBytes:
     floor: of the libraries that are loaded, as measured; None where they were not.
     products: compiled for what is no expert. experts: an estimate of theirs, which has no bound.
     objects: of wrapped parameters.
-    held: gradients that updates in a thread still need in the forward.
+    thread: scratch of one that updates beside backward or forward.
+    held: gradients that it still needs in the forward.
     set_up: by how much wrapping passes the peak with all of the above.
     slack: margin of the bound.
     """
@@ -63,13 +64,17 @@ class ProcessBytes:
     products: int
     experts: int
     objects: int
+    thread: int
     held: int
     set_up: int
     slack: int
 
     @property
     def above_floor(self) -> int:
-        return self.products + self.experts + self.objects + self.held + self.set_up + self.slack
+        return (
+            self.products + self.experts + self.objects + self.thread + self.held + self.set_up
+            + self.slack
+        )  # fmt: skip
 
     @property
     def total(self) -> int:
@@ -220,13 +225,14 @@ class Question:
         if self.machine.device == "cpu":
             products = costs.product * min(KEPT_PRODUCTS, self.products * self.lengths)
         objects = costs.parameter * len(self.layout.params)
+        thread = costs.thread if self._update(result) != "serial" else 0
         held = 0
         if self._update(result) in BEHIND and not result.plan.has_host_tier:
             held = self._kept_bytes(result)
         experts = self.expert_bytes(iterations)
-        set_up = self._set_up_bytes(result) - peak - products - experts - held
+        set_up = self._set_up_bytes(result) - peak - products - experts - thread - held
         return ProcessBytes(
-            costs.floor, products, experts, objects, held, max(0, set_up),
+            costs.floor, products, experts, objects, thread, held, max(0, set_up),
             SLACK_BYTES + int(SLACK_SHARE * peak),
         )  # fmt: skip
 

@@ -136,14 +136,18 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
 
 def process_in_words(process: ProcessBytes) -> str:
     """Words for RAM beyond a plan's peak: a floor, and what is bounded above it with a margin."""
-    above = f"{format_bytes(process.above_floor)} with a slack of {format_bytes(process.slack)}"
+    slack = f"with a slack of {format_bytes(process.slack)}"
+    above = format_bytes(process.above_floor)
     if process.floor is None:
-        own = f"{above}, beside libraries, whose floor python -m gemini doctor --json measures"
+        own = f"{above} of RAM {slack} above a floor that python -m gemini doctor --json measures"
     else:
-        own = f"{format_bytes(process.total)}: floor {format_bytes(process.floor)}, {above}"
+        own = (
+            f"{format_bytes(process.total)} of RAM: a floor of {format_bytes(process.floor)}, and "
+            f"{above} above it {slack}"
+        )
     if process.experts:
         own += f"; experts have no bound on a CPU, {format_bytes(process.experts)} is an estimate"
-    return f"the process itself takes RAM of {own}"
+    return f"the process itself takes {own}"
 
 
 def verdict(plan: Answer) -> str:

@@ -53,7 +53,8 @@ class _OthersOnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*map(self._seen, args), **(kwargs or {}))
+        seen = {name: self._seen(value) for name, value in (kwargs or {}).items()}
+        return func(*map(self._seen, args), **seen)
 
     def _seen(self, value: Any) -> Any:
         if isinstance(value, nn.Parameter) and id(value) not in self._own:

@@ -23,8 +23,8 @@ from gemini.runtime.schedule.sampler import MAX_SIGNATURES
 from gemini.runtime.step.homes import raise_homes
 from optim.state.slabs import Slab
 from optim.state.tiered_state import TieredState
-from tests.support.disks.faults import failing
 from tests.support.checkpoints import everything
+from tests.support.disks.faults import failing
 from tests.support.loops.lengths import KIB, Loop, assert_same
 
 S, L = 4, 40  # 0.1 and 1 MiB of activations; 0.34 MiB of model data

@@ -637,16 +637,17 @@ def test_each_length_of_inputs_is_as_many_products_as_a_plan_counts(lora, tied):
 
 
 def test_a_process_takes_its_floor_and_what_is_compiled_for_each_length(config):
-    costs = ProcessCosts(floor=400 << 20, product=1 << 20, parameter=10 << 10)
+    costs = ProcessCosts(floor=400 << 20, product=1 << 20, parameter=10 << 10, thread=6 << 20)
     machine = replace(machine_of({}, device="cpu"), process=costs)
     asked = ask(str(config), machine, Training(seq=64, update="serial"))
     result = asked.planned()
     own = asked.process(result)
     peak = result.profile.peak(Tier.DEVICE)
     assert own.products == asked.products << 20 and own.objects == len(asked.layout.params) * 10240
-    assert own.slack == SLACK_BYTES + int(SLACK_SHARE * peak) and own.held == own.set_up == 0
+    assert own.slack == SLACK_BYTES + int(SLACK_SHARE * peak)
+    assert own.held == own.set_up == own.thread == 0
     assert own.total == (400 << 20) + own.products + own.objects + own.slack
-    assert "floor 400.00 MiB" in process_in_words(own)
+    assert "a floor of 400.00 MiB" in process_in_words(own)
     some = replace(asked, lengths=3).process(result)
     assert some.products == 3 * own.products
     many = replace(asked, lengths=10_000).process(result)
@@ -677,7 +678,8 @@ def test_a_tail_holds_what_no_call_has_asked_for_yet(config):
             for param in moment.params:
                 late.pop(chunk_of[param], None)
     assert held == max(0, most - max(totals))
-    assert replace(asked, update="serial").process(result).held == 0
+    serial = replace(asked, update="serial").process(result)
+    assert serial.held == serial.thread == 0 < asked.process(result).thread
 
 
 def test_an_average_of_weights_is_in_its_homes_budget(config):

@@ -169,6 +169,7 @@ class Rescaled(nn.Module):
 
     def _init_weights(self, module):
         if module is self.pair:
+            nn.init.normal_(module[0].weight)  # by name to a mode, not by place
             module[0].weight.fill_(2.0)
             module[0].weight.data.add_(module[1].weight)
 

@@ -24,7 +24,7 @@ GOOD = Facts(
     huge_pages="madvise",
     temporary_file_system="ext4", c_compiler="/usr/bin/gcc", cxx_compiler="/usr/bin/g++",
     shadowed={}, malloc_tuned=True,
-    process={"floor": 400 << 20, "product": 9 << 16, "parameter": 10 << 10},
+    process={"floor": 400 << 20, "product": 9 << 16, "parameter": 10 << 10, "thread": 6 << 20},
     devices=(GPU,), folders=(DISK,),
 )  # fmt: skip
 
