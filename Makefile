@@ -7,7 +7,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 # plain build of torch brings and asks for. Not compiled: most modules are never imported.
 define torch_in
 	python3 -m venv $(1)
-	@$(1)/bin/python -m pip install -q --no-compile $(TORCH) || { \
+	@$(1)/bin/python -m pip install --no-compile -q $(TORCH) || { \
 		test $(TORCH) != $(TORCH:+cpu=) && \
 		echo "pip finds no $(TORCH): installing $(TORCH:+cpu=), which comes with CUDA's libraries" \
 			"(2.6 GiB to download). PIP_EXTRA_INDEX_URL=$(CPU_INDEX) avoids that." && \
@@ -21,11 +21,11 @@ endef
 
 .venv/demo: pyproject.toml constraints.txt
 	$(call torch_in,.venv)
-	$(PY) -m pip install -q --no-compile -c .venv/constraints.txt -e .[example]
+	$(PY) -m pip install --no-compile -q -c .venv/constraints.txt -e .[example]
 	touch .venv/demo
 
 .venv/ok: .venv/demo
-	$(PY) -m pip install -q --no-compile -c .venv/constraints.txt -e .[example,test,docs]
+	$(PY) -m pip install --no-compile -q -c .venv/constraints.txt -e .[example,test,docs]
 	touch .venv/ok
 
 demo: .venv/demo
@@ -93,7 +93,7 @@ OLDEST := .venv-oldest/bin/python
 	$(OLDEST) -m pip install -q torch==$(OLDEST_TORCH)+cpu || \
 		$(OLDEST) -m pip install -q torch==$(OLDEST_TORCH)
 	sed '/^triton==/d; /^numpy==/d; /^scipy==/d' constraints.txt > .venv-oldest/constraints.txt
-	$(OLDEST) -m pip install -q --no-compile -c .venv-oldest/constraints.txt "triton==3.6.*" "numpy<2.4" scipy \
+	$(OLDEST) -m pip install --no-compile -q -c .venv-oldest/constraints.txt "triton==3.6.*" "numpy<2.4" scipy \
 		psutil safetensors isal pytest pytest-timeout hypothesis expecttest allpairspy
 	touch .venv-oldest/ok
 
@@ -109,7 +109,7 @@ CUDA := .venv-cuda/bin/python
 	python3 -m venv .venv-cuda
 	$(CUDA) -m pip install -q torch==$(OLDEST_TORCH)
 	sed '/^triton==/d; /^numpy==/d; /^scipy==/d' constraints.txt > .venv-cuda/constraints.txt
-	$(CUDA) -m pip install -q --no-compile -c .venv-cuda/constraints.txt "numpy<2.4" scipy \
+	$(CUDA) -m pip install --no-compile -q -c .venv-cuda/constraints.txt "numpy<2.4" scipy \
 		psutil safetensors isal pytest pytest-timeout hypothesis expecttest allpairspy
 	touch .venv-cuda/ok
 
@@ -133,7 +133,7 @@ peers: .venv-peers/ok
 
 .venv-peers/ok: bench/peers/requirements.txt constraints.txt
 	$(call torch_in,.venv-peers)
-	.venv-peers/bin/python -m pip install -q --no-compile -c .venv-peers/constraints.txt \
+	.venv-peers/bin/python -m pip install --no-compile -q -c .venv-peers/constraints.txt \
 		-r bench/peers/requirements.txt
 	.venv-peers/bin/python -m bench.rows.worker --prepare deepspeed_zero
 	touch .venv-peers/ok

@@ -1,4 +1,4 @@
-"""python -m gemini doctor | check | plan | train | run | clean | benchmark"""
+"""python -m gemini doctor | check | plan | train | run | clean | from-... | benchmark"""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from gemini.plan.command import main as plan
 
         return plan(given[1:])
+    if given[:1] in (["from-colossal"], ["from-deepspeed"]):
+        from importlib import import_module
+
+        command = import_module(f"gemini.migrate.{given[0].removeprefix('from-')}")
+        return int(command.main(given[1:]))
     parser = Parser(prog="python -m gemini")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, says in (
@@ -52,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     cleaner.add_argument("--remove", action="store_true", help="remove them, with their steps")
     commands.add_parser("plan", help="does a model fit, and how fast: on any machine")
+    commands.add_parser("from-colossal", help="a script of Colossal-AI's, with the names from here")
+    commands.add_parser("from-deepspeed", help="a DeepSpeed JSON file, as Python or as YAML")
     measures = commands.add_parser("benchmark", help="where to measure")
     measures.add_argument("--gpus", type=int, help=argparse.SUPPRESS)  # of the old command
     options = parser.parse_args(given)

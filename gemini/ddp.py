@@ -237,13 +237,13 @@ class GeminiDDP(ModuleFace):
         calls.begin_iteration(given)
         args, kwargs = self._boundary.enter(given)
         depth = self.engine.forward_depth
-        attempt = calls.attempt(self.module) if depth == 0 else None
+        attempt = calls.attempt(self.module, (args, kwargs)) if depth == 0 else None
         while True:
             try:
                 with calls.tracking(self.module):
                     outputs = self.module(*args, **kwargs)
             except BaseException as error:
-                calls.forward_raised(depth)
+                calls.forward_failed(depth)
                 if attempt is None or not attempt.may_be_repeated(error):
                     raise
             else:

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
+from gemini.migrate import colossal
 from gemini.optim.adam import AdamRule
 from gemini.optim.adaptive import AdagradRule, LionRule, NAdamRule
 from gemini.optim.lamb import LambRule
@@ -69,6 +72,38 @@ def what_fits() -> str:
         for model, training in FITS
     ]
     return "\n".join(table.lines(asked, FIT_CARDS))
+
+
+def from_colossal() -> str:
+    """Names of Colossal-AI's documents and where they are here, a row for each pair of modules."""
+    lines = ["| there | names | here |", "|---|---|---|"]
+    for row in tomllib.loads(colossal.TABLE.read_text(encoding="utf-8"))["moved"]:
+        renamed = (f"`{name}`, which is `{own}`" for name, own in row.get("renamed", {}).items())
+        taken = ", ".join([*(f"`{name}`" for name in row.get("names", ())), *renamed])
+        lines.append(f"| {_code(row['from'])} | {taken} | `{row['to']}` |")
+    return "\n".join(lines)
+
+
+def colossal_lines() -> str:
+    """Lines that are written otherwise here."""
+    lines = ["| there | write |", "|---|---|"]
+    for row in tomllib.loads(colossal.TABLE.read_text(encoding="utf-8"))["written"]:
+        lines.append(f"| `{row['there']}` | `{row['here']}` |")
+    return "\n".join(lines)
+
+
+def without_a_door() -> str:
+    """Names of Colossal-AI that are not here, and what is used in their place."""
+    lines = ["| there | use |", "|---|---|"]
+    for row in tomllib.loads(colossal.TABLE.read_text(encoding="utf-8"))["missing"]:
+        names = dict.fromkeys(name.rpartition(".")[2] for name in row["names"])
+        use = " ".join(row["use"].split())
+        lines.append(f"| {row.get('title') or _code(names)} | {use} |")
+    return "\n".join(lines)
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def bytes_per_parameter() -> str:

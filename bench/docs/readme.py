@@ -228,6 +228,9 @@ COMPUTED: dict[str, Callable[[], str]] = {
     "bytes": doc_tables.bytes_per_parameter,
     "what-fits": doc_tables.what_fits,
     "placement-example": doc_tables.placement,
+    "from-colossal": doc_tables.from_colossal,
+    "colossal-lines": doc_tables.colossal_lines,
+    "without-a-door": doc_tables.without_a_door,
     **{f"trainers-{name}": partial(supported.table, name) for name in supported.SUPPORTED},
 }
 

@@ -201,6 +201,12 @@ TRANSFORMERS = (
         f"{_PRETRAINED}a_trainer_of_trl_takes_the_mixin",
     ),
     Row(
+        "`SFTTrainer`, `DPOTrainer`, `RewardTrainer`, `GRPOTrainer`",
+        "losses and norms of trl over DDP at 1 and 2 ranks, to 1e-5; with adapters the reference "
+        "of DPO and GRPO is the base, without a second copy",
+        "tests/dist/test_trainers.py::test_methods_of_trl_train_as_over_ddp",
+    ),
+    Row(
         "`report_to=`",
         "`MetricsCallback(trainer)` adds bytes moved, seconds, peaks to what the trainer logs",
         f"{_TRAINER}metrics_go_where_the_trainer_logs",

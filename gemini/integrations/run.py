@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 _LINE = "[rank ${rank}] "  # before what a rank prints
 _SHARED = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -29,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master_port", "--master-port", type=int, default=29500)
     parser.add_argument("--ssh-port", type=int)
     parser.add_argument("--node_rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--colossalai", action="store_true", help="the script imports colossalai: it gets this"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -43,11 +47,11 @@ def run(options: argparse.Namespace) -> int:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with tempfile.TemporaryDirectory(prefix="gemini-run-") as logs:
-            if options.node_rank is not None:
-                return _run([_torchrun(options, options.node_rank, options.nnodes or 1, logs)])
-            hosts = chosen_hosts(options)
+            hosts = [] if options.node_rank is not None else chosen_hosts(options)
             if not hosts:
-                return _run([_torchrun(options, 0, 1, logs)])
+                nodes = 1 if options.node_rank is None else options.nnodes or 1
+                command = _torchrun(options, options.node_rank or 0, nodes, logs)
+                return _run([command], _with_colossalai(logs) if options.colossalai else {})
         options.master_addr = options.master_addr or hosts[0]
         return _run([_over_ssh(options, h, node, len(hosts)) for node, h in enumerate(hosts)])
     finally:
@@ -89,6 +93,15 @@ def chosen_hosts(options: argparse.Namespace) -> list[str]:
     return hosts[: options.nnodes]
 
 
+def _with_colossalai(folder: str) -> dict[str, str]:
+    """Environment in which processes, and those that they spawn, import colossalai from here."""
+    from .colossalai import write_finder
+
+    names = Path(folder, "names")
+    write_finder(names)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(names), os.environ.get("PYTHONPATH"))))}
+
+
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -116,10 +129,10 @@ def _torchrun(options: argparse.Namespace, node: int, nodes: int, logs: str) -> 
     ]
 
 
-def _run(commands: Sequence[Sequence[str]]) -> int:
+def _run(commands: Sequence[Sequence[str]], added: Mapping[str, str] = MappingProxyType({})) -> int:
     """Run commands at the same time; one that fails ends all. Returns its status, or 0."""
     stdin = None if len(commands) == 1 else subprocess.DEVNULL
-    environment = {**os.environ, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _LINE}
+    environment = {**os.environ, **added, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _LINE}
     processes = [
         subprocess.Popen(command, env=environment, stdin=stdin, start_new_session=True)
         for command in commands
@@ -139,7 +152,8 @@ def _over_ssh(options: argparse.Namespace, host: str, node: int, nodes: int) -> 
     again = [
         sys.executable, "-m", "gemini", "run", f"--nproc_per_node={options.nproc_per_node}",
         f"--nnodes={nodes}", f"--node_rank={node}", f"--master_addr={options.master_addr}",
-        f"--master_port={options.master_port}", *(["-m"] if options.module else []),
+        f"--master_port={options.master_port}", *(["--colossalai"] if options.colossalai else []),
+        *(["-m"] if options.module else []),
         options.script, *options.arguments,
     ]  # fmt: skip
     variables = [f"{name}={os.environ[name]}" for name in _SHARED if name in os.environ]

@@ -97,6 +97,11 @@ def forward_of(trace: Trace) -> Trace:
     return replace(trace, kind="eval", moments=moments)
 
 
+def grown(trace: Trace, factor: float) -> Trace:
+    """Trace with so many times the bytes at every moment."""
+    return _with_bytes(trace, _bytes(trace) * factor, keep_seconds=True)
+
+
 def _with_bytes(
     trace: Trace, most: npt.NDArray[np.float64], *, keep_seconds: bool = False
 ) -> Trace:

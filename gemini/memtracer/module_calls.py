@@ -140,6 +140,23 @@ def _using(
             yield from _using(child, name if child_name == around else below, gather_whole)
 
 
+def blocks_of(module: nn.Module, *, is_listed: bool = False) -> Iterator[nn.Module]:
+    """What a model runs one after the other: members of its lists, and what has no children.
+
+    Nothing inside of a member of a `ModuleList`, or of what is compiled. is_listed: it is a member.
+    """
+    if is_compiled(module):
+        return
+    lists = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if not lists and (is_listed or not any(True for _ in module.children())):
+        yield module
+        return
+    chain = isinstance(module, nn.Sequential)
+    for child in module.children():
+        is_part = chain and not any(isinstance(inner, nn.ModuleList) for inner in child.modules())
+        yield from blocks_of(child, is_listed=lists or is_part)
+
+
 def has_experts(module: nn.Module) -> bool:
     """Whether a module's children run or not by its data: a child is named `experts`."""
     return isinstance(getattr(module, "experts", None), nn.Module)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gemini.memtracer.forecast import envelope
 from gemini.memtracer.trace import Trace
@@ -17,24 +17,30 @@ from gemini.placement.draft import PlanInputs, PlanResult
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import Bandwidths
 from gemini.placement.tiers import Tier
-from gemini.units import format_bytes
+from gemini.units import ChunkId, format_bytes
 
 LOOKS = (2, 4, 8)  # iterations that are looked back at; none rises after one
+
+_KNOWN = {True: "measured", False: "a bound"}
 
 Moved = Mapping[tuple[Tier, Tier], int]  # bytes, by where from and where to
 
 
 def rising(low: Plan, high: Plan) -> Moved:
     """Bytes that live nearer to the device in the second of two plans."""
+    return sum(_rising_by_chunk(low, high).values(), Counter())
+
+
+def _rising_by_chunk(low: Plan, high: Plan) -> dict[ChunkId, Counter[tuple[Tier, Tier]]]:
     order = list(Tier)
-    found: Counter[tuple[Tier, Tier]] = Counter()
+    found: dict[ChunkId, Counter[tuple[Tier, Tier]]] = {}
     for chunk, old, new in zip(low.chunks, low.shards, high.shards, strict=True):
         pairs = [(old.param_home, new.param_home, int(chunk.shard_bytes))]
         for block, was, now in zip(chunk.blocks, old.state_homes, new.state_homes, strict=True):
             pairs.append((was, now, int(block.state_bytes)))
         for was, now, nbytes in pairs:
             if order.index(now) < order.index(was):
-                found[was, now] += nbytes
+                found.setdefault(chunk.id, Counter())[was, now] += nbytes
     return found
 
 
@@ -49,6 +55,17 @@ def price(moved: Moved, links: Bandwidths, *, has_host_tier: bool) -> float:
     return seconds
 
 
+def named(trace: Trace) -> str:
+    """Name of an iteration, for reports."""
+    return f"{trace.kind} iteration" + (f" of {trace.signature}" if trace.signature else "")
+
+
+def iteration_in_words(trace: Trace, *, is_measured: bool) -> str:
+    """An iteration that homes made room for, with what it asks for."""
+    asks = format_bytes(trace.peak_non_model_bytes)
+    return f"{named(trace)}, which asks for {asks} ({_KNOWN[is_measured]})"
+
+
 @dataclass(slots=True)
 class HomeMoves:
     """Moves of homes of one engine so far; `str` is a line for reports."""
@@ -58,24 +75,43 @@ class HomeMoves:
     num_up: int = 0
     up_bytes: int = 0
     last: str = ""  # iteration that the last move down made room for, in words
+    # of a chunk, what left and has not come back: bytes, and for which iteration; the last one last
+    _left: dict[ChunkId, list[tuple[int, str]]] = field(default_factory=dict)
 
-    def down(self, nbytes: int, trace: Trace) -> None:
+    def down(self, plan: Plan, high: Plan, reason: str) -> None:
+        """Note a move to the homes of `plan`, made for an iteration."""
         self.num_down += 1
-        self.down_bytes += nbytes
-        inputs = f" of {trace.signature}" if trace.signature else ""
-        asks = format_bytes(trace.peak_non_model_bytes)
-        self.last = f"{trace.kind} iteration{inputs}, which asks for {asks}"
+        self.last = reason
+        for chunk, moved in _rising_by_chunk(plan, high).items():
+            self.down_bytes += moved.total()
+            self._left.setdefault(chunk, []).append((moved.total(), reason))
 
-    def up(self, nbytes: int) -> None:
+    def up(self, low: Plan, plan: Plan) -> None:
+        """Note a move to the homes of `plan`: what left last comes back first."""
         self.num_up += 1
-        self.up_bytes += nbytes
+        for chunk, moved in _rising_by_chunk(low, plan).items():
+            back = moved.total()
+            self.up_bytes += back
+            left = self._left.get(chunk, [])
+            while left and back:
+                nbytes, reason = left.pop()
+                if nbytes > back:
+                    left.append((nbytes - back, reason))
+                back -= min(back, nbytes)
+
+    def why(self, chunk: ChunkId) -> list[str]:
+        """Lines on what of a chunk has left, and for which iterations."""
+        return [
+            f"left: {format_bytes(nbytes)}, for: {reason}"
+            for nbytes, reason in self._left.get(chunk, ())
+        ]
 
     def __str__(self) -> str:
         down = (
             f"{self.num_down} down {format_bytes(self.down_bytes)}" if self.num_down else "0 down"
         )
         up = f"{self.num_up} up {format_bytes(self.up_bytes)}" if self.num_up else "0 up"
-        last = f"; the last one down for a {self.last}" if self.last else ""
+        last = f"; the last one down for {self.last}" if self.last else ""
         return f"moves {down}, {up}{last}"
 
 

@@ -40,7 +40,7 @@ class Training:
 
     batch, seq: sequences of a rank in one forward, and their tokens.
     accumulate: forwards and backwards before a step.
-    lora: rank of adapters; 0 trains the whole model.
+    lora: rank of adapters; 0 trains the whole model. lora_targets: as `models.adapters_of`.
     quantize: of the base under adapters: one of `quantised.KINDS`; None leaves it in 16 bits.
     precision: of `DTYPES`. optimizer: of `LAYOUTS`. state: as `HybridAdam` takes it.
     nvme_fraction: of the optimizer's state, at least, on NVMe.
@@ -68,6 +68,7 @@ class Training:
     quantize: str | None = None
     trust_remote_code: bool = False
     lengths: int = 1
+    lora_targets: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
@@ -120,7 +121,7 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
     if training.checkpointing:
         model = models.checkpointed(model)
     if training.lora:
-        model = models.add_lora(model, training.lora)
+        model = models.add_lora(model, training.lora, training.lora_targets)
     name_experts(model, training.quantize)
     itemsizes = models.itemsizes(model)
     if training.by_trl or (isinstance(what, str) and what.lower() in models.MODELS):
@@ -137,8 +138,10 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
     else:
         activations = constant_activations(sequential_trace(specs), training.activation_bytes)
     trained = sum(spec.numel for spec in specs if spec.trainable)
-    used = models.used_numel(model)
-    gradients = trained if training.lora else used  # those of inputs are computed either way
+    flops = models.flops_of(
+        model, training.seq, checkpointing=training.checkpointing,
+        trained=trained if training.lora else None,
+    )  # fmt: skip
     has_master = training.precision != "fp32"
     state = replace(LAYOUTS[training.optimizer], kind=training.state)
     state = state.with_master() if has_master else state
@@ -161,7 +164,7 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
             training.lora, training.checkpointing, training.nvme_fraction,
             wider_chunks(layout, itemsizes),
             StateBytes(state.bytes_per_element, has_master),
-            float(2 * (2 + training.checkpointing) * used + 2 * gradients),
+            flops,
             training.update, training.ema, *models.experts_of(model), other,
             state.splits(WEIGHT_DTYPE), training.quantize,
             models.products_of(model) if has_master else 0, training.lengths,

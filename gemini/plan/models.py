@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,28 +145,29 @@ def maker(what: str | Path, *, trust_remote_code: bool = False) -> Callable[[], 
     return lambda: getattr(transformers, model_class)(config)
 
 
-def add_lora(model: nn.Module, rank: int) -> nn.Module:
+def add_lora(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> nn.Module:
     """The model with PEFT's LoRA adapters of `rank`, all else frozen: see `adapters_of`."""
-    return _meta(lambda: adapted(model, rank))
+    return _meta(lambda: adapted(model, rank, targets))
 
 
-def adapters_of(model: nn.Module, rank: int) -> Any:
-    """Make a `peft.LoraConfig` for all linear layers but the head; for no layer whose name one of
-    the experts' has."""
+def adapters_of(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> Any:
+    """Make a `peft.LoraConfig` for layers by the ends of their names; by default for all linear
+    layers but the head, and for no layer whose name one of the experts' has."""
     try:
         import peft
     except ImportError as error:
         raise ValueError("LoRA needs the package peft; pip install peft") from error
     return peft.LoraConfig(
-        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=_linear_layers(model),
+        r=rank, lora_alpha=2 * rank, lora_dropout=0.0,
+        target_modules=_linear_layers(model) if targets is None else [*targets],
         task_type="CAUSAL_LM" if hasattr(model, "generate") else None,
     )  # fmt: skip
 
 
-def adapted(model: nn.Module, rank: int) -> Any:
+def adapted(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> Any:
     """Add adapters, see `adapters_of`. Inputs of a checkpointed model ask for gradients, as
     trainers have it."""
-    config = adapters_of(model, rank)
+    config = adapters_of(model, rank, targets)
     import peft
 
     found: Any = peft.get_peft_model(model, config)  # type: ignore[arg-type]
@@ -234,12 +235,65 @@ def products_of(model: nn.Module) -> int:
 
 
 def used_numel(model: nn.Module) -> int:
-    """Elements that compute with a token: of experts, as many as it is sent to."""
+    """Elements of matrices that a token is multiplied by: of experts, of as many as it is sent to.
+
+    Embeddings are looked up, but where the head multiplies by them too.
+    """
     _, share = experts_of(model)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    layers = (m for m in model.modules() if not isinstance(m, nn.Embedding))
+    tables -= {id(getattr(layer, "weight", None)) for layer in layers}
     return sum(
         round(param.numel() * (share if ".experts." in name else 1))
         for name, param in model.named_parameters()
+        if param.dim() > 1 and id(param) not in tables
     )
+
+
+def flops_of(model: nn.Module, seq: int, *, checkpointing: bool, trained: int | None) -> float:
+    """Operations of one token, in forward and backward of a sequence of `seq`.
+
+    trained: elements of matrices whose gradients are computed; None: of all.
+    """
+    used, attention = used_numel(model), _attention_flops(model, seq)
+    is_eager = getattr(getattr(model, "config", None), "_attn_implementation", "eager") == "eager"
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    again = 2 * used + attention - (0 if head is None else 2 * head.weight.numel())
+    weights = used if trained is None else trained
+    # two products more for each of forward; a kernel computes the scores again
+    backward = 2 * used + 2 * weights + attention * (2 if is_eager else 2.5)
+    return 2 * used + attention + checkpointing * again + backward
+
+
+def _attention_flops(model: nn.Module, seq: int) -> float:
+    """Operations of one token's queries with all keys of its sequence, in forward: scores, and sums
+    of values.
+
+    A kernel that knows of a causal mask computes half of them. One that is given the mask computes
+    all: eager attention, a window that is shorter than the sequence, encoders and their decoders.
+    """
+    config: Any = getattr(model, "config", None)
+    may_skip = getattr(config, "_attn_implementation", "eager") != "eager"
+    may_skip &= not getattr(config, "is_encoder_decoder", False)
+    flops = 0.0
+    for module in model.modules():
+        if getattr(module, "is_causal", None) is None:
+            continue
+        num_heads = _first_of((module, config), "num_attention_heads", "num_heads", "n_heads")
+        keys = _first_of(
+            (module,), "qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim"
+        )
+        values = getattr(module, "v_head_dim", keys)
+        window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
+        skips = may_skip and module.is_causal and (window is None or window >= seq)
+        flops += 2 * seq * num_heads * (keys + values) / (2 if skips else 1)
+    return flops
+
+
+def _first_of(owners: Sequence[Any], *names: str) -> int:
+    """First attribute that is there; 0: none is, as in a layer that nobody has seen."""
+    found = (getattr(owner, name, None) for owner in owners for name in names)
+    return next((number for number in found if isinstance(number, int)), 0)
 
 
 def itemsizes(model: nn.Module) -> list[int]:

@@ -19,13 +19,14 @@ from gemini.units import parse_bytes
 # fields that may change when a run goes on: where and how it computes, not what
 OF_THE_MACHINE = (
     "out", "device_mem", "host_mem", "nvme", "checkpointing", "update", "save_every", "keep",
-    "log_every", "samples", "sample_tokens", "report_to", "trust_remote_code",
+    "log_every", "samples", "sample_tokens", "report_to", "trust_remote_code", "reward",
 )  # fmt: skip
 # no key of a YAML file, which may be anybody's: only who types a command lets code run
-OF_THE_COMMAND = ("trust_remote_code",)
+OF_THE_COMMAND = ("trust_remote_code", "reward")
 
 ANSWERS = "answers"
 LOSSES = (ANSWERS, "all")
+METHODS = ("sft", "dpo", "grpo")
 _MOST = 1 << 32
 
 # names of Trainer's, trl's and other tools' configs -> ours
@@ -43,6 +44,8 @@ ELSEWHERE = {
     "save_steps": "save_every", "save_total_limit": "keep", "logging_steps": "log_every",
     "eval_steps": "save_every", "lora_r": "lora", "lora_rank": "lora", "r": "lora",
     "load_in_4bit": "quantize", "load_in_8bit": "quantize", "sample_packing": "packing",
+    "lora_target_modules": "lora_targets", "target_modules": "lora_targets",
+    "num_generations": "completions", "reward_funcs": "reward", "rl": "method",
     "streaming": "stream", "interleave_probs": "weights", "assistant_only_loss": "loss",
     "train_on_inputs": "loss", "completion_only_loss": "loss",
 }  # fmt: skip
@@ -67,11 +70,21 @@ class TrainConfig:
     weights: str | None = _says(None, "3,1: shares of the sources of --data in each batch")
     stream: bool = _says(False, "--data is read while it trains, for --steps")
     loss: str = _says(ANSWERS, "answers: of chats and completions; all: prompts as well")
+    from_scratch: bool = _says(False, "new weights for the config of --model, for pretraining")
+    method: str = _says("sft", "sft, dpo (pairs, with --lora) or grpo (prompts and a --reward)")
+    beta: float | None = _says(None, "weight of the reference in dpo and grpo; by default trl's")
+    reward: str | None = _says(
+        None, "FILE.py:FUNCTION of grpo, which is run. No key of config.yaml"
+    )
+    completions: int = _says(8, "of each prompt in grpo, half of --seq long at most")
     out: str = _says("", "a folder: checkpoints, report.html, and at the end the model")
     device_mem: str | None = _says(None, "22GiB, of each device; by default most of what is left")
     host_mem: str | None = _says(None, "48GiB, of each node; by default most of what is left")
     nvme: str | None = _says(None, "a folder on a fast disk; without one nothing goes to files")
     lora: int = _says(0, "rank of LoRA adapters on all linear layers; 0 trains the whole model")
+    lora_alpha: float | None = _says(None, "scale of the adapters; by default twice their rank")
+    lora_dropout: float = _says(0.0, "share of the adapters' inputs that is dropped")
+    lora_targets: str | None = _says(None, "q_proj,v_proj: layers by the ends of their names")
     quantize: str | None = _says(None, "nf4 or int8, of the frozen weights under LoRA")
     optim: str = _says("adamw_torch", "adamw_torch, sgd, lion_32bit ..., as Trainer's optim")
     update: str = _says(
@@ -111,6 +124,7 @@ class TrainConfig:
             _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in (
             "seq", "batch", "accumulate", "save_every", "keep", "log_every", "sample_tokens",
+            "completions",
         ):  # fmt: skip
             _check(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         _check(self.held_out < 1, "held_out", self.held_out, "a share below 1")
@@ -120,6 +134,13 @@ class TrainConfig:
             self.update in (*UPDATES, AUTO), "update", self.update, f"{AUTO}, {', '.join(UPDATES)}"
         )
         _check(self.loss in LOSSES, "loss", self.loss, " or ".join(LOSSES))
+        _check(self.method in METHODS, "method", self.method, ", ".join(METHODS))
+        if self.method == "dpo":  # whose reference is the base, with its adapters off
+            _check(self.lora > 0, "method", "dpo", "--lora with it: the reference is the base")
+        if self.from_scratch:
+            _check(not self.lora, "lora", self.lora, "0 with --from-scratch: nothing is frozen")
+        _check(self.method == "sft" or not self.packing, "packing", True, "--method sft with it")
+        _check(0 <= self.lora_dropout < 1, "lora_dropout", self.lora_dropout, "a share below 1")
         if self.stream:
             _check(self.steps > 0, "steps", self.steps, "1 or more with --stream, which has no end")
         if self.quantize is not None:
@@ -128,6 +149,12 @@ class TrainConfig:
         for name in ("device_mem", "host_mem"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name))
+
+    @property
+    def targets(self) -> tuple[str, ...] | None:
+        """Ends of the names of adapted layers; None: all linear ones."""
+        given = self.lora_targets
+        return None if given is None else tuple(one.strip() for one in given.split(","))
 
     def batch_of_rank(self, world_size: int) -> int:
         """Sequences of one rank's forward. Raises ValueError if ranks do not divide the batch."""
@@ -181,10 +208,12 @@ def parse(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
 
 
 def check(config: TrainConfig) -> None:
-    """Raise ValueError for a missing model, data or output folder."""
+    """Raise ValueError for a missing model, data, output folder or reward."""
     for name in ("model", "data", "out"):
         if not getattr(config, name):
             raise ValueError(f"no {_flag(name)}; expected it as a flag, or as a key in the YAML")
+    if config.method == "grpo":
+        _check(config.reward is not None, "method", "grpo", "--reward FILE.py:FUNCTION with it")
 
 
 def _as_flags(path: Path) -> list[str]:

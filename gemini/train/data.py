@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from .config import ANSWERS, TrainConfig
-from .rows import ALSO, RowForm, checked, converted, look_at
+from .rows import ALSO, Asked, RowForm, checked, converted, has_template, look_at
 from .sources import JSON, Source, sources_of, weights_of
 from .tokens import MASK, Answers, has_answer, has_completion
 
@@ -41,7 +41,7 @@ class Data:
 
     def _prompt(self, row: dict[str, Any], tokenizer: Any) -> list[int]:
         prompt, kind = row[self.form.keys[0]], self.form.kind
-        if kind == "chat":
+        if kind in ("chat", "pair") and isinstance(prompt, list):
             said = [i for i, message in enumerate(prompt) if message["role"] == "assistant"]
             prompt = prompt[: said[-1]] if any(said) else prompt
         is_chat = isinstance(prompt, list)
@@ -106,8 +106,8 @@ class _Loader:
         self._config, self._tokenizer = config, tokenizer
         self.form: RowForm | None = None
         self._first = ""  # source with that row
-        is_asked = config.loss == ANSWERS and bool(getattr(tokenizer, "chat_template", None))
-        self._answers = Answers(tokenizer) if is_asked else None
+        marks = config.method == "sft" and config.loss == ANSWERS and has_template(tokenizer)
+        self._asked = Asked(config.method, Answers(tokenizer) if marks else None)
 
     def load(self, given: str, flag: str) -> list[Any]:
         """Rows of each source, with the keys that are trained on."""
@@ -120,7 +120,7 @@ class _Loader:
         if is_stream or source.reader != JSON:
             rows = source.load(flag, streaming=is_stream)
         seen = [(source.name, islice(rows, 1))] if is_stream else source.parts(rows)
-        form = look_at(seen, flag, self._tokenizer, self._answers)
+        form = look_at(seen, flag, self._tokenizer, self._asked)
         if self.form is None:
             self.form, self._first = form, f"{flag} {source.name}"
         elif form != self.form:
@@ -131,7 +131,8 @@ class _Loader:
         rows = source.load(flag, streaming=False) if rows is None else rows
         # a column such as input_ids or prompt has a meaning of its own for trl
         named = list(next(iter(rows)))
-        kept = (*form.keys, *ALSO)
+        # a reward is asked with all columns
+        kept = named if form.kind == "question" else (*form.keys, *ALSO)
         others = [key for key in named if key not in kept]
         if is_stream:
             return rows.map(
@@ -143,12 +144,12 @@ class _Loader:
         return rows.select_columns([key for key in rows.column_names if key in kept])
 
     def _convert(self, row: dict[str, Any]) -> dict[str, Any]:
-        return converted(row, self._tokenizer)
+        return converted(row, self._tokenizer, self._config.method)
 
     def _look_and_convert(self, row: dict[str, Any], index: int, name: str) -> dict[str, Any]:
         flag, number = "--data", index + 1
         try:
-            checked(row, self.form, self._tokenizer, self._answers)
+            checked(row, self.form, self._tokenizer, self._asked)
         except ValueError as wrong:
             raise ValueError(f"{flag} {name} row {number}: {wrong}") from None
         return self._convert(row)
@@ -158,8 +159,9 @@ class _Loader:
         added to `said`."""
         form, seq, tokenizer = self.form, self._config.seq, self._tokenizer
         assert form is not None
-        if form.kind == "chat" and self._answers is not None:
-            rows = rows.map(self._answers.mark, **_described(rows, "Marking answers"))
+        answers = self._asked.answers
+        if form.kind == "chat" and answers is not None:
+            rows = rows.map(answers.mark, **_described(rows, "Marking answers"))
             found = rows.filter(
                 has_answer, batched=True, input_columns=MASK, fn_kwargs={"seq": seq},
                 **_described(rows, "Measuring answers"),

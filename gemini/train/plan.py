@@ -32,9 +32,10 @@ def training_of(config: TrainConfig, world_size: int) -> Training:
     """Training that a config describes. Raises ValueError if ranks do not divide the batch."""
     usual = ("adamw", "8bit" if "8bit" in config.optim else "fp32")
     optimizer, state = _OPTIMIZER.get(config.optim, usual)
+    sequences = 2 if config.method == "dpo" else 1  # of a pair
     return Training(
-        batch=config.batch_of_rank(world_size), seq=config.seq, lora=config.lora,
-        quantize=config.quantize,
+        batch=config.batch_of_rank(world_size) * sequences, seq=config.seq, lora=config.lora,
+        lora_targets=config.targets, quantize=config.quantize,
         checkpointing=config.checkpointing, optimizer=optimizer, state=state,
         accumulate=config.accumulate, update=config.update, by_trl=True,
         trust_remote_code=config.trust_remote_code,

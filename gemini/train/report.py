@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .config import TrainConfig
+
 Log = Sequence[Mapping[str, Any]]  # of Trainer's state: one entry each time that it logs
 _PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font: 16px sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }}
@@ -39,6 +41,28 @@ def write_report(
     parts.append(_text("config.yaml", config))
     # a continuation may end in half of a character, which utf-8 does not have
     path.write_text("\n".join(parts), encoding="utf-8", errors="backslashreplace")
+
+
+def card(settings: TrainConfig, eval_loss: float | None, *, config: str) -> str:
+    """Model card of a run's result: what it was made of, and how it is read."""
+    base = settings.model
+    hub = not Path(base).exists()
+    head = ["---", *([f"base_model: {base}"] if hub else []),
+            f"library_name: {'peft' if settings.lora else 'transformers'}",
+            f"tags: [gemini, {settings.method}]", "---"]  # fmt: skip
+    how = {"sft": "fine-tuned", "dpo": "trained by DPO", "grpo": "trained by GRPO"}
+    how["sft"] = "trained from scratch" if settings.from_scratch else how["sft"]
+    what = f"LoRA adapters of rank {settings.lora}" if settings.lora else "All weights"
+    loss = "" if eval_loss is None else f" Loss on held-out rows: {eval_loss:.4f}."
+    kind = "AutoPeftModelForCausalLM" if settings.lora else "AutoModelForCausalLM"
+    return "\n".join([
+        *head, "", f"# {Path(settings.out).name}", "",
+        f"{what} of `{base}`, {how[settings.method]} on `{settings.data}`.{loss}", "",
+        "```python",
+        f"from {'peft' if settings.lora else 'transformers'} import {kind}", "",
+        f'model = {kind}.from_pretrained("{settings.out}")',
+        "```", "", "Settings:", "", "```yaml", config.rstrip(), "```", "",
+    ])  # fmt: skip
 
 
 def _text(title: str, text: str) -> str:

@@ -15,10 +15,24 @@ from typing import Any
 
 from .tokens import Answers, tools_of
 
-KINDS = {"text": ("text",), "prompt": ("prompt", "completion"), "chat": ("messages",)}
+KINDS = {
+    "text": ("text",),
+    "prompt": ("prompt", "completion"),
+    "chat": ("messages",),
+    "preference": ("prompt", "chosen", "rejected"),
+    "pair": ("chosen", "rejected"),
+    "question": ("prompt",),
+}
+TAKEN = {  # kinds, by --method; the first whose keys a row has
+    "sft": ("text", "prompt", "chat"), "dpo": ("preference", "pair"), "grpo": ("question",),
+}  # fmt: skip
 ALSO = ("tools", "chat_template_kwargs")  # keys that chat templates take
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-EXPECTED = "text, prompt and completion, or messages"
+EXPECTED = {
+    "sft": "text, prompt and completion, or messages",
+    "dpo": "prompt, chosen and rejected, or chosen and rejected",
+    "grpo": "a prompt",
+}
 # who speaks in rows of ShareGPT -> roles of chat templates
 _SPEAKERS = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
@@ -31,6 +45,21 @@ _OPENERS: dict[bytes, Callable[..., Any]] = {
     b"BZh": bz2.open,
     b"\xfd7zXZ": lzma.open,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked of rows: to be of `--method`.
+
+    answers: of chats, if they alone are trained on.
+    """
+
+    method: str = "sft"
+    answers: Answers | None = None
+
+    @property
+    def expected(self) -> str:
+        return EXPECTED[self.method]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +83,9 @@ def look_at(
     parts: Iterable[tuple[str, Iterable[Any]]],
     flag: str,
     tokenizer: Any,
-    answers: Answers | None = None,
+    asked: Asked = Asked(),
 ) -> RowForm:
     """Look at every row of named parts, such as files; returns what all of them are.
-
-    answers: what is trained on of a chat; None is all of it.
 
     Raises ValueError for the first row that cannot be trained on, with its part, number and key,
     and for parts without rows.
@@ -70,13 +97,13 @@ def look_at(
         each = iter(rows)
         for number in itertools.count(1):
             try:
-                form = checked(next(each), form, tokenizer, answers)
+                form = checked(next(each), form, tokenizer, asked)
             except StopIteration:
                 break
             except RecursionError:
                 raise ValueError(
                     f"{flag} {name} row {number}: is nested too deep; expected one object with "
-                    f"{EXPECTED}"
+                    f"{asked.expected}"
                 ) from None
             except ValueError as wrong:
                 raise ValueError(f"{flag} {name} row {number}: {wrong}") from None
@@ -123,12 +150,16 @@ def _parsed(line: bytes) -> Any:
         raise ValueError(f"is no JSON ({error}); expected one object a line") from None
 
 
-def converted(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def converted(row: dict[str, Any], tokenizer: Any, method: str = "sft") -> dict[str, Any]:
     """Row as trl takes it, of one with the keys of Alpaca or ShareGPT; any other as it is.
 
     Alpaca's is a chat if the tokenizer has a template, and otherwise a prompt and its completion.
     """
-    if any(all(k in row for k in keys) for kind, keys in KINDS.items() if kind != "text"):
+    if method != "sft":
+        if isinstance(row.get("prompt"), str) and isinstance(row.get("chosen"), list):
+            return {key: row[key] for key in row if key != "prompt"}  # both chats begin with it
+        return row
+    if any(all(k in row for k in KINDS[kind]) for kind in ("prompt", "chat")):
         return row
     if "conversations" in row:
         return _with_system(row, [*map(_spoken, _said(row["conversations"]))])
@@ -173,17 +204,16 @@ def _with_system(row: dict[str, Any], messages: list[Any]) -> dict[str, Any]:
     return {"messages": system + messages, **{key: row[key] for key in ALSO if key in row}}
 
 
-def checked(
-    row: Any, form: RowForm | None, tokenizer: Any, answers: Answers | None = None
-) -> RowForm:
+def checked(row: Any, form: RowForm | None, tokenizer: Any, asked: Asked = Asked()) -> RowForm:
     """RowForm of a row, which is that of the rows before. Raises ValueError."""
     if not isinstance(row, dict):
-        raise ValueError(f"is {_named(row)}; expected an object with {EXPECTED}")
-    row = converted(row, tokenizer)
+        raise ValueError(f"is {_named(row)}; expected an object with {asked.expected}")
+    row = converted(row, tokenizer, asked.method)
     if form is None:
-        kind = next((one for one, keys in KINDS.items() if all(k in row for k in keys)), None)
+        kinds = TAKEN[asked.method]
+        kind = next((one for one in kinds if all(k in row for k in KINDS[one])), None)
         if kind is None:
-            raise ValueError(_unknown(row))
+            raise ValueError(_unknown(row, asked))
         is_chat = kind == "chat" or isinstance(row[KINDS[kind][0]], list)
         form = RowForm(kind, is_chat)
         if form.is_chat and not has_template(tokenizer):
@@ -200,20 +230,18 @@ def checked(
     _check_characters(row)
     if form.is_chat:
         _check_template(row, form, tokenizer)
-    if form.kind == "chat" and answers is not None:
-        answers.check(row)
+    if form.kind == "chat" and asked.answers is not None:
+        asked.answers.check(row)
     return form
 
 
-def _unknown(row: dict[str, Any]) -> str:
-    has = _listed(row)
-    half = [k for keys in KINDS.values() for k in keys if k in row]
-    missing = [
-        k for keys in KINDS.values() if half and half[0] in keys for k in keys if k not in row
-    ]
+def _unknown(row: dict[str, Any], asked: Asked) -> str:
+    has, taken = _listed(row), [KINDS[kind] for kind in TAKEN[asked.method]]
+    half = [k for keys in taken for k in keys if k in row]
+    missing = [k for keys in taken if half and half[0] in keys for k in keys if k not in row]
     if missing:
-        return f"has {has}, and no {missing[0]}; expected {EXPECTED}"
-    return f"has rows with {has}; expected {EXPECTED}"
+        return f"has {has}, and no {missing[0]}; expected {asked.expected}"
+    return f"has rows with {has}; expected {asked.expected}"
 
 
 def _check_value(key: str, value: Any, form: RowForm, tokenizer: Any) -> None:
@@ -225,7 +253,8 @@ def _check_value(key: str, value: Any, form: RowForm, tokenizer: Any) -> None:
         return
     if not isinstance(value, str):
         raise ValueError(f"{key} is {_named(value)}; expected a text")
-    if not value and key != "prompt":  # a prompt may be empty: the completion is trained on
+    # a prompt may be empty if a completion is trained on
+    if not value and (key != "prompt" or form.kind == "question"):
         raise ValueError(f"{key} is empty; expected a text to train on")
 
 
@@ -260,9 +289,13 @@ def _is_encoded(row: dict[str, Any]) -> bool:
 
 
 def _check_template(row: dict[str, Any], form: RowForm, tokenizer: Any) -> None:
-    messages = [message for key in form.keys for message in row[key]]
+    chats = [[message for key in form.keys for message in row[key]]]
+    if "chosen" in form.keys:
+        prompt = row["prompt"] if form.kind == "preference" else []
+        chats = [prompt + row[key] for key in ("chosen", "rejected")]
     try:
-        tokenizer.apply_chat_template(messages, tokenize=False, tools=tools_of(row))
+        for messages in chats:
+            tokenizer.apply_chat_template(messages, tokenize=False, tools=tools_of(row))
     except Exception as error:  # a template raises whatever it likes
         said = f"{type(error).__name__}: {error}".replace("\n", " ")
         keys = " and ".join(form.keys)

@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from gemini.checkpoint.pretrained import check_readable, downloaded, load_pretrained
+from gemini.ddp import GeminiDDP
 from gemini.nvme import NvmeError
 from gemini.plan.ask import plan_for
-from gemini.plan.models import adapters_of, build
+from gemini.plan.models import adapters_of, build, maker
 from gemini.plan.words import five_lines
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import everyone
+from gemini.runtime.wrap.materialise import init_empty
 
 from .config import TrainConfig, as_yaml, check, parse, parser, read_config
 
-CONFIG, REPORT = "config.yaml", "report.html"
+CONFIG, REPORT, CARD = "config.yaml", "report.html", "README.md"
 PRECISION = "bf16"
 T = TypeVar("T")
 log = logging.getLogger("gemini")
@@ -82,10 +83,19 @@ class Job:
         samples = self._attempt("samples", self._samples) or []
         if self.comm.rank:
             return
+        self._attempt(CARD, self._write_card)
         for prompt, answer in samples:
             _say(f"\n{prompt}\n--> {answer}\n")
         written = f", {self.out / REPORT}" if self.report(samples) else ""
         _say(f"\nwritten: {self.out} (from_pretrained reads it){written}\n")
+
+    def _write_card(self) -> None:
+        from .report import card
+
+        losses = [entry["eval_loss"] for entry in self.trainer.state.log_history
+                  if "eval_loss" in entry]  # fmt: skip
+        text = card(self.config, losses[-1] if losses else None, config=as_yaml(self.config))
+        (self.out / CARD).write_text(text, encoding="utf-8")
 
     def report(self, samples: Sequence[tuple[str, str]] = ()) -> bool:
         """Write the report; returns whether it was written. A report that cannot be is told."""
@@ -139,9 +149,10 @@ def prepare(config: TrainConfig) -> Job:
     from .data import load
     from .inputs import check_fit, check_inputs, check_packing, read_tokenizer
     from .plan import hardware, training_of
-    from .trainer import TuningTrainer, arguments, last_checkpoint
+    from .trainer import arguments, last_checkpoint, make_trainer, reward_of
 
     check_inputs(config)
+    reward = {} if config.reward is None else {"reward_funcs": reward_of(config.reward)}
     out = Path(config.out)
     resumed_from = last_checkpoint(out)
     if resumed_from is not None:
@@ -162,7 +173,8 @@ def prepare(config: TrainConfig) -> Job:
     with args.main_process_first():  # which leaves its rows to the others
         data = load(config, tokenizer)
     # of a text nothing is lost; of the rest what --seq cuts without --packing
-    args.packing_strategy = "bfd_split" if data.form.kind == "text" else "bfd"
+    if config.packing:
+        args.packing_strategy = "bfd_split" if data.form.kind == "text" else "bfd"
     if comm.rank == 0:
         sys.stdout.writelines(f"{line}\n" for line in (*said, *data.said))
     machine = hardware(config, comm, torch.device(args.device))
@@ -178,10 +190,11 @@ def prepare(config: TrainConfig) -> Job:
         (out / CONFIG).write_text(as_yaml(config), encoding="utf-8")
     asked = planned.asked
     options = {"placement_policy": asked.policy, "trace": asked.trace, "update": asked.update}
-    model = _loaded_model(folder, config, options)
-    trainer = TuningTrainer(
-        model, args, train_dataset=data.train, eval_dataset=data.held_out,
-        processing_class=tokenizer,
+    made = _new_model if config.from_scratch else _loaded_model
+    model = made(folder, config, options)
+    trainer = make_trainer(
+        config, model, args, train_dataset=data.train, eval_dataset=data.held_out,
+        processing_class=tokenizer, **reward,
     )  # fmt: skip
     job = Job(config, trainer, data, tokenizer, plan, resumed_from, comm, positions)
     if comm.rank == 0:
@@ -200,17 +213,28 @@ def check_same_run(config: TrainConfig, out: Path) -> None:
         )
 
 
-def _loaded_model(folder: Path, config: TrainConfig, options: dict[str, Any]) -> nn.Module:
+def _loaded_model(folder: Path, config: TrainConfig, options: dict[str, Any]) -> GeminiDDP:
     """Wrapped model with weights and adapters, which is never whole in memory. All ranks call."""
     trusts = config.trust_remote_code
     adapters = None
     if config.lora:
-        adapters = adapters_of(build(folder, trust_remote_code=trusts), config.lora)
+        adapters = adapters_of(build(folder, trust_remote_code=trusts), config.lora, config.targets)
+        adapters.lora_alpha = config.lora_alpha or adapters.lora_alpha
+        adapters.lora_dropout = config.lora_dropout
     torch.manual_seed(config.seed)  # the same adapters on all ranks
     return load_pretrained(
         folder, quantize=config.quantize, lora=adapters, precision=PRECISION,
         force_outputs_fp32=True, trust_remote_code=trusts, **options,
     )  # fmt: skip
+
+
+def _new_model(folder: Path, config: TrainConfig, options: dict[str, Any]) -> GeminiDDP:
+    """Wrapped model with new weights, which is never whole in memory. All ranks call."""
+    with init_empty():
+        module = maker(folder, trust_remote_code=config.trust_remote_code)()
+    module.tie_weights()
+    torch.manual_seed(config.seed)  # the same weights on all ranks
+    return GeminiDDP(module, precision=PRECISION, force_outputs_fp32=True, **options)
 
 
 def printable(text: str) -> str:

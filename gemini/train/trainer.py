@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import runpy
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from torch import nn
 from transformers import TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
 from gemini import strangers
+from gemini.ddp import GeminiDDP
 from gemini.integrations.transformers import CHECKPOINT, GeminiTrainerMixin
 from gemini.metrics import Metrics
 
@@ -69,28 +75,29 @@ class PackedRows(DataCollatorForLanguageModeling):  # type: ignore[misc]
         return found
 
 
-class TuningTrainer(GeminiTrainerMixin, SFTTrainer):  # type: ignore[misc]
-    """Trainer `SFTTrainer` with the mixin, whose log also has seconds and memory."""
+class Tuning(GeminiTrainerMixin):
+    """Mixin whose log also has seconds and memory."""
 
-    args: SFTConfig
+    _metrics: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._clock = Clock()
         self._numbers: Metrics | None = None
         super().__init__(*args, callbacks=[self._clock], **kwargs)
-        own: Any = self.data_collator
-        if self.args.packing:
-            # rows stay apart: trl's own is one row of a whole batch, with a mask of its square
-            self.data_collator = PackedRows(
-                own.pad_token_id, return_position_ids=True,
-                pad_to_multiple_of=self.args.max_length,
-            )  # fmt: skip
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """Write none: trl's names the model after the folder of checkpoints, and its base None."""
+
+    def _save_beside(self, folder: Path) -> None:
+        super()._save_beside(folder)
+        if self.args.should_save:  # a pickle of what config.yaml says
+            (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             seconds = self._clock.take()
             logs["seconds"] = sum(seconds.values())
-            if self.args.packing:  # which trl counts of one row
+            if getattr(self.args, "packing", False):  # which trl counts of one row
                 self._metrics["train"].pop("num_tokens", None)
         super().log(logs, start_time)
         if "loss" in logs:  # for the report, and not for the screen
@@ -99,18 +106,74 @@ class TuningTrainer(GeminiTrainerMixin, SFTTrainer):  # type: ignore[misc]
             self.state.log_history[-1].update(**seconds, **self._numbers.as_dict())
 
 
-def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> SFTConfig:
+class TuningTrainer(Tuning, SFTTrainer):  # type: ignore[misc]
+    """Trainer `SFTTrainer`, whose packed documents do not see each other."""
+
+    args: SFTConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        own: Any = self.data_collator
+        if self.args.packing:
+            # rows stay apart: trl's own is one row of a whole batch, with a mask of its square
+            self.data_collator = PackedRows(
+                own.pad_token_id, return_position_ids=True,
+                pad_to_multiple_of=self.args.max_length,
+            )  # fmt: skip
+
+
+@contextmanager
+def _base_as_reference(model: nn.Module) -> Iterator[None]:
+    """Keep trl from copying the adapters of a model as its reference: they are new, so the base
+    with adapters off is the same."""
+    made: Any = model
+    nothing = SimpleNamespace(data=SimpleNamespace(copy_=lambda _: None))
+    made.add_adapter, made.get_parameter = lambda *_: None, lambda _: nothing
+    try:
+        yield
+    finally:
+        del made.add_adapter, made.get_parameter
+
+
+def make_trainer(config: TrainConfig, model: GeminiDDP, args: Any, **given: Any) -> Any:
+    """Trainer of trl for `--method`; that of grpo takes `reward_funcs`."""
+    if config.method == "sft":
+        return TuningTrainer(model, args, **given)
+    base: Any
+    if config.method == "dpo":
+        from trl.trainer.dpo_trainer import DPOTrainer as base
+    else:
+        from trl.trainer.grpo_trainer import GRPOTrainer as base
+    kind: Any = type(f"Tuning{base.__name__}", (Tuning, base), {})
+    with _base_as_reference(model.module) if config.lora else nullcontext():
+        return kind(model, args=args, **given)
+
+
+def reward_of(given: str) -> Callable[..., list[float]]:
+    """Function of a file, `FILE.py:FUNCTION`, which is run. Raises ValueError if there is none."""
+    file, _, name = given.rpartition(":")
+    try:
+        found = runpy.run_path(file)[name]
+    except (OSError, KeyError, SyntaxError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"--reward {given} cannot be read ({said}); expected FILE.py:FUNCTION"
+        ) from None
+    if not callable(found):
+        raise ValueError(f"--reward {given} is no function; expected one that takes completions")
+    made: Callable[..., list[float]] = found
+    return made
+
+
+def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> Any:
     """Arguments of trl for a config. Raises ValueError if ranks do not divide the batch."""
     batch = config.batch_of_rank(world_size)
     evaluates = bool(config.held_out or config.eval_data)
-    return SFTConfig(
+    common = dict[str, Any](
         output_dir=str(Path(config.out) / "checkpoints"),
         per_device_train_batch_size=batch,
         per_device_eval_batch_size=batch,
         gradient_accumulation_steps=config.accumulate,
-        max_length=config.seq,
-        packing=config.packing,
-        completion_only_loss=None if config.loss == ANSWERS else False,
         pad_to_multiple_of=-(-config.seq // PADDED_PARTS),
         gradient_checkpointing=config.checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if config.checkpointing else None,
@@ -135,6 +198,21 @@ def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> SFTConfi
         report_to=config.report_to,
         trust_remote_code=config.trust_remote_code,
         dataloader_pin_memory=not on_cpu,
+    )
+    if config.method == "sft":
+        return SFTConfig(
+            max_length=config.seq, packing=config.packing,
+            completion_only_loss=None if config.loss == ANSWERS else False, **common,
+        )  # fmt: skip
+    common |= {} if config.beta is None else {"beta": config.beta}
+    if config.method == "dpo":
+        from trl.trainer.dpo_config import DPOConfig
+
+        return DPOConfig(max_length=config.seq, **common)
+    from trl.trainer.grpo_config import GRPOConfig
+
+    return GRPOConfig(
+        max_completion_length=max(1, config.seq // 2), num_generations=config.completions, **common
     )
 
 

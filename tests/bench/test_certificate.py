@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.certificate import FAMILIES, Draw, is_met, summary
+from bench.certificate import FAMILIES, LARGE, Draw, is_met, summary
 
 pytestmark = pytest.mark.ci  # imports transformers
 
@@ -13,12 +13,21 @@ def test_draws_are_the_same_for_the_same_numbers_and_have_all_kinds():
     assert {draw.family for draw in draws} == set(FAMILIES)
     for name in ("lora", "checkpointing", "nvme_fraction", "budget"):
         assert len({bool(getattr(draw, name)) for draw in draws}) == 2
+    assert {len({*draw.lengths}) for draw in draws} == {1, 2, 3}
+    assert all(max(draw.lengths) == draw.seq for draw in draws)
+    assert {draw.lengths.index(draw.seq) for draw in draws} == {0, 1, 2}
     assert Draw.of(1, 0) != draws[0]
 
 
+def test_half_of_the_draws_have_100_MiB_of_parameters_and_more():
+    large = [draw for draw in (Draw.of(0, n) for n in range(40)) if draw.hidden in LARGE[0]]
+    assert 10 < len(large) < 30
+    sizes = [2 * sum(p.numel() for p in draw.model().parameters()) for draw in large[:8]]
+    assert min(sizes) > 100 << 20
+
+
 def row(took, *, refused=False, killed=False):
-    return {"family": "Llama", "refused": refused, "killed": killed, "took": took, "needs": 100,
-            "library_bytes": 0}  # fmt: skip
+    return {"family": "Llama", "refused": refused, "killed": killed, "took": took, "needs": 100}
 
 
 def test_bars_are_of_killed_slack_and_refused():

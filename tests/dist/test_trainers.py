@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.shared.workers import run_ranks
-from tests.integrations.cases import accelerate_runs, trainer_runs
+from tests.integrations.cases import accelerate_runs, method_runs, trainer_runs
 
 pytestmark = pytest.mark.ci
 TRAINER = {
@@ -57,6 +57,28 @@ def trains(rank, folder, names):
 def test_trainers_losses_norms_rates_and_evaluation_are_ddps(tmp_path, world_size, names):
     for differences, clips in at_ranks(trains, world_size, str(tmp_path), names):
         assert clips and max(differences.values()) < 1e-5, differences
+
+
+def methods(rank, folder):
+    """By method: the largest difference to plain trl's losses and norms, and their least norm."""
+    found = {}
+    for name in method_runs.METHODS:
+        want = method_runs.run(name, Path(folder))
+        got = method_runs.run(name, Path(folder), ours=True)
+        found[name] = ((got - want).abs().max().item(), want[:, 1].min().item())
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_methods_of_trl_train_as_over_ddp(tmp_path, world_size):
+    """Supervised, by preferences, by a reward model, and by rewards of what is generated."""
+    from tests.support.model_folder import make_folder
+
+    make_folder(tmp_path / "model")
+    for found in at_ranks(methods, world_size, str(tmp_path)):
+        assert found.keys() == {"sft", "dpo", "reward", "grpo"}
+        for difference, norm in found.values():
+            assert norm > 0 and difference < 1e-5, found
 
 
 SAVED = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}

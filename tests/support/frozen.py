@@ -1,8 +1,8 @@
 """What users see of doors and options, written down: signatures, and what is said of a value.
 
 python -m tests.support.frozen writes `tests/frozen/*.txt` anew, refusals of the expressions that
-are there. A difference is a change of what users see, and needs its reason. Names that
-docs/from-colossal.md lists have there the signatures that Colossal-AI's documents print.
+are there. A difference is a change of what users see, and needs its reason. Names of Colossal-AI's
+documents have there the signatures that these print.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from gemini.migrate import colossal
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNATURES, REFUSALS = ROOT / "tests/frozen/signatures.txt", ROOT / "tests/frozen/refusals.txt"
@@ -41,14 +43,7 @@ def names() -> Iterator[str]:
             if name[0] != "_" and getattr(found, "__module__", "").startswith(module.__name__):
                 yield f"{module.__name__}.{name}"
     yield from re.findall(r"^::: (\S+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    yield from colossal().values()
-
-
-def colossal() -> dict[str, str]:
-    """Names of ours by those of Colossal-AI, as the page has them."""
-    page = (ROOT / "docs/from-colossal.md").read_text()
-    row = r"^\| `(colossalai[\w.]*)` \| `(gemini[\w.]*)` \|$"
-    return dict(re.findall(row, page, re.MULTILINE))
+    yield from colossal.names().moved.values()
 
 
 def signatures() -> list[str]:

@@ -38,6 +38,9 @@ class MetaBackend(DeviceMemory):
     def monitor(self) -> ProcessMonitor | None:
         return process_monitor()
 
+    def bytes_in_use(self) -> None:
+        return None
+
     def address(self, tensor: Tensor) -> int:
         super().address(tensor)
         key = tensor.untyped_storage()._cdata, tensor.storage_offset()

@@ -112,6 +112,9 @@ class SimBackend:
     def monitor(self) -> SimMonitor:
         return SimMonitor(self)
 
+    def bytes_in_use(self) -> int | None:
+        return self.pages.device_bytes if self.counts_operators else None
+
     def running(self) -> Operators:
         """Context of a program that runs on the device: what its operators make is there."""
         return Operators(self)

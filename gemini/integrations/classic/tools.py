@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 import time
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from gemini.integrations.config import ParallelMode, global_context
 from gemini.integrations.parts import dataloader, rank
+
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 class Timer:
@@ -150,4 +153,9 @@ def spawn(func: Callable[..., None], nprocs: int = 1, **kwargs: Any) -> None:
     if nprocs == 1:
         run(0)
     else:
-        torch.multiprocessing.spawn(run, nprocs=nprocs)  # type: ignore[attr-defined, no-untyped-call]
+        # to a process that torchrun started these name torchrun's ranks and their meeting place
+        own = {name: os.environ.pop(name) for name in _OF_TORCHRUN if name in os.environ}
+        try:
+            torch.multiprocessing.spawn(run, nprocs=nprocs)  # type: ignore[attr-defined, no-untyped-call]
+        finally:
+            os.environ.update(own)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.homes import MovingHomes
+from gemini.trees import tensors_in
 
 
 class Attempt:
     """First attempt at an outermost forward, with all that a second one must begin with."""
 
-    def __init__(self, parts: Parts, homes: MovingHomes, module: nn.Module) -> None:
+    def __init__(self, parts: Parts, homes: MovingHomes, module: nn.Module, inputs: Any) -> None:
         self._parts = weakref.proxy(parts)
         self._homes = homes
-        self._module = module
+        self._buffers = _Versions(module.buffers())
+        self._inputs = _Versions(tensors_in(inputs))
         self._graph_was_open = homes.graph_is_open
-        self._versions = [buffer._version for buffer in module.buffers()]
         self._random = torch.get_rng_state()
         device = parts.backend.device
         self._device = device if device.type == "cuda" else None
@@ -44,10 +46,14 @@ class Attempt:
         What Python of the module did besides, in counters or logs, nobody can see: it happens
         twice.
         """
+        if self._parts.comm.world_size > 1:
+            return "other ranks are in the same one, and may have memory for it"
         if self._graph_was_open:
             return "an earlier one waits for its backward"
-        if self._versions != [buffer._version for buffer in self._module.buffers()]:
+        if self._buffers.have_changed:
             return "it has changed buffers of the module already"
+        if self._inputs.have_changed:
+            return "it has changed its inputs already"
         if not self._homes.may_sink():
             return "nothing on the device could leave it"
         return None
@@ -61,4 +67,17 @@ class Attempt:
         torch.set_rng_state(self._random)
         if self._device is not None and self._drawn is not None:
             torch.cuda.set_rng_state(self._drawn, self._device)
-        parts.sampler.begin(inputs, again=False)
+        parts.sampler.begin(inputs, again=True)  # what was known of such inputs was too little
+
+
+class _Versions:
+    """Tensors, and how often each was changed in place."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        # those of inference mode have no version, and nothing that records may change them
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    @property
+    def have_changed(self) -> bool:
+        return self._versions != [tensor._version for tensor in self._tensors]

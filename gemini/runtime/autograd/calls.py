@@ -48,6 +48,7 @@ from gemini.units import ChunkId, ParamId
 
 from .attempt import Attempt
 from .gradient_hooks import gradient_hook, refuse_double_backward, refuse_unscaled, unscaling_hook
+from .midway import Midway
 
 R = TypeVar("R")
 
@@ -62,6 +63,8 @@ class Calls:
         self._meetings = meetings
         self._gradients = gradients
         self._homes = homes
+        self._midway = Midway(parts, homes)
+        self._graph_was_open = False  # as the last forward from outside began
         self._manager, self._reducer = parts.manager, parts.reducer
         self._sampler, self._collector = parts.sampler, parts.sampler.collector
         self._modules = ModuleCalls(self, parts.params)
@@ -91,6 +94,7 @@ class Calls:
             for module, caller in callers_of(root, _own_params, gather_whole):
                 waits = partial(self._wait, caller.params)
                 handles.append(module.register_forward_pre_hook(waits, prepend=True))
+        self._midway.hook(root)
         # last, so that these hooks are around the root's own, if it is a caller
         handles += around_forward(root, self._begin_forward, self._end_forward)
 
@@ -148,21 +152,31 @@ class Calls:
             if parts.comm.world_size > 1:  # a collective may follow
                 self._meetings.end_reading()
             self._homes.before_forward()
+            self._graph_was_open = self._homes.graph_is_open
+            self._midway.begin()
 
-    def attempt(self, module: nn.Module) -> Attempt | None:
+    def attempt(self, module: nn.Module, inputs: Any) -> Attempt | None:
         """What is asked when the outermost forward of `module`, which is next, has no memory; None
-        where model data could not make room for it."""
+        where homes do not follow what forwards ask for."""
         parts = self._parts
         counts = parts.backend.has_host_tier and torch.is_grad_enabled()
-        if not counts or in_backward() or parts.in_schedule or not self._homes.may_sink():
+        if not counts or in_backward() or parts.in_schedule or not parts.planning.homes_follow:
             return None
-        return Attempt(parts, self._homes, module)
+        return Attempt(parts, self._homes, module, inputs)
 
     def again(self, attempt: Attempt, inputs: Any) -> None:
         """Make room for a forward that had no memory, and begin it anew."""
         self.forget()
         self.unpin()
         attempt.make_room(inputs if self.tells_inputs_apart else None)
+        self._midway.begin()
+
+    def forward_failed(self, depth: int) -> None:
+        """End a forward of the wrapper that raised; as it began, `depth` others were open."""
+        self.cut_short(depth)
+        if not (depth or in_backward() or self._parts.in_schedule):
+            self._homes.graph_is_open = self._graph_was_open  # nobody has its outputs
+            self._sampler.abandon()  # it says nothing of a whole iteration
 
     def tracking(self, module: nn.Module) -> AbstractContextManager[None]:
         """Context around the forward that `begin_iteration` announced."""
@@ -201,13 +215,6 @@ class Calls:
         if not in_backward():
             self._parts.forward_depth = min(depth, self._parts.forward_depth)
 
-    def forward_raised(self, depth: int) -> None:
-        """Forget a forward that raised in `depth` others. What was sampled of the outermost one
-        says nothing of a whole iteration."""
-        self.cut_short(depth)
-        if not depth and not in_backward():
-            self._sampler.abandon()
-
     def begin_cycle(self) -> None:
         """Begin a cycle: a forward outside the cycle before, or all micro-batches of a schedule."""
         self._meetings.begin_cycle()
@@ -225,6 +232,7 @@ class Calls:
         if not in_pass(self._parts):
             if self._parts.all_gathered:
                 self._sampler.at_root("leave")
+            self._midway.end(failed=output is None)
             if not self._parts.in_schedule:
                 self.unpin()
 

@@ -166,6 +166,7 @@ def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str
             text = f"{name} {shape}{own}\n{parts.plan.explain(chunk)}"
             lines = (
                 text,
+                *parts.planning.moves.why(chunk),
                 *_update_lines(parts),
                 _moves_of(parts),
                 *parts.planning.overruns.lines(),

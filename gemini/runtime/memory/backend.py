@@ -34,6 +34,10 @@ class Backend(Memory, Protocol):
         """Monitor of memory in use on the device; None where it cannot be read."""
         ...
 
+    def bytes_in_use(self) -> int | None:
+        """Bytes in use on the device now, of everything; None where nobody counts them."""
+        ...
+
 
 class CpuBackend(CpuMemory):
     """Backend of the CPU: device and host are one memory; copies are done when they return."""
@@ -45,6 +49,9 @@ class CpuBackend(CpuMemory):
     def monitor(self) -> Monitor | None:
         return process_monitor()
 
+    def bytes_in_use(self) -> None:
+        """See `Backend`: what a process grows by is known too roughly."""
+
 
 class CudaBackend(CudaMemory):
     """Backend of a GPU: modules compute on the current stream, copies run on another."""
@@ -55,6 +62,11 @@ class CudaBackend(CudaMemory):
 
     def monitor(self) -> Monitor:
         return CudaMonitor(self.device)
+
+    def bytes_in_use(self) -> int:
+        # nested: flat statistics are sorted by name
+        statistics = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return int(statistics["allocated_bytes"]["all"]["current"])
 
 
 def make_backend(device: torch.device, pin_memory: bool = True) -> Backend:

@@ -111,6 +111,10 @@ class Sampler:
         """Trace of the iteration that began last, or of one like it."""
         return None if self._key is None else self.collector.traces.get(self._key)
 
+    def keep(self, trace: Trace) -> None:
+        """Keep this trace of such iterations: one asked for more than the trace there was."""
+        self.collector.traces[trace.kind, trace.signature] = trace
+
     def forget(self, trace: Trace) -> None:
         """Forget a trace, so that such an iteration is sampled again: libraries may have allocated
         in the first one alone."""
@@ -169,6 +173,12 @@ class Sampler:
             return nullcontext()
         self._tracker.ignore((*model_data(), *module.buffers()))
         return self._tracker.tracking()
+
+    @property
+    def key(self) -> tuple[Kind, str]:
+        """Kind and signature of the iteration that began last."""
+        assert self._key is not None
+        return self._key
 
     @property
     def signature(self) -> str:

@@ -381,6 +381,14 @@ class StatefulTensorMgr:
             if chunk not in keep:
                 self._release(chunk)
 
+    def make_room(self) -> None:
+        """Free all payloads that no call uses, and follow no steps to the end of this cycle: there
+        is less room than they were planned for."""
+        self._steps, self._behind, self._carried = None, [], frozenset()
+        self._payload_room_bytes = self._room_of_plan()
+        for chunk in list(self._recent):
+            self._release(chunk)
+
     def release_for_step(self) -> None:
         """Release payloads before a step, which changes the shards of trainable chunks.
 

@@ -18,7 +18,7 @@ from gemini.memtracer.forecast import with_bytes_added
 from gemini.memtracer.trace import Kind, Trace
 from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, PlanResult
-from gemini.placement.renting import Tenancy, rising
+from gemini.placement.renting import Tenancy, iteration_in_words, named, rising
 from gemini.placement.tiers import Tier
 from gemini.runtime.parts import Parts, settle
 from gemini.runtime.schedule.iteration_plans import Lowered
@@ -114,26 +114,37 @@ class MovingHomes:
             return
         if lowered.refused is not None:
             planning.say_lacking(trace, lowered, is_measured=is_measured)
-        leaving = sum(rising(lowered.result.plan, planning.plan).values())
-        if not leaving and not gradients_leave:
+        if not rising(lowered.result.plan, planning.plan) and not gradients_leave:
             planning.keep_lacking(trace, lowered)
             return
-        self._sink(trace, lowered, leaving, gradients_leave=gradients_leave)
+        reason = iteration_in_words(trace, is_measured=is_measured)
+        self._sink(trace, lowered, reason, gradients_leave=gradients_leave)
 
-    def _sink(self, trace: Trace, lowered: Lowered, nbytes: int, *, gradients_leave: bool) -> None:
-        """Use the homes of `lowered`, where `nbytes` more have left the device."""
+    def _sink(
+        self, trace: Trace, lowered: Lowered, reason: str, *,
+        gradients_leave: bool = False, in_pass: bool = False,
+    ) -> None:  # fmt: skip
+        """Use the homes of `lowered`, for an iteration that `reason` describes.
+
+        in_pass: state alone leaves, and gathers go on as they are.
+        """
         parts = self._parts
         planning = parts.planning
-        lower_homes(parts, lowered.result.plan)
+        before = planning.plan
+        lower_homes(parts, lowered.result.plan, in_pass=in_pass)
         planning.use_lowered(trace, lowered)
         if not gradients_leave and any(chunk.gradient.exists for chunk in parts.chunks):
             self._gradients_stay = True
         else:
             parts.storage.place_gradients(planning.plan, parts.chunks)
-        _homes_changed(parts)
-        parts.manager.release_all()  # also what was never released before
+        if in_pass:
+            assert parts.target is not None
+            parts.target.homes_changed()
+        else:
+            _homes_changed(parts)
+            parts.manager.release_all()  # also what was never released before
         self._higher = None
-        planning.moves.down(nbytes, trace)
+        planning.moves.down(lowered.result.plan, before, reason)
         self._tenancy.end()
 
     def may_sink(self) -> bool:
@@ -147,20 +158,39 @@ class MovingHomes:
 
     def sink_all(self) -> None:
         """Move all that may leave the device, as a forward found no memory there."""
+        parts = self._parts
+        self._sink_lowest(f"{self._iteration()}, which found no memory")
+        log.warning(
+            "a forward ran out of memory; it begins again, and its Python runs twice: %s",
+            parts.planning.moves,
+        )
+
+    def sink_state(self, part: str) -> None:
+        """Move all state that may leave the device, in a pass, as its `part` takes more than was
+        known."""
+        parts = self._parts
+        if self.may_sink() and parts.plan.blocks_on(Tier.DEVICE):
+            self._sink_lowest(f"{self._iteration()}, as its {part} was under way", in_pass=True)
+            log.warning(
+                "an iteration takes more than such inputs did before, and state has left the "
+                "device in its middle: %s", parts.planning.moves,
+            )  # fmt: skip
+
+    def _iteration(self) -> str:
+        kind, signature = self._parts.sampler.key
+        return named(replace(self._parts.planning.inputs.trace, kind=kind, signature=signature))
+
+    def _sink_lowest(self, reason: str, *, in_pass: bool = False) -> None:
+        """Use the lowest homes, for all that anybody knows; `in_pass` parameters stay."""
         planning = self._parts.planning
         trace, budgets = planning.inputs.trace, planning.inputs.budgets
         everything = with_bytes_added(trace, int(budgets.device))
-        lowered = planning.lowered(everything, params_stay=self._parts.all_gathered)
+        params_stay = in_pass or self._parts.all_gathered
+        lowered = planning.lowered(everything, params_stay=params_stay)
         if lowered is None:
             return
-        leaving = sum(rising(lowered.result.plan, planning.plan).values())
-        if leaving:
-            fits = replace(lowered, refused=None)  # for all that anybody knows
-            self._sink(trace, fits, leaving, gradients_leave=False)
-        log.warning(
-            "a forward ran out of memory; it begins again, and its Python runs twice: %s",
-            planning.moves,
-        )
+        if rising(lowered.result.plan, planning.plan):
+            self._sink(trace, replace(lowered, refused=None), reason, in_pass=in_pass)
 
     # -- up --
 
@@ -213,9 +243,9 @@ class MovingHomes:
 
     def _rise(self, planned: PlanResult, inputs: PlanInputs | None) -> None:
         planning = self._parts.planning
-        moved = sum(rising(planning.plan, planned.plan).values())
+        before = planning.plan
         raise_homes(self._parts, planned, inputs)
-        planning.moves.up(moved)
+        planning.moves.up(before, planned.plan)
         self._tenancy.end()
 
 
@@ -248,16 +278,20 @@ def _none_on_device(parts: Parts, plan: Plan) -> bool:
 
 
 @torch.no_grad()
-def lower_homes(parts: Parts, plan: Plan) -> None:
+def lower_homes(parts: Parts, plan: Plan, *, in_pass: bool = False) -> None:
     """Move shards and state down to where `plan` has them.
 
-    Before a forward, while no graph is open. Gradients that wait stay where they are.
+    Before a forward, while no graph is open; `in_pass` state alone moves. Gradients that wait stay
+    where they are.
     """
     manager, target = parts.manager, parts.target
     assert target is not None
     target.settle()
-    manager.release_all()
+    if not in_pass:
+        manager.release_all()
     target.lower_state(plan)
+    if in_pass:
+        return
     for chunk, shard in zip(parts.chunks, plan.shards, strict=True):
         if shard.param_home is Tier.HOST and _home(chunk) is Tier.DEVICE:
             chunk.leave_device()

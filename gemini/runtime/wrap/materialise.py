@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from gemini.saved_names import SavedNames, params_by_path
 
@@ -37,6 +38,27 @@ def init_empty() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _OthersOnMeta(TorchFunctionMode):
+    """Mode in which no parameter has values but those of one module.
+
+    Those of others may be in a chunk already, or released.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._own = {id(param) for param in module.parameters(recurse=False)}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*map(self._seen, args), **(kwargs or {}))
+
+    def _seen(self, value: Any) -> Any:
+        if isinstance(value, nn.Parameter) and id(value) not in self._own:
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return value
 
 
 class Materialiser:
@@ -176,9 +198,10 @@ class Materialiser:
             del around[0]
         if around:
             # A model may scale a child's weight when it initialises the parent, so all are run;
-            # what they do to meta tensors has no effect.
-            for outer in reversed(around):
-                around[0]._init_weights(outer)
+            # what they do to meta tensors has no effect, and others' are meta tensors to them.
+            with _OthersOnMeta(module):
+                for outer in reversed(around):
+                    around[0]._init_weights(outer)
         elif reset is None and self._init_fn is not None:
             self._init_fn(module)
 

@@ -4,6 +4,8 @@ import pytest
 
 from bench import certificate
 from bench.certificate import Certificate, Draw
+from gemini.memtracer.monitor import process_peak_rss_bytes, reset_peak_rss, resident_bytes
+from gemini.plan.machine import TYPICAL_PROCESS
 
 MIB = 1 << 20
 
@@ -11,16 +13,17 @@ MIB = 1 << 20
 @pytest.mark.parametrize("taken", [5, 60])
 def test_a_process_above_its_answer_is_killed_and_another_is_not(monkeypatch, taken):
     """Of an answer of 30 MiB. Memory that is given back before it ends counts too."""
-    answer = Certificate(30 * MIB, 0, False, None, None, "serial", 0)
 
-    def train(draw, plan, told):
-        told.send((0, certificate._resident()))
-        told.recv()
-        bytes(taken * MIB)
+    def certify(draw, costs):
+        floor = resident_bytes()
+        return Certificate(floor + 30 * MIB, 0, floor, False, None, None, "serial", 0)
+
+    def train(draw, plan):
+        reset_peak_rss()
         bytearray(b"1") * (taken * MIB)
-        told.send(certificate.peak_rss_bytes())
+        return process_peak_rss_bytes()
 
-    monkeypatch.setattr(certificate, "certify", lambda _: answer)
+    monkeypatch.setattr(certificate, "certify", certify)
     monkeypatch.setattr(certificate, "train", train)
-    row = certificate.run(Draw.of(0, 0))
+    row = certificate.run(Draw.of(0, 0), TYPICAL_PROCESS)
     assert row["killed"] == (taken > 30) and row["took"] >= 0.9 * min(taken, 30) * MIB

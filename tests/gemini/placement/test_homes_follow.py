@@ -104,9 +104,27 @@ def test_reports_say_what_moved_and_for_which_batch():
     loop = Loop(1250).train(S, S)
     assert str(loop.model.memory_report()).splitlines()[-1].startswith("moves 0 down, 1 up ")
     loop.train(L)
-    last = r"moves 1 down .* KiB, 1 up .* KiB; the last one down for a train iteration of int64"
+    last = r"moves 1 down .* KiB, 1 up .* KiB; the last one down for train iteration of int64"
     for text in (str(loop.model.memory_report()), loop.model.explain("head.weight")):
-        assert re.search(last + r"\[40, 9\], which asks for [0-9.]+ KiB", text), text
+        assert re.search(last + r"\[40, 9\], which asks for [0-9.]+ .iB", text), text
+
+
+def test_explain_has_all_that_left_with_its_batch_until_it_comes_back():
+    loop = Loop(1250).train(S, S)
+
+    def reasons():
+        texts = [loop.model.explain(name) for name, _ in loop.model.named_parameters()]
+        return [re.findall(r"^left: (.*)$", text, re.MULTILINE) for text in texts]
+
+    assert not any(reasons())
+    for known in ("a bound", "measured"):
+        loop.train(L)
+        left = reasons()
+        assert sum(map(bool, left)) > 1
+        asked = re.compile(rf".*B, for: train .*\[40, 9\], which asks for .*iB \({known}\)")
+        assert all(asked.fullmatch(line) for lines in left for line in lines)
+        loop.train(*[S] * 8)
+        assert not any(reasons())
 
 
 def test_constant_lengths_move_nothing_after_the_first_iteration():

@@ -95,6 +95,7 @@ def test_what_other_tools_name_otherwise_is_a_flag_here():
 IMPOSSIBLE = {
     "batch": 0, "held_out": 1.0, "lr": 0.0, "lora": -1, "epochs": 0.0, "device_mem": "much",
     "quantize": "nf4",  # without adapters
+    "method": "dpo", "loss": "prompts", "stream": True, "lora_dropout": 1.0, "completions": 0,
 }  # fmt: skip
 
 
@@ -118,6 +119,8 @@ def test_what_is_missing_is_named():
         check(TrainConfig(model="m"))
     whole = {"model": "m", "data": "d", "out": "o"}
     check(TrainConfig(**whole))
+    with pytest.raises(ValueError, match=r"--method grpo; expected --reward FILE.py:FUNCTION"):
+        check(TrainConfig(**whole, method="grpo"))  # which a config.yaml does not name
 
 
 def test_a_run_goes_on_with_other_memory_and_with_no_other_rate(tmp_path):

@@ -135,6 +135,54 @@ def test_adapters_are_trained_and_come_back(folder, tmp_path, capsys, data, more
     assert all(value.any() for name, value in adapters.items() if "lora_B" in name)  # from zeros
     assert not (out / "model.safetensors").exists()
     assert generated(out).shape[1] > 3
+    card = (out / "README.md").read_text()
+    assert f"LoRA adapters of rank 2 of `{folder / 'model'}`, fine-tuned on" in card
+    assert "Information Needed" not in card and not list(out.glob("*.bin"))
+
+
+def test_new_weights_are_trained_on_a_stream_of_packed_text(folder, tmp_path):
+    model = tmp_path / "model"  # without weights
+    shutil.copytree(folder / "model", model, ignore=shutil.ignore_patterns("*.safetensors"))
+    made = [*flags(folder, tmp_path / "out", "--from-scratch", "--stream", "--packing"),
+            "--model", str(model)]  # fmt: skip
+    assert run.main(made) == 0
+    found = losses(tmp_path / "out")
+    assert found[0] == pytest.approx(5.7, abs=0.2) and found[-1] < found[0]  # log of the tokens
+    assert "trained from scratch on" in (tmp_path / "out/README.md").read_text()
+    assert generated(tmp_path / "out").shape[1] > 3
+
+
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_a_method_trains_new_adapters_with_the_base_as_reference(folder, tmp_path, method):
+    """Before the first step nothing is preferred, and the divergence is none."""
+    if method == "dpo":
+        given = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": r["prompt"]}
+                 for r in rows("prompt", 20)]  # fmt: skip
+        more = ["--beta", "0.5"]
+    else:
+        given = [{"prompt": r["prompt"][:9], "letter": "e"} for r in rows("prompt", 20)]
+        reward = "def count(completions, letter, **_): return [len(set(c)) for c in completions]"
+        (tmp_path / "reward.py").write_text(reward)
+        more = ["--reward", f"{tmp_path}/reward.py:count", "--completions", "2", "--beta", "0.1"]
+    write_rows(tmp_path / f"{method}.jsonl", given)
+    out = tmp_path / "out"
+    made = [*flags(tmp_path, out, "--method", method, *more, data=method)]
+    made += ["--model", str(folder / "model"), "--lora", "2", "--lora-targets", "q_proj,v_proj",
+             "--lora-alpha", "8", "--lora-dropout", "0.1", "--seq", "48"]  # fmt: skip
+    assert run.main(made) == 0
+    assert f"trained by {method.upper()} on" in (out / "README.md").read_text()
+    (state,) = (out / "checkpoints/checkpoint-4").glob("trainer_state.json")
+    first = next(e for e in json.loads(state.read_text())["log_history"] if "loss" in e)
+    if method == "dpo":  # nothing is preferred yet: log 2
+        assert first["loss"] == pytest.approx(0.693147, abs=1e-6)
+    else:
+        assert first["kl"] == 0.0
+    settings = json.loads((out / "adapter_config.json").read_text())
+    assert (settings["lora_alpha"], settings["lora_dropout"]) == (8, 0.1)
+    saved = load_file(out / "adapter_model.safetensors")
+    assert all(("q_proj" in name) or ("v_proj" in name) for name in saved)
+    assert not any(".ref." in name for name in saved)
+    assert any(value.any() for name, value in saved.items() if "lora_B" in name)
 
 
 @pytest.mark.usefixtures("on_disk")

@@ -160,6 +160,34 @@ def test_what_cannot_be_wrapped_is_refused_and_left_alone():
     assert {type(p) for p in complex_.parameters()} == {nn.Parameter}
 
 
+class Rescaled(nn.Module):
+    """Model that gives a layer's weights values again when it initialises what is around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+    def _init_weights(self, module):
+        if module is self.pair:
+            module[0].weight.fill_(2.0)
+            module[0].weight.data.add_(module[1].weight)
+
+    def forward(self, rows):
+        return self.pair(rows)
+
+
+def test_a_parameter_that_has_values_keeps_them_while_others_are_initialised():
+    """Those of a chunk that was released are not even there."""
+    module = Rescaled()
+    module.pair[0].requires_grad_(False)  # in a chunk of its own
+    module.pair[1].weight = nn.Parameter(torch.empty(4, 4, device="meta"))
+    want = module.pair[0].weight.detach().clone()
+    model = GeminiDDP(module, precision="fp32")
+    assert torch.equal(model.state_dict()["pair.0.weight"], want)
+    assert model.state_dict()["pair.1.weight"].abs().max() <= 0.5
+
+
+
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [

@@ -2,7 +2,6 @@
 among those without a door. See blocks.toml."""
 
 import ast
-import importlib
 import re
 import sys
 import tomllib
@@ -17,19 +16,20 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from gemini.integrations.colossalai import put_up
 from gemini.integrations.config import plugin_of, read_config
-from tests.support import frozen
+from gemini.migrate import colossal
 from tests.support.said import said
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs/from-colossal.md").read_text()
 BLOCKS = tomllib.loads((Path(__file__).parent / "blocks.toml").read_text())["block"]
 CHAPTERS = list(dict.fromkeys(block["page"] for block in BLOCKS if "code" in block))
 
 
 def test_each_block_is_run_or_said_to_have_no_door():
-    without = PAGE.partition("## Names without a door")[2]
-    names = " ".join(row.split(" | ")[0] for row in without.splitlines() if row[:2] == "| ")
+    table = tomllib.loads(colossal.TABLE.read_text())
+    names = " ".join([row.get("title", "") for row in table["missing"]])
+    names += "".join(f".{name}`" for name in colossal.names().missing)
     for block in BLOCKS:
         assert block["lines"] and len({"test", "no_door", "code"} & block.keys()) == 1
         for name in block.get("no_door", ()):
@@ -48,21 +48,6 @@ def module(name, **names):
     made = ModuleType(name)
     vars(made).update(names)
     return made
-
-
-def colossalai():
-    """Modules with what the page's table has, by the names that they have there."""
-    found = {"colossalai": module("colossalai")}
-    for there, here in frozen.colossal().items():
-        *path, name = there.split(".")
-        for i in range(1, len(path) + 1):
-            whole = ".".join(path[:i])
-            if whole not in found:
-                found[whole] = module(whole)
-                setattr(found[".".join(path[: i - 1])], path[i - 1], found[whole])
-        where, _, what = here.rpartition(".")
-        setattr(found[".".join(path)], name, getattr(importlib.import_module(where), what))
-    return found
 
 
 def tiny(num_classes=10, drop_rate=0.0):
@@ -129,13 +114,14 @@ def small(elsewhere, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
     with suppress(ImportError):  # it looks for torchvision when its first model is imported
         from transformers import GPT2LMHeadModel  # noqa: F401
-    for name, made in {**colossalai(), **small_world()}.items():
+    put_up()
+    for name, made in small_world().items():
         monkeypatch.setitem(sys.modules, name, made)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("page", CHAPTERS)
-def test_the_code_of_a_page_runs_with_its_imports_changed(small, page):
+def test_the_code_of_a_page_runs_as_it_is(small, page):
     names = {"__name__": "script"}
     for block in BLOCKS:
         if block["page"] != page or "code" not in block:

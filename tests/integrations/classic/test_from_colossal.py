@@ -1,23 +1,29 @@
-"""docs/from-colossal.md: every right-hand side is there, with the signature that users know."""
+"""Names of Colossal-AI: those from here are there, with the signature that users know, and scripts
+are rewritten with them."""
 
 import ast
 import importlib
+import os
 import re
+import sys
+import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
+from gemini.__main__ import main
+from gemini.integrations import classic
+from gemini.integrations.classic import hooks
+from gemini.integrations.colossalai import put_up
+from gemini.migrate import colossal
 from tests.support import frozen
 
 ROOT = Path(__file__).resolve().parents[3]
-TABLE = frozen.colossal()
-WRITTEN = re.findall(
-    r"^\| `\w+ = .+` \| `(\w+ = .+)` \|$",
-    (ROOT / "docs/from-colossal.md").read_text(),
-    re.MULTILINE,
-)
+TABLE = colossal.names().moved
+WRITTEN = colossal.names().written.values()
 
 
 def found_at(path):
@@ -55,6 +61,139 @@ def test_lines_of_old_documents_run(tmp_path, monkeypatch):
     assert WRITTEN
     for line in LINES:
         exec(line, names)
+
+
+ELSEWHERE = {
+    "from colossalai.nn import HybridAdm": "did you mean colossalai.nn.optimizer.HybridAdam?",
+    "import colossalai.nn.optimiser": "is no name of the documents",
+    "import colossalai.inference": "a server for inference",
+    "import colossalai.nn; colossalai.nn.Linear3D(4, 4)": 'col_nn.Linear and mode="1d"',
+    "from colossalai.registry import LAYERS; LAYERS.register_module": "the classes themselves",
+    "from colossalai.engine.schedule import BaseSchedule\nclass A(BaseSchedule): pass": '"zbv"',
+}
+
+
+@pytest.mark.parametrize("code", ELSEWHERE)
+def test_a_name_without_a_door_says_what_is_used_when_it_is_used(code):
+    put_up()
+    exec("from colossalai.registry import LAYERS", {})  # not by an import
+    with pytest.raises((ImportError, NotImplementedError), match=re.escape(ELSEWHERE[code])):
+        exec(code, {})
+
+
+def test_their_modules_have_what_the_table_has_and_no_more(monkeypatch):
+    put_up()
+    import colossalai.trainer.hooks
+    from colossalai.trainer.hooks import LossHook
+
+    assert colossalai.trainer.hooks is hooks and hooks.__spec__.name == hooks.__name__
+    assert LossHook is hooks.LossHook
+    assert {"Linear", "Lamb", "lr_scheduler", "Linear3D"} < set(dir(colossalai.nn))
+    assert not hasattr(colossalai.nn, "Anything")
+    monkeypatch.setitem(sys.modules, "colossalai", ModuleType("colossalai"))
+    with pytest.raises(ImportError, match="imported already"):
+        put_up()
+
+
+def test_what_is_spawned_meets_by_itself_under_torchrun_too(monkeypatch):
+    """torchrun's own variables would have it wait for torchrun's ranks."""
+    seen = {}
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(
+        torch.multiprocessing, "spawn", lambda run, nprocs: seen.update(os.environ, ranks=nprocs)
+    )
+    classic.spawn(print, 2)
+    assert seen["ranks"] == 2 and not {"TORCHELASTIC_USE_AGENT_STORE", "LOCAL_RANK"} & {*seen}
+    assert os.environ["LOCAL_RANK"] == "1"
+
+
+def pages_of_code():
+    text = (Path(__file__).parent / "blocks.toml").read_text()
+    code = {}
+    for block in tomllib.loads(text)["block"]:
+        if "code" in block and "file" not in block:
+            code[block["page"]] = code.get(block["page"], "") + block["code"]
+    return code
+
+
+@pytest.mark.parametrize("page", pages_of_code())
+def test_a_script_of_the_documents_is_rewritten_with_names_that_are_there(page):
+    text, left = colossal.rewritten(pages_of_code()[page])
+    assert left == [] and "colossalai" not in re.sub("Colossal-AI", "", text)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("gemini."):
+            for name in node.names:
+                assert hasattr(importlib.import_module(node.module), name.name)
+
+
+SCRIPT = """import os, colossalai
+import colossalai.nn as col_nn
+from colossalai import nn
+from torch.nn import Linear
+
+def launch():
+    from colossalai.core import global_context as gpc; import colossalai.utils as u
+    u.print_rank_0(f"ä{gpc.config}"); colossalai.launch(config={})
+    return col_nn.Linear(3), nn.lr_scheduler.LinearWarmupLR
+"""
+REWRITTEN = """import os
+from gemini.integrations.launch import launch as colossal_launch
+from gemini.integrations.classic.layers import Linear as colossal_Linear
+from gemini.integrations.schedules import LinearWarmupLR
+from torch.nn import Linear
+
+def launch():
+    from gemini.integrations.config import global_context as gpc; \
+from gemini.integrations.classic import print_rank_0
+    print_rank_0(f"ä{gpc.config}"); colossal_launch(config={})
+    return colossal_Linear(3), LinearWarmupLR
+""".replace("\\\n", "")
+
+
+def test_names_of_the_script_itself_are_not_hidden():
+    assert colossal.rewritten(SCRIPT) == (REWRITTEN, [])
+    assert colossal.rewritten(REWRITTEN) == (REWRITTEN, [])
+
+
+def test_an_import_inside_of_a_function_stays_there():
+    inside = "def {}():\n    import colossalai as c\n    c.launch()\n"
+    ours = "    from gemini.integrations.launch import launch\n    launch()\n"
+    text, left = colossal.rewritten(inside.format("f") + inside.format("g"))
+    assert (text, left) == (f"def f():\n{ours}def g():\n{ours}", [])
+
+
+def test_what_is_left_is_listed_with_its_line_and_stays(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    lines = (
+        "import colossalai", "from colossalai.registry import LAYERS, GRADIENT_HANDLER",
+        "from colossalai.gemini import ChunkManager", "c = ChunkManager(3, pg)",
+        "colossalai.launch(); colossalai.nn.Linear3D(4)",
+    )  # fmt: skip
+    path.write_text("\n".join(lines) + "\n")
+    assert main(["from-colossal", str(path)]) == 1
+    shown = capsys.readouterr()
+    assert "+from gemini.integrations.classic import GRADIENT_HANDLER\n" in shown.out
+    assert "import colossalai\n" in path.read_text()
+    assert main(["from-colossal", str(path), "--write"]) == 1
+    said = capsys.readouterr()
+    assert said.err == shown.err and "5 lines changed" in said.out
+    for text in (
+        "train.py:2: colossalai.registry.LAYERS has no place", "train.py:5: colossalai.nn",
+        "train.py:4: in place of ChunkManager(3, pg): chunk_manager = init_chunk",
+    ):  # fmt: skip
+        assert text in said.err
+    assert path.read_text().startswith("import colossalai\nfrom gemini.integrations.launch import")
+    path.write_text("import (")
+    with pytest.raises(SystemExit):
+        main(["from-colossal", str(path)])
+    assert "train.py" in capsys.readouterr().err
+
+
+def test_the_page_shows_what_the_command_does():
+    block = re.search(r"```diff\n(.*?)```", (ROOT / "docs/from-colossal.md").read_text(), re.DOTALL)
+    sides = ["".join(re.findall(rf"^[{s} ](.*\n)", block[1], re.MULTILINE)) for s in ("-", "+")]
+    assert colossal.rewritten(sides[0]) == (sides[1], [])
 
 
 def test_signatures_are_those_that_users_know():

@@ -25,6 +25,8 @@ SCRIPT = """
 import os, signal, sys
 rank = int(os.environ["RANK"])
 print("hello", rank, sys.argv[1:], flush=True)
+if sys.argv[1:] != ["die"]:
+    from colossalai.context import ParallelMode
 if sys.argv[1:] == ["fail"]:
     if rank == 1:
         raise KeyError("the culprit")
@@ -224,11 +226,11 @@ def gemini_run(tmp_path, *arguments, path=""):
 
 @pytest.mark.ci
 def test_run_starts_all_ranks_and_ends_with_the_first_error(tmp_path):
-    done = gemini_run(tmp_path, "--nproc_per_node", "2", "well")
+    done = gemini_run(tmp_path, "--colossalai", "--nproc_per_node", "2", "well")
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert f"[rank {rank}] hello {rank} ['well']" in done.stdout
-    done = gemini_run(tmp_path, "--nproc_per_node", "2", "fail")
+    done = gemini_run(tmp_path, "--colossalai", "--nproc_per_node", "2", "fail")
     assert done.returncode == 1
     root = done.stderr.partition("Root Cause (first observed failure)")[2]
     assert "KeyError: 'the culprit'" in root and "script.py" in root and ": 1 (local" in root
@@ -256,8 +258,8 @@ def test_run_reaches_hosts_by_ssh_and_ends_all_where_one_fails(tmp_path):
     ssh.write_text(ssh.read_text().replace("$5", "$3"))
     ssh.chmod(0o755)
     done = gemini_run(
-        tmp_path, "--host", "one,two", "--master_addr", "localhost", "--master_port",
-        str(free_port()), "fail", path=str(ssh.parent),
+        tmp_path, "--colossalai", "--host", "one,two", "--master_addr", "localhost",
+        "--master_port", str(free_port()), "fail", path=str(ssh.parent),
     )  # fmt: skip
     assert done.returncode == 1
     assert sorted((tmp_path / "hosts").read_text().split()) == ["one", "two"]
