@@ -187,7 +187,6 @@ def test_a_parameter_that_has_values_keeps_them_while_others_are_initialised():
     assert model.state_dict()["pair.1.weight"].abs().max() <= 0.5
 
 
-
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
