@@ -58,7 +58,7 @@ def learning_rate(step: int, steps: int) -> float:
 @torch.no_grad()
 def held_out_loss(model: Any, sequences: Tensor) -> float:
     losses = [model(input_ids=part, labels=part).loss.item() for part in sequences.split(BATCH)]
-    return sum(losses) / len(losses)
+    return float(sum(losses) / len(losses))
 
 
 @torch.no_grad()

@@ -102,7 +102,9 @@ def _train(model: nn.Module, inputs: dict[str, Any], update: str, fraction: floa
         (outputs if isinstance(outputs, Tensor) else outputs.loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.last_report.behind.wait()
+    report = optimizer.last_report
+    assert report is not None
+    report.behind.wait()
     optimizer.close(keep_masters=False)
 
 
