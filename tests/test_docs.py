@@ -16,6 +16,7 @@ import torch
 import nvme
 from gemini import HybridAdam
 from gemini.plan import table
+from tests.support.model_folder import make_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,8 +37,8 @@ def files_of(page):
     return {info.split("file=")[1].strip(): code for info, code in found if "file=" in info}
 
 
-def run_blocks(page, names, replaced=()):
-    for number, code in enumerate(python_blocks(page)):
+def run_blocks(page, names, replaced=(), last=None):
+    for number, code in enumerate(python_blocks(page)[:last]):
         for old, new in replaced:
             code = code.replace(old, new)
         exec(compile(code, f"{page}, block {number + 1}", "exec"), names)
@@ -82,6 +83,21 @@ def test_the_blocks_of_a_page_run(page, on_disk):
     names = run_blocks(page, {"__name__": "page"})
     names.clear()
     gc.collect()
+    assert list(on_disk.glob("*.blocks")) == []
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("one_thread")
+def test_blocks_that_need_a_model_run_with_a_small_one(on_disk):
+    """Of pages whose models are the hub's or a folder's; Lightning's has tests of its own."""
+    for package in ("bitsandbytes", "peft", "transformers"):
+        pytest.importorskip(package)
+    folder = str(make_folder(on_disk / "folder", hidden_size=64))
+    replaced = [("meta-llama/Llama-3.2-3B", folder), ("/fast/disk", str(on_disk))]
+    for page, last in (("docs/frozen.md", None), ("docs/trainers.md", 2), ("docs/update.md", None)):
+        names = run_blocks(page, {"__name__": "page"}, replaced, last)
+        names.clear()
+        gc.collect()
     assert list(on_disk.glob("*.blocks")) == []
 
 
@@ -236,6 +252,16 @@ def test_the_sites_contents_list_every_document():
     listed = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert there <= listed
+
+
+def test_pages_for_users_are_at_most_18_thousand_words():
+    """Without failures.md, which is searched, and what is generated."""
+    contents = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2].partition("Developers")[0]
+    pages = [ROOT / "docs" / name for name in re.findall(r"([\w/-]+\.md)$", contents, re.MULTILINE)]
+    pages = [page for page in pages if page.stem not in ("index", "failures", "what-fits")]
+    text = "".join(page.read_text() for page in (ROOT / "README.md", *pages))
+    text = re.sub(r"<!-- table .*?<!-- end -->", "", text, flags=re.DOTALL)
+    assert len(pages) > 15 and len(text.split()) <= 18_000, len(text.split())
 
 
 def test_commands_of_the_readme_are_installed():

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from bench import demo
 from tests.support.model_folder import make_folder, rows, write_rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,3 +89,29 @@ def test_scripts_over_trainers_of_others_save_and_go_on(tmp_path, monkeypatch):
     assert (out / "adapter_model.safetensors").exists() and not (out / "model.safetensors").exists()
     assert (folder / "last.ckpt").exists()
     assert not list(tmp_path.rglob("*.blocks"))
+
+
+def test_the_demos_held_out_loss_falls_and_it_continues_where_ctrl_c_left_it(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(demo, "SAVE_EVERY", 20)
+    arguments = ["--steps", "60", "--nvme-dir", str(tmp_path), "--out"]
+
+    def draw(step, text):
+        if step == 30 and draw.presses:
+            draw.presses -= 1
+            raise KeyboardInterrupt
+        return batch_of(step, text)
+
+    batch_of, draw.presses = demo.batch_of, 1
+    monkeypatch.setattr(demo, "batch_of", draw)
+    stopped = str(tmp_path / "stopped")
+    with pytest.raises(SystemExit, match="continues from step 20 of 60"):
+        demo.main([*arguments, stopped])
+    demo.main([*arguments, stopped])
+    said = capsys.readouterr().out
+    assert "continues from step 20 of 60" in said
+    before, after = map(float, re.search(r"loss (\S+) to (\S+) \(-", said).groups())
+    demo.main([*arguments, str(tmp_path / "whole")])
+    assert re.search(r"loss \S+ to (\S+) \(-", capsys.readouterr().out)[1] == f"{after:.3f}"
+    assert after < 0.9 * before  # in all of its steps below 0.7; a tenth of them are here
