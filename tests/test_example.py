@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,39 @@ def test_scripts_over_trainers_of_others_save_and_go_on(tmp_path, monkeypatch):
     assert (out / "adapter_model.safetensors").exists() and not (out / "model.safetensors").exists()
     assert (folder / "last.ckpt").exists()
     assert not list(tmp_path.rglob("*.blocks"))
+
+
+DPO = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["prompt"]}
+       for row in rows("prompt", 12)]  # fmt: skip
+GRPO = [{"prompt": row["prompt"][:20], "answer": "e"} for row in rows("prompt", 12)]
+TUNES = ("--dtype", "float32", "--rank", "2", "--steps", "3", "--batch", "2")
+LOOPS = ("--fp32", "--steps", "4", "--batch", "2")
+LIKE_THE_LIBRARY = {
+    "sft_lora": (*TUNES, "--seq", "64"),
+    "dpo_lora": (*TUNES, "--seq", "64"),
+    "grpo_lora": (*TUNES, "--completions", "2", "--tokens", "6", "--beta", "0.1"),
+    "protein": (*LOOPS, "--size", "toy", "--seq", "24"),
+    "diffusion": (*LOOPS, "--channels", "8", "--size", "8"),
+    "pretrain": (*LOOPS, "--layers", "1", "--width", "32", "--seq", "32"),
+}
+
+
+@pytest.mark.parametrize("name", LIKE_THE_LIBRARY)
+def test_an_example_trains_as_the_library_alone(tmp_path, monkeypatch, name):
+    """To 1e-5, which is what rounding in another order leaves of fp32."""
+    if name == "diffusion":
+        pytest.importorskip("diffusers")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    made: list[str] = []
+    if name.endswith("lora"):
+        given = {"sft_lora": rows("chat", 12), "dpo_lora": DPO, "grpo_lora": GRPO}[name]
+        data = write_rows(tmp_path / "data.jsonl", given)
+        made = ["--model", str(make_folder(tmp_path / "model")), "--data", str(data)]
+    elif name == "pretrain":
+        made = ["--text", str(ROOT / "docs/glossary.md")]
+    main = runpy.run_path(str(ROOT / f"examples/{name}.py"))["main"]
+    flags = [*made, *LIKE_THE_LIBRARY[name]]
+    want = main([*flags, "--out", str(tmp_path / "plain"), "--plain"])
+    got = main([*flags, "--out", str(tmp_path / "ours")])
+    assert len(want) > 2 and len(set(want)) > 1 and got == pytest.approx(want, rel=1e-5, abs=1e-7)
+    assert list((tmp_path / "ours").glob("*.safetensors"))
