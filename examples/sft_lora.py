@@ -9,6 +9,8 @@ Rows of the data have `messages`, `prompt` and `completion`, or `text`.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from datasets import load_dataset
@@ -24,7 +26,7 @@ class ShardedSFTTrainer(GeminiTrainerMixin, SFTTrainer):  # type: ignore[misc]
     """The mixin goes first."""
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True, help="JSONL")
@@ -33,13 +35,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=4, help="sequences of a rank")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--device-budget", help="as in 22GiB; what does not fit goes elsewhere")
     parser.add_argument("--nvme-dir", help="a folder on a fast disk")
-    return parser.parse_args()
+    parser.add_argument("--plain", action="store_true", help="trl alone, to compare with")
+    return parser.parse_args(given)
 
 
-def main() -> None:
-    given = arguments()
+def main(argv: Sequence[str] | None = None) -> list[float]:
+    """Train, save the adapter, and return the losses."""
+    given = arguments(argv)
     args = SFTConfig(
         output_dir=given.out,
         max_steps=given.steps,
@@ -47,9 +52,9 @@ def main() -> None:
         max_length=given.seq,
         learning_rate=2e-4,
         lr_scheduler_type="cosine",
-        bf16=True,
+        bf16=given.dtype == "bfloat16",
         use_cpu=not torch.cuda.is_available(),
-        model_init_kwargs={"dtype": "bfloat16"},  # the frozen weights have no fp32 copy then
+        model_init_kwargs={"dtype": given.dtype},  # the frozen weights have no fp32 copy then
         gradient_checkpointing=True,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         logging_steps=1,
@@ -57,15 +62,18 @@ def main() -> None:
         report_to="none",
     )
     placement = AutoPlacement(device_budget=given.device_budget, nvme_dir=given.nvme_dir)
-    trainer = ShardedSFTTrainer(
+    sharded = {} if given.plain else {"gemini": {"placement_policy": placement}}
+    kind: Any = SFTTrainer if given.plain else ShardedSFTTrainer
+    trainer = kind(
         given.model,
         args,
         train_dataset=load_dataset("json", data_files=given.data, split="train"),
         peft_config=LoraConfig(r=given.rank, target_modules="all-linear", task_type="CAUSAL_LM"),
-        gemini={"placement_policy": placement},
+        **sharded,
     )
     trainer.train()
     trainer.save_model()  # the adapter alone; all ranks call
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 if __name__ == "__main__":

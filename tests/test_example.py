@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,39 @@ def test_the_demos_held_out_loss_falls_and_it_continues_where_ctrl_c_left_it(
     demo.main([*arguments, str(tmp_path / "whole")])
     assert re.search(r"loss \S+ to (\S+) \(-", capsys.readouterr().out)[1] == f"{after:.3f}"
     assert after < 0.9 * before  # in all of its steps below 0.7; a tenth of them are here
+
+
+DPO = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["prompt"]}
+       for row in rows("prompt", 12)]  # fmt: skip
+GRPO = [{"prompt": row["prompt"][:20], "answer": "e"} for row in rows("prompt", 12)]
+TUNES = ("--dtype", "float32", "--rank", "2", "--steps", "3", "--batch", "2")
+LOOPS = ("--fp32", "--steps", "4", "--batch", "2")
+LIKE_THE_LIBRARY = {
+    "sft_lora": (*TUNES, "--seq", "64"),
+    "dpo_lora": (*TUNES, "--seq", "64"),
+    "grpo_lora": (*TUNES, "--completions", "2", "--tokens", "6", "--beta", "0.1"),
+    "protein": (*LOOPS, "--size", "toy", "--seq", "24"),
+    "diffusion": (*LOOPS, "--channels", "8", "--size", "8"),
+    "pretrain": (*LOOPS, "--layers", "1", "--width", "32", "--seq", "32"),
+}
+
+
+@pytest.mark.parametrize("name", LIKE_THE_LIBRARY)
+def test_an_example_trains_as_the_library_alone(tmp_path, monkeypatch, name):
+    """To 1e-5, which is what rounding in another order leaves of fp32."""
+    if name == "diffusion":
+        pytest.importorskip("diffusers")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    made: list[str] = []
+    if name.endswith("lora"):
+        given = {"sft_lora": rows("chat", 12), "dpo_lora": DPO, "grpo_lora": GRPO}[name]
+        data = write_rows(tmp_path / "data.jsonl", given)
+        made = ["--model", str(make_folder(tmp_path / "model")), "--data", str(data)]
+    elif name == "pretrain":
+        made = ["--text", str(ROOT / "docs/glossary.md")]
+    main = runpy.run_path(str(ROOT / f"examples/{name}.py"))["main"]
+    flags = [*made, *LIKE_THE_LIBRARY[name]]
+    want = main([*flags, "--out", str(tmp_path / "plain"), "--plain"])
+    got = main([*flags, "--out", str(tmp_path / "ours")])
+    assert len(want) > 2 and len(set(want)) > 1 and got == pytest.approx(want, rel=1e-5, abs=1e-7)
+    assert list((tmp_path / "ours").glob("*.safetensors"))

@@ -204,7 +204,7 @@ TRANSFORMERS = (
         "`SFTTrainer`, `DPOTrainer`, `RewardTrainer`, `GRPOTrainer`",
         "losses and norms of trl over DDP at 1 and 2 ranks, to 1e-5; with adapters the reference "
         "of DPO and GRPO is the base, without a second copy",
-        "tests/dist/test_trainers.py::test_methods_of_trl_train_as_over_ddp",
+        f"{_RANKS}methods_of_trl_train_as_over_ddp",
     ),
     Row(
         "`report_to=`",

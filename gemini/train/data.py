@@ -7,8 +7,8 @@ from itertools import islice
 from typing import Any
 
 from .config import ANSWERS, TrainConfig
-from .rows import ALSO, Asked, RowForm, checked, converted, has_template, look_at
-from .sources import JSON, Source, sources_of, weights_of
+from .rows import ALSO, RowForm, RowsWanted, checked, converted, has_template, look_at
+from .sources import JSON, RowSource, sources_of, weights_of
 from .tokens import MASK, Answers, has_answer, has_completion
 
 PROMPT_TOKENS = 32  # of a text that is continued
@@ -107,13 +107,13 @@ class _Loader:
         self.form: RowForm | None = None
         self._first = ""  # source with that row
         marks = config.method == "sft" and config.loss == ANSWERS and has_template(tokenizer)
-        self._asked = Asked(config.method, Answers(tokenizer) if marks else None)
+        self._asked = RowsWanted(config.method, Answers(tokenizer) if marks else None)
 
     def load(self, given: str, flag: str) -> list[Any]:
         """Rows of each source, with the keys that are trained on."""
         return [self._load(source, flag) for source in sources_of(given, flag)]
 
-    def _load(self, source: Source, flag: str) -> Any:
+    def _load(self, source: RowSource, flag: str) -> Any:
         # all rows of a stream are as its first
         is_stream = self._config.stream and flag == "--data"
         rows: Any = None

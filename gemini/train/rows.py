@@ -48,7 +48,7 @@ _OPENERS: dict[bytes, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RowsWanted:
     """What is asked of rows: to be of `--method`.
 
     answers: of chats, if they alone are trained on.
@@ -83,7 +83,7 @@ def look_at(
     parts: Iterable[tuple[str, Iterable[Any]]],
     flag: str,
     tokenizer: Any,
-    asked: Asked = Asked(),
+    asked: RowsWanted = RowsWanted(),
 ) -> RowForm:
     """Look at every row of named parts, such as files; returns what all of them are.
 
@@ -204,7 +204,9 @@ def _with_system(row: dict[str, Any], messages: list[Any]) -> dict[str, Any]:
     return {"messages": system + messages, **{key: row[key] for key in ALSO if key in row}}
 
 
-def checked(row: Any, form: RowForm | None, tokenizer: Any, asked: Asked = Asked()) -> RowForm:
+def checked(
+    row: Any, form: RowForm | None, tokenizer: Any, asked: RowsWanted = RowsWanted()
+) -> RowForm:
     """RowForm of a row, which is that of the rows before. Raises ValueError."""
     if not isinstance(row, dict):
         raise ValueError(f"is {_named(row)}; expected an object with {asked.expected}")
@@ -235,7 +237,7 @@ def checked(row: Any, form: RowForm | None, tokenizer: Any, asked: Asked = Asked
     return form
 
 
-def _unknown(row: dict[str, Any], asked: Asked) -> str:
+def _unknown(row: dict[str, Any], asked: RowsWanted) -> str:
     has, taken = _listed(row), [KINDS[kind] for kind in TAKEN[asked.method]]
     half = [k for keys in taken for k in keys if k in row]
     missing = [k for keys in taken if half and half[0] in keys for k in keys if k not in row]

@@ -21,7 +21,7 @@ _HUB = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(/(?P<subset>[\w.-]+))?(:(?P<spli
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RowSource:
     """Rows of one kind of files, or of a split on the hub.
 
     name: as it was given. reader: of `load_dataset`: its own, or an id on the hub.
@@ -64,7 +64,7 @@ class Source:
         return ((file, read(Path(file))) for file in self.files)
 
 
-def sources_of(given: str, flag: str) -> list[Source]:
+def sources_of(given: str, flag: str) -> list[RowSource]:
     """Sources that --data lists with commas: paths, globs, and `org/name:split` on the hub.
 
     A path that exists is no list. Raises ValueError for what is neither.
@@ -74,7 +74,7 @@ def sources_of(given: str, flag: str) -> list[Source]:
     return [_source(one.strip(), flag) for one in given.split(",")]
 
 
-def weights_of(given: str | None, sources: list[Source]) -> list[float] | None:
+def weights_of(given: str | None, sources: list[RowSource]) -> list[float] | None:
     """Share of each source in the mixture. Raises ValueError for others than one a source."""
     if given is None:
         return None
@@ -90,11 +90,11 @@ def weights_of(given: str | None, sources: list[Source]) -> list[float] | None:
     return [one / sum(found) for one in found]
 
 
-def _source(given: str, flag: str) -> Source:
+def _source(given: str, flag: str) -> RowSource:
     found = _HUB.fullmatch(given)
     is_file = Path(given).exists() or given.lower().partition(":")[0].endswith(_ENDINGS)
     if found is not None and not is_file:
-        return Source(given, found["id"], (), found["subset"], found["split"] or "train")
+        return RowSource(given, found["id"], (), found["subset"], found["split"] or "train")
     files = files_of(given, flag)
     readers = sorted({_reader(file) for file in files})
     if len(readers) > 1:
@@ -102,7 +102,7 @@ def _source(given: str, flag: str) -> Source:
             f"{flag} {given} has files of {' and '.join(readers)}; expected one kind, or several "
             "sources with a comma between them"
         )
-    return Source(given, readers[0], tuple(files))
+    return RowSource(given, readers[0], tuple(files))
 
 
 def _reader(file: str) -> str:

@@ -196,24 +196,25 @@ def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> Any:
         eval_strategy="steps" if evaluates else "no",
         eval_steps=config.save_every,
         report_to=config.report_to,
-        trust_remote_code=config.trust_remote_code,
         dataloader_pin_memory=not on_cpu,
     )
+    trusts = config.trust_remote_code
     if config.method == "sft":
         return SFTConfig(
-            max_length=config.seq, packing=config.packing,
+            max_length=config.seq, packing=config.packing, trust_remote_code=trusts,
             completion_only_loss=None if config.loss == ANSWERS else False, **common,
         )  # fmt: skip
     common |= {} if config.beta is None else {"beta": config.beta}
     if config.method == "dpo":
         from trl.trainer.dpo_config import DPOConfig
 
-        return DPOConfig(max_length=config.seq, **common)
+        return DPOConfig(max_length=config.seq, trust_remote_code=trusts, **common)
     from trl.trainer.grpo_config import GRPOConfig
 
     return GRPOConfig(
-        max_completion_length=max(1, config.seq // 2), num_generations=config.completions, **common
-    )
+        max_completion_length=max(1, config.seq // 2), num_generations=config.completions,
+        trust_remote_code=trusts, **common,
+    )  # fmt: skip
 
 
 def last_checkpoint(out: Path) -> Path | None:

@@ -9,7 +9,7 @@ import pytest
 
 from gemini.train.config import TrainConfig
 from gemini.train.inputs import check_fit, check_inputs
-from gemini.train.rows import Asked, RowForm, converted, look_at, read
+from gemini.train.rows import RowForm, RowsWanted, converted, look_at, read
 from gemini.train.sources import files_of
 from gemini.train.tokens import Answers
 from tests.support.model_folder import make_tokenizer
@@ -109,10 +109,10 @@ OF_A_METHOD = [
 def test_rows_are_those_of_the_method(tmp_path, tokenizer, method, row, said):
     files = written(tmp_path, [row])
     if isinstance(said, RowForm):
-        assert look(files, tokenizer, asked=Asked(method)) == said
+        assert look(files, tokenizer, asked=RowsWanted(method)) == said
         return
     with pytest.raises(ValueError, match=f"row 1: {said}"):
-        look(files, tokenizer, asked=Asked(method))
+        look(files, tokenizer, asked=RowsWanted(method))
 
 
 def test_a_chat_without_an_answer_is_named_unless_all_of_it_is_trained_on(tmp_path, tokenizer):
@@ -121,7 +121,7 @@ def test_a_chat_without_an_answer_is_named_unless_all_of_it_is_trained_on(tmp_pa
     with pytest.raises(
         ValueError, match=r"row 2: messages has no message of the assist.*--loss all"
     ):
-        look(files, tokenizer, asked=Asked(answers=Answers(tokenizer)))
+        look(files, tokenizer, asked=RowsWanted(answers=Answers(tokenizer)))
 
 
 def test_a_template_that_hides_where_answers_end_is_named(tmp_path):
@@ -131,10 +131,10 @@ def test_a_template_that_hides_where_answers_end_is_named(tmp_path):
         "{% endif %}{% endfor %}"
     )
     short = [{"messages": [USER, ASSISTANT]}]
-    look(written(tmp_path, short), hiding, asked=Asked(answers=Answers(hiding)))
+    look(written(tmp_path, short), hiding, asked=RowsWanted(answers=Answers(hiding)))
     files = written(tmp_path, [*short, {"messages": [USER, ASSISTANT, USER, ASSISTANT]}])
     with pytest.raises(ValueError, match=r"row 2: messages: the chat template .*--loss all"):
-        look(files, hiding, asked=Asked(answers=Answers(hiding)))
+        look(files, hiding, asked=RowsWanted(answers=Answers(hiding)))
 
 
 # (rows, the row that is named, what is said of it)
