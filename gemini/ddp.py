@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -61,11 +62,13 @@ from .options import (
     ChunkSearch,
     Communication,
     PrecisionPolicy,
+    Unasked,
     Wrapping,
     field_docs,
     takes_fields,
 )
 
+log = logging.getLogger("gemini")
 NOTHING_STAYS = (
     "overlap_allgather=True gathers behind a step what is never released, and here all is; "
     'expected placement_policy="zero1", "zero2" or StaticPlacement(shard_param_frac < 1), or leave '
@@ -161,6 +164,8 @@ class GeminiDDP(ModuleFace):
         groups = {spec.group for spec in own_specs}
         connections = connect(process_group, mesh, split, groups, ties)
         comm = connections.comm
+        if comm.rank == 0:
+            _tell_dtype(module, precision)
         specs = padded(own_specs, comm)
         configurations = _configurations(chunks, specs)
         _check_trace(trace, specs, ignored)
@@ -445,6 +450,18 @@ def _configurations(chunks: ChunkSearch, specs: list[ParamSpec]) -> Iterable[Chu
         specs, chunks.search_range_m, chunks.hidden_dim, chunks.min_chunk_size_m
     )
     return cut(found, chunks.hidden_dim)
+
+
+def _tell_dtype(module: nn.Module, precision: PrecisionPolicy) -> None:
+    """Warn where fp32 weights give back bf16, and nobody asked for it."""
+    asked = not isinstance(precision.precision, Unasked) or precision.force_outputs_fp32
+    if not asked and any(param.dtype == torch.float32 for param in module.parameters()):
+        log.warning(
+            '%s has fp32 parameters, and its outputs will be bf16: precision="fp32" keeps fp32, '
+            'force_outputs_fp32=True casts the outputs alone, precision="bf16" says that it is '
+            "meant",
+            type(module).__name__,
+        )
 
 
 def _check_update(update: str) -> None:
