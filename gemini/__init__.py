@@ -68,6 +68,11 @@ _HOME = {
     "search_chunk_configuration": "gemini.chunk.sizing.search",
     "trace": "gemini.memtracer.collector",
 }
+_TORCHS = {
+    "Adam": "HybridAdam(params, adamw_mode=False)",
+    "AdamW": "HybridAdam(params, weight_decay=0.01), as torch decays",
+    "SGD": "HybridSGD",
+}
 __all__ = [*_HOME, "__version__"]
 
 
@@ -85,7 +90,10 @@ def _where(name: str) -> str:
     """End of a message about a name that is not here: where it is, or what was meant."""
     if name.startswith("_"):
         return ""
-    if name in importlib.import_module("gemini.optim").__all__:
-        return f"; it is gemini.optim.{name}"
+    for package in ("gemini.optim", "gemini.integrations"):
+        if name in importlib.import_module(package).__all__:
+            return f"; it is {package}.{name}"
+    if name in _TORCHS:
+        return f"; it is gemini.{_TORCHS[name]}"
     near = importlib.import_module("gemini.arguments").nearest(name, _HOME)
     return f"; did you mean {near}?" if near else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -60,12 +61,14 @@ from .options import (
     ChunkSearch,
     Options,
     PrecisionPolicy,
+    Unasked,
     Wrapping,
     field_docs,
     groups_of,
     takes_options,
 )
 
+log = logging.getLogger("gemini")
 NOTHING_STAYS = (
     "overlap_allgather=True gathers behind a step what is never released, and here all is; "
     'expected placement_policy="zero1", "zero2" or StaticPlacement(shard_param_frac < 1), or leave '
@@ -159,23 +162,23 @@ class GeminiDDP(ModuleFace):
         groups = {spec.group for spec in own_specs}
         connections = connect(process_group, mesh, split, groups, ties)
         comm = connections.comm
+        _tell_dtype(module, precision, comm.rank)
         specs = padded(own_specs, comm)
         configurations = _configurations(chunks, specs)
         _check_trace(trace, specs, ignored)
         order = None if trace is None else trace.param_order(specs)
-        max_prefetch = communication.max_prefetch
         backend = _backend(device)
 
         def planned(sized: ChunkConfiguration) -> tuple[ChunkConfiguration, ChunkLayout, Planning]:
             num_shards, num_replicas = connections.num_shards, connections.num_replicas
             layout = training_layout(specs, sized.capacities, num_shards, order, num_replicas)
-            same = placement, precision_settings, max_prefetch, update
+            same = placement, precision_settings, communication.max_prefetch, update
             _check_same_set_up(comm, layout, module, same)
             planning = begin_planning(
                 layout, placement, backend, comm,
                 master_weights=precision.master_weights,
                 itemsizes=[dtype.itemsize for dtype in found.dtypes],
-                max_prefetch=max_prefetch, update=update, trace=trace,
+                max_prefetch=communication.max_prefetch, update=update, trace=trace,
                 ranks_per_node=None if together is None else together.ranks_here,
             )  # fmt: skip
             return sized, layout, planning
@@ -186,7 +189,7 @@ class GeminiDDP(ModuleFace):
         self.module = module
         self.engine = GeminiEngine(
             found, layout.with_params(own_specs), values, backend, connections, planning,
-            name=type(module).__name__, max_prefetch=max_prefetch,
+            name=type(module).__name__, max_prefetch=communication.max_prefetch,
             precision_settings=precision_settings,
             overlap_allgather=communication.overlap_allgather,
             tail_communicator=comm.for_thread() if update in (*BEHIND, AUTO) else None,
@@ -443,6 +446,22 @@ def _configurations(chunks: ChunkSearch, specs: list[ParamSpec]) -> Iterable[Chu
         specs, chunks.search_range_m, chunks.hidden_dim, chunks.min_chunk_size_m
     )
     return cut(found, chunks.hidden_dim)
+
+
+def _tell_dtype(module: nn.Module, precision: PrecisionPolicy, rank: int) -> None:
+    """Warn on rank 0 where fp32 weights give back bf16, and nobody asked for it."""
+    asked = not isinstance(precision.precision, Unasked) or precision.force_outputs_fp32
+    if (
+        rank == 0
+        and not asked
+        and any(param.dtype == torch.float32 for param in module.parameters())
+    ):
+        log.warning(
+            '%s has fp32 parameters, and its outputs will be bf16: precision="fp32" keeps fp32, '
+            'force_outputs_fp32=True casts the outputs alone, precision="bf16" says that it is '
+            "meant",
+            type(module).__name__,
+        )
 
 
 def _check_update(update: str) -> None:

@@ -35,13 +35,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class Unasked(str):
+    """A default that changes what a module gives back, and so is told to who did not ask for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrecisionPolicy:
     """Dtypes of computing, of communication and of masters, and the reaction to an overflow.
 
     precision: `"bf16"`, `"fp16"` or `"fp32"`, or that dtype of torch: dtype of parameters,
         activations and gradients. Floating inputs are cast to it; buffers keep their dtype, except
-        in spectral norms. fp16 has a dynamic loss scale, and its outputs are cast to fp32.
+        in spectral norms. fp16 has a dynamic loss scale, and its outputs are cast to fp32. Where
+        it is not given, a warning says that a module with fp32 parameters gives back bf16.
     keep_fp32: predicate of (qualified name, module): true for modules that stay in fp32 with all
         modules below them; their inputs and outputs are cast. Batch norms always stay in fp32,
         except with `cast_buffers`.
@@ -69,7 +74,7 @@ class PrecisionPolicy:
     Raises ValueError for options that exclude each other.
     """
 
-    precision: str = "bf16"
+    precision: str = Unasked("bf16")
     keep_fp32: KeepFp32 | None = None
     cast_buffers: bool = False
     cast_inputs: bool = True
@@ -84,7 +89,8 @@ class PrecisionPolicy:
     def __post_init__(self) -> None:
         settings = self.settings()
         for name in ("precision", "communication_dtype"):
-            object.__setattr__(self, name, getattr(settings, name))
+            if not isinstance(getattr(self, name), Unasked):
+                object.__setattr__(self, name, getattr(settings, name))
 
     def settings(self, max_norm: float = 0.0, norm_type: float = 2.0) -> PrecisionSettings:
         """Settings of every step, with clipping. Raises ValueError."""

@@ -76,3 +76,34 @@ def imported() -> tuple[list[str], str]:
 def test_pure_file_imports_with_torch_blocked(name: str, imported: tuple[list[str], str]) -> None:
     names, said = imported
     assert name in names, said
+
+
+WITHOUT_CALLS = """
+import os, sys, torch
+
+for name in ("posix_fallocate", "fdatasync", "preadv", "pwritev", "O_DIRECT"):
+    delattr(os, name)
+sys.modules["fcntl"] = None
+from gemini import GeminiDDP, HybridAdam
+from gemini.__main__ import main
+
+param = torch.nn.Parameter(torch.ones(8))
+param.grad = torch.ones(8)
+try:
+    HybridAdam([param], nvme_offload_fraction=1.0, nvme_offload_dir=sys.argv[1]).step()
+except Exception as error:
+    print(error)
+raise SystemExit(main(["plan", "gpt2", "--gpu", "l4", "--host-mem", "6GiB", "--seq", "16"]))
+"""
+
+
+@pytest.mark.ci
+def test_a_system_without_our_calls_plans_and_is_told_what_cannot_work(tmp_path):
+    """As macOS has it; without torch blocked, which `plan` traces with."""
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_CALLS, str(tmp_path)],
+        capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "gpt2 fits" in run.stdout
+    assert "is not on this system: files of state and checkpoints need Linux" in run.stdout

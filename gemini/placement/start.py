@@ -20,7 +20,7 @@ class Start:
     folders: of files, in words. may_rise: what is on a slower tier, after the first iteration.
     update_path: as `StepReport.update_path`. paths: by tier that has state, how it is updated.
     when: state is updated, in words; asked: the same as `update=`.
-    optimizer: its class, and of a converted one what it stands for.
+    optimizer: its class, and of a converted one what it stands for. decays: of its groups.
     """
 
     device: str
@@ -34,7 +34,7 @@ class Start:
     asked: str
     optimizer: str
     numel: int
-    num_groups: int
+    decays: tuple[float, ...]
     precision: str
     num_ranks: int
 
@@ -43,7 +43,8 @@ class Start:
         is_low = any(self.peaks[tier.value]["total"] for tier in (Tier.HOST, Tier.NVME))
         rises = ". What is not on the device may rise, once measured"
         paths = ", ".join(f"on {tier} {path}" for tier, path in self.paths.items())
-        groups = "1 group" if self.num_groups == 1 else f"{self.num_groups} groups"
+        groups = "1 group" if len(self.decays) == 1 else f"{len(self.decays)} groups"
+        decays = " and ".join(dict.fromkeys(f"{decay:g}" for decay in self.decays))
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
         return (
             f"gemini memory of a rank on {self.device}, planned peak: {peaks}"
@@ -51,7 +52,7 @@ class Start:
             f'gemini update by {self.update_path}: state {paths}; {self.when} (update="'
             f'{self.asked}")',
             f"gemini optimizer {self.optimizer}: {self.numel:,} parameters in {groups}, "
-            f"{self.precision}, {ranks}",
+            f"weight decay {decays}, {self.precision}, {ranks}",
         )
 
     def _held(self, tier: Tier) -> str:

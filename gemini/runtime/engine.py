@@ -245,7 +245,8 @@ class GeminiEngine(Parts):
         self.target = ShardTarget(self, calls, groups, rule, config)
         if not self._has_said_start and (self.together or self).comm.rank == 0:
             self._has_said_start = True
-            say_start(self, config, self.target.executor.path, len(groups))
+            decays = tuple(float(group.get("weight_decay", 0.0)) for group in groups)
+            say_start(self, config, self.target.executor.path, decays)
         return self.target
 
     def refuse_beside_pass(self, changes: str) -> None:

@@ -15,7 +15,8 @@ def cause_of(found: OSError | int | None) -> str:
     errno = found.errno if isinstance(found, OSError) else found
     if not errno:
         return "it came up short"
-    return f"{errno_module.errorcode.get(errno, str(errno))}, {os.strerror(errno)}"
+    said = getattr(found, "strerror", None) or os.strerror(errno)
+    return f"{errno_module.errorcode.get(errno, str(errno))}, {said}"
 
 
 class NvmeError(RuntimeError):

@@ -12,7 +12,6 @@ where that process died: a lock that can be had means that nobody reads.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
@@ -138,15 +137,15 @@ class SharedBlocks:
             except OSError as error:
                 raise explained(self._path, error) from error
             try:
-                calls.lock(file.fd, fcntl.LOCK_EX if made else fcntl.LOCK_SH)
+                calls.lock(file.fd, calls.LOCK_EX if made else calls.LOCK_SH)
                 if made and os.fstat(file.fd).st_nlink:
                     self._write(file, blocks)
-                    calls.lock(file.fd, fcntl.LOCK_SH)
+                    calls.lock(file.fd, calls.LOCK_SH)
                 index = self._index_in(file)
                 if os.fstat(file.fd).st_nlink and index is not None:
                     return file, index
                 if index is None:  # its writer died
-                    calls.lock(file.fd, fcntl.LOCK_EX)
+                    calls.lock(file.fd, calls.LOCK_EX)
                     if self._index_in(file) is None:
                         file.unlink()
             except BaseException as error:
@@ -212,6 +211,6 @@ def _let_go(pid: int, file: OpenFile) -> None:
     if os.getpid() != pid:
         return
     with contextlib.suppress(OSError):  # another has it
-        calls.lock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        calls.lock(file.fd, calls.LOCK_EX | calls.LOCK_NB)
         file.unlink()
     file.close()

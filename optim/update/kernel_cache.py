@@ -6,7 +6,6 @@ It may be deleted at any time.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import grp
 import os
 import pwd
@@ -14,6 +13,8 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from gemini.nvme.files import calls
 
 FOLDER = "gemini-memory"  # in the user's folder for caches
 
@@ -87,7 +88,7 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise KernelBuildError(f"the folder for compiled kernels: {error}") from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        calls.lock(handle, calls.LOCK_EX)
         yield
     finally:
         os.close(handle)

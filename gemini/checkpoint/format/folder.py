@@ -24,7 +24,6 @@ that the lock file still exists.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -274,7 +273,7 @@ def make_locked(path: Path) -> int:
             raise
         try:
             calls.pwritev(lock, [_MAGIC], 0)
-            calls.lock(lock, fcntl.LOCK_EX)
+            calls.lock(lock, calls.LOCK_EX)
             # No link: a process that took the folder for dead has removed it; make another.
             if os.fstat(lock).st_nlink:
                 calls.fsync(lock)
@@ -327,7 +326,7 @@ def owner_lives(path: Path) -> bool:
 def _locks(lock: int) -> bool:
     """Lock the file if no process has it locked; return whether it is locked now."""
     try:
-        calls.lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        calls.lock(lock, calls.LOCK_EX | calls.LOCK_NB)
     except OSError:
         return False
     return True

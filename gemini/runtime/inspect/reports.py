@@ -280,16 +280,20 @@ def memory_timeline(parts: Parts, path: str | Path, title: str | None = None) ->
     write_timeline(timeline, path)
 
 
-def say_start(parts: Parts, config: StateConfig, update_path: str, num_groups: int) -> None:
+def say_start(
+    parts: Parts, config: StateConfig, update_path: str, decays: tuple[float, ...]
+) -> None:
     """Log three lines on the first rank, once, when its optimizer is made.
 
-    config: of the optimizer. update_path: name of its executor.
+    config: of the optimizer. update_path: name of its executor. decays: of its groups.
     """
     if log.level <= logging.INFO:
-        _say(_start_of(parts, config, update_path, num_groups).lines())
+        _say(_start_of(parts, config, update_path, decays).lines())
 
 
-def _start_of(parts: Parts, config: StateConfig, update_path: str, num_groups: int) -> Start:
+def _start_of(
+    parts: Parts, config: StateConfig, update_path: str, decays: tuple[float, ...]
+) -> Start:
     planning, settings = parts.planning, parts.precision_settings
     plan = planning.plan
     homes = [home for shard in plan.shards for home in shard.state_homes]
@@ -307,7 +311,7 @@ def _start_of(parts: Parts, config: StateConfig, update_path: str, num_groups: i
         asked=parts.update,
         optimizer=config.optimizer,
         numel=sum(spec.numel for spec in parts.layout.params if spec.trainable),
-        num_groups=num_groups,
+        decays=decays,
         precision=settings.precision + (masters if settings.master_weights else ""),
         num_ranks=parts.comm.world_size,
     )

@@ -9,24 +9,43 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
+import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x01, 0x02
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
+
+def _call(name: str, module: Any = os) -> Any:
+    """A call of the system, or one that refuses by name: planning needs none."""
+
+    def absent(*_: Any) -> NoReturn:
+        raise OSError(
+            errno.ENOSYS, f"{name} is not on this system: files of state and checkpoints need Linux"
+        )
+
+    return getattr(module, name, absent)
+
+
+_fcntl = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None
+LOCK_SH, LOCK_EX, LOCK_NB = (
+    int(getattr(_fcntl, name, 0)) for name in ("LOCK_SH", "LOCK_EX", "LOCK_NB")
+)
+O_DIRECT = int(getattr(os, "O_DIRECT", 0))
+
 open_file = os.open
 close = os.close
-lock = fcntl.flock
-preadv = os.preadv
-pwritev = os.pwritev
-allocate = os.posix_fallocate
+lock: Callable[[int, int], None] = _call("flock", _fcntl)
+preadv: Callable[[int, Sequence[Any], int], int] = _call("preadv")
+pwritev: Callable[[int, Sequence[Any], int], int] = _call("pwritev")
+allocate: Callable[[int, int, int], None] = _call("posix_fallocate")
 truncate = os.ftruncate
 fsync = os.fsync
-fdatasync = os.fdatasync
+fdatasync: Callable[[int], None] = _call("fdatasync")
 mkdir = os.mkdir
 rmdir = os.rmdir
 unlink = os.unlink

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -206,7 +205,7 @@ def _open_locked(path: Path) -> OpenFile:
         opened = _open_new(path)
         try:
             # whoever looks for orphans may hold the lock, for as long as a removal takes
-            calls.lock(opened.fd, fcntl.LOCK_EX)
+            calls.lock(opened.fd, calls.LOCK_EX)
             if os.fstat(opened.fd).st_nlink:
                 return opened
         except OSError as error:
@@ -227,7 +226,7 @@ def open_direct(path: Path) -> OpenFile:
     """Open a regular file to read it with direct I/O, where its file system has that. Raises
     OSError."""
     try:
-        return OpenFile(path, open_regular(path, os.O_DIRECT), True)
+        return OpenFile(path, open_regular(path, calls.O_DIRECT), True)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -238,7 +237,7 @@ def _open_new(path: Path, mode: int = 0o600) -> OpenFile:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     direct = True
     try:
-        fd = calls.open_file(path, flags | os.O_DIRECT, mode)
+        fd = calls.open_file(path, flags | calls.O_DIRECT, mode)
     except OSError as error:
         if error.errno == errno.EINVAL:  # the file system refuses O_DIRECT, and made the file
             with contextlib.suppress(FileNotFoundError):
@@ -261,7 +260,7 @@ def _open_or_explain(path: Path, flags: int, mode: int) -> int:
 def explained(path: Path, error: OSError) -> NvmeError:
     """DiskFullError or FolderError for a file that cannot be made."""
     kind = DiskFullError if error.errno in FULL_ERRNOS else FolderError
-    return kind(f"cannot create {path}: {cause_of(error.errno)}; name another nvme folder")
+    return kind(f"cannot create {path}: {cause_of(error)}; name another nvme folder")
 
 
 def free_bytes(folder: Path) -> int:

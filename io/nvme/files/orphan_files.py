@@ -18,7 +18,6 @@ step (gradients, probes, stores that were still being filled) a new store remove
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -278,7 +277,7 @@ def _lock(path: Path) -> int | None:
         return None
     try:
         # empty or zeros: its process died before it had written the header
-        calls.lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        calls.lock(fd, calls.LOCK_EX | calls.LOCK_NB)
         if os.pread(fd, len(MAGIC), 0) in (MAGIC, b"", bytes(len(MAGIC))):
             return fd
     except OSError:

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from bench.shared.models import Tower, seeded, token_batches, token_loss
 from bench.shared.reference import flat, relative_error, train_reference
 from bench.shared.simulated import SimBackend
-from gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
+from gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer, PrecisionPolicy
 from optim import HybridAdam, HybridSGD, LossScale, NvmeConfig
 from tests.support.towers import ADAM, weights
 
@@ -23,6 +23,31 @@ def train(model, optimizer, batches):
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "warns"),
+    [
+        (nn.Linear(2, 2), {}, True),
+        (nn.Linear(2, 2), {"precision": PrecisionPolicy("bf16")}, False),
+        (nn.Linear(2, 2), {"precision": PrecisionPolicy(cast_buffers=True)}, True),
+        (nn.Linear(2, 2), {"precision": "bf16"}, False),
+        (nn.Linear(2, 2), {"precision": torch.float32}, False),
+        (nn.Linear(2, 2), {"force_outputs_fp32": True}, False),
+        (nn.Linear(2, 2).bfloat16(), {}, False),
+    ],
+)
+def test_who_did_not_ask_for_bf16_is_told_that_fp32_comes_back_in_it(
+    module, options, warns, caplog
+):
+    model = GeminiDDP(module, device="cpu", **options)
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(said) == warns
+    for remedy in ('precision="fp32"', "force_outputs_fp32=True", 'precision="bf16"'):
+        assert all(remedy in text for text in said)
+    assert (model(torch.ones(1, 2)).dtype == torch.bfloat16) == (
+        options.get("precision") != torch.float32 and not options.get("force_outputs_fp32")
+    )
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.3])

@@ -36,7 +36,7 @@ START = Start(
     asked="tail",
     optimizer="HybridAdam in place of torch.optim.AdamW",
     numel=262144,
-    num_groups=2,
+    decays=(0.01, 0.0),
     precision="bf16 with fp32 masters",
     num_ranks=2,
 )
@@ -50,7 +50,7 @@ def test_the_lines_are_memory_update_and_optimizer():
         "gemini update by triton: state on device resident, on nvme stream; behind the next "
         'forward (update="tail")',
         "gemini optimizer HybridAdam in place of torch.optim.AdamW: 262,144 parameters in 2 "
-        "groups, bf16 with fp32 masters, 2 ranks",
+        "groups, weight decay 0.01 and 0, bf16 with fp32 masters, 2 ranks",
     )
 
 
@@ -68,7 +68,7 @@ def test_a_program_without_handlers_shows_them_once_for_each_engine(bare, capsys
     model, optimizer = wrapped(LEAST)
     memory, update, made = started(capsys)
     assert "of 130.00 KiB" in memory and "nvme" in memory
-    assert "stream" in update and "optimizer HybridAdam: " in made
+    assert "stream" in update and "optimizer HybridAdam: " in made and "weight decay 0," in made
     optimizer.close()
     type(optimizer)(model.parameters()).close()
     assert started(capsys) == []

@@ -2,6 +2,7 @@
 among those without a door. See blocks.toml."""
 
 import ast
+import os
 import re
 import sys
 import tomllib
@@ -13,12 +14,15 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from bench.shared.workers import run_processes
 from gemini.integrations.colossalai import put_up
-from gemini.integrations.config import plugin_of, read_config
+from gemini.integrations.config import global_context, plugin_of, read_config
 from gemini.migrate import colossal
+from tests.support.ports import free_port
 from tests.support.said import said
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -140,3 +144,45 @@ def test_the_code_of_a_page_runs_as_it_is(small, page):
             assert (plugin.pp_size > 1) == ("pipeline" in parallel)
             assert (plugin.tp_size > 1) == ("tensor" in parallel)
             assert (plugin.precision == "fp16") == ("fp16" in names)
+
+
+def _sized(rank, ranks, port, folder):
+    """The blocks for so many ranks, in one process of each."""
+    import transformers.models.gpt2  # noqa: F401, before what it looks for is small
+
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="localhost",
+        MASTER_PORT=str(port), DATA=folder,
+    )  # fmt: skip
+    place = ("--rank", rank, "--world_size", ranks, "--port", port)
+    sys.argv = ["script", *map(str, place)]
+    torch.set_num_threads(1)
+    torch.Tensor.cuda = lambda self: self
+    put_up()
+    sys.modules.update(small_world())
+    unconfigured = global_context.config
+    ran = []
+    for block in (block for block in BLOCKS if block.get("ranks") == ranks):
+        global_context.config = unconfigured
+        code = block["code"]
+        for here, there in block["sized"].items():
+            assert here in code
+            code = code.replace(here, there)
+        names = {"__name__": "script"}
+        exec(compile(code, f"{block['page']}, line {block['lines'][0]}", "exec"), names)
+        if "spawned" in names:
+            names["spawned"](rank, ranks, port)
+        assert dist.get_world_size() == ranks
+        ran.append(block["page"])
+    dist.destroy_process_group()
+    return ran
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_code_for_several_ranks_runs_on_as_many(ranks, tmp_path):
+    pytest.importorskip("transformers")
+    found = run_processes(_sized, ranks, ranks, free_port(), str(tmp_path))
+    pages = [block["page"] for block in BLOCKS if block.get("ranks") == ranks]
+    assert pages and found == [pages] * ranks
