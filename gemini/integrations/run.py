@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from gemini.arguments import Parser
+
 _LINE = "[rank ${rank}] "  # before what a rank prints
 _SHARED = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 POLL_SECONDS = 0.1
@@ -32,6 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Command `python -m gemini run`."""
+    parser = Parser(
+        prog="python -m gemini run",
+        description="A script on all ranks: torchrun on this machine, or on hosts by ssh.",
+    )
+    add_arguments(parser)
+    options = parser.parse_args(arguments)
+    try:
+        return run(options)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def run(options: argparse.Namespace) -> int:

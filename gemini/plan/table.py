@@ -10,7 +10,7 @@ from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.units import GIB
 
-from .machine import CARDS, machine_of
+from .machine import CARDS, machine_of, usable_ram
 from .question import Question
 
 CARD_NAMES = ("rtx4080", "rtx4090", "rtx5090", "l40s", "h100", "h200")
@@ -44,7 +44,9 @@ def rows(model: str, training: str, question: Question) -> Iterator[FitRow]:
         needs_more = True
         for i, (ram, disk) in enumerate(HOSTS):
             if needs_more and i >= first:
-                machine = machine_of({"host_mem": ram * GIB, "nvme": disk * 10**12}, gpu=card)
+                machine = machine_of(
+                    {"host_mem": usable_ram(ram * GIB, 1), "nvme": disk * 10**12}, gpu=card
+                )
                 try:
                     result = replace(question, machine=machine).planned()
                 except BudgetError:

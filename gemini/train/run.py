@@ -23,7 +23,7 @@ from gemini.plan.words import five_lines
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import everyone
 
-from .config import TrainConfig, as_yaml, check, parse, parser, read_config
+from .config import OF_THE_MACHINE, PARSER, TrainConfig, check, parse, read_config
 
 CONFIG, REPORT = "config.yaml", "report.html"
 PRECISION = "bf16"
@@ -36,15 +36,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config, shown = parse(arguments)
         if shown:
-            sys.stdout.write(as_yaml(config))
+            sys.stdout.write(config.as_yaml())
             return 0
         check(config)
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl|peft")
         job = prepare(config)
     except ImportError as error:
-        parser().error(f"{error}; pip install trl peft datasets matplotlib")
+        PARSER.error(f"{error}; pip install trl peft datasets matplotlib")
     except (ValueError, NvmeError) as error:
-        parser().error(str(error))
+        PARSER.error(str(error))
     job.run()
     return 0
 
@@ -95,7 +95,7 @@ class Job:
             write_report(
                 self.out / REPORT, self.trainer.state.log_history,
                 title=f"{self.config.model} on {self.config.data}", plan=self.plan,
-                config=as_yaml(self.config), samples=samples,
+                config=self.config.as_yaml(), samples=samples,
             )  # fmt: skip
             return True
 
@@ -136,12 +136,13 @@ def prepare(config: TrainConfig) -> Job:
 
     Raises ValueError for a refused run; if it does not fit, with the cheapest change.
     """
-    from .data import load
     from .inputs import check_fit, check_inputs, read_tokenizer
+
+    check_inputs(config)  # before trl, which takes seconds to import
+    from .data import load
     from .plan import hardware, training_of
     from .trainer import TuningTrainer, arguments, last_checkpoint
 
-    check_inputs(config)
     out = Path(config.out)
     resumed_from = last_checkpoint(out)
     if resumed_from is not None:
@@ -171,7 +172,7 @@ def prepare(config: TrainConfig) -> Job:
         sys.stdout.write(f"{plan}\n{going_on}")
         sys.stdout.flush()
         out.mkdir(parents=True, exist_ok=True)
-        (out / CONFIG).write_text(as_yaml(config), encoding="utf-8")
+        (out / CONFIG).write_text(config.as_yaml(), encoding="utf-8")
     asked = planned.asked
     options = {"placement_policy": asked.policy, "trace": asked.trace, "update": asked.update}
     model = _loaded_model(folder, config, options)
@@ -188,7 +189,7 @@ def prepare(config: TrainConfig) -> Job:
 def check_same_run(config: TrainConfig, out: Path) -> None:
     """Raise ValueError if `out` has checkpoints of another run."""
     before = read_config(out / CONFIG)
-    changed = config.changed_from(before)
+    changed = config.changed_from(before, OF_THE_MACHINE)
     if changed:
         listed = ", ".join(f"{n} was {getattr(before, n)}" for n in changed)
         raise ValueError(

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -10,17 +11,22 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import nvme
-from gemini.plan import command
+from gemini.placement.timetable.updates import UPDATES
+from gemini.plan import words
 from gemini.plan.ask import plan_for
 from gemini.plan.machine import machine_of
+from gemini.runtime.memory.backend import make_backend
+from gemini.train import data, report, run
 from gemini.train import plan as train_plan
-from gemini.train import report, run
-from gemini.train.config import parse
+from gemini.train import plan_command as command
+from gemini.train.config import TrainConfig, parse
 from gemini.train.data import Data
 from tests.support.model_folder import make_folder, rows, write_rows
 
@@ -171,10 +177,10 @@ def test_plan_and_train_give_one_answer_and_the_run_follows_it(
         machine_of({"device_mem": 9 << 20, "host_mem": 1 << 30, "nvme": 1 << 30}, device="cpu"),
         folder=str(tmp_path), is_here=True,
     )  # fmt: skip
-    monkeypatch.setattr(command, "machine_from", lambda _: machine)
+    monkeypatch.setattr(command, "machine_from", lambda *_: machine)
     monkeypatch.setattr(train_plan, "hardware", lambda *_: machine)
     model = str(folder / "model")
-    asked = [model, "--by-trl", "--seq", "32", "--batch", "2", "--checkpointing", *short]
+    asked = [model, "--seq", "32", "--batch", "2", *short]
     assert command.main(asked) == 0
     answer = capsys.readouterr().out
     assert command.main([*asked, "--print-args"]) == 0
@@ -193,6 +199,49 @@ def test_plan_and_train_give_one_answer_and_the_run_follows_it(
         found = replace(found, layout_digest=planned.layout_digest)
     assert found == planned
     assert wrapped.engine.update == config.update != "auto"
+
+
+def drawn(draw, folder, out):
+    """Settings that a plan depends on, and some that it does not."""
+    lora = draw.choice([0, 2, 8])
+    return TrainConfig(
+        model=str(folder / "model"), data=str(folder / "text.jsonl"), out=str(out), lora=lora,
+        quantize=draw.choice([None, "nf4", "int8"]) if lora else None,
+        optim=draw.choice([*words.OPTIMIZERS]), update=draw.choice([*UPDATES, "auto"]),
+        seq=draw.choice([16, 32]), batch=draw.choice([1, 2, 8]), accumulate=draw.choice([1, 3]),
+        packing=draw.random() < 0.5, checkpointing=draw.random() < 0.5, lr=draw.random() + 0.1,
+        device_mem=draw.choice([None, "9MiB", "1GiB"]), host_mem=draw.choice([None, "1GiB"]),
+        nvme=draw.choice([None, str(out.parent)]),
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_plan_and_train_ask_one_question_of_any_config(folder, tmp_path, monkeypatch):
+    asked = []
+
+    def ask(*question):
+        asked.append(question)
+        raise ValueError("it was asked")
+
+    here = train_plan.look_at_machine(make_backend(torch.device("cpu")), 1)
+    monkeypatch.setattr(train_plan, "look_at_machine", lambda *_: here)  # nothing else runs
+    monkeypatch.setattr(train_plan, "free_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr(train_plan, "_flops", lambda _: 1e12)
+    monkeypatch.setattr(nvme, "probe", lambda *_, **__: SimpleNamespace(read=1e9, write=1e9))
+    monkeypatch.setattr(data, "load", lambda *_: Data(None, None, None))
+    monkeypatch.setattr(run, "plan_for", ask)
+    monkeypatch.setattr(command, "plan_for", ask)
+    draw = random.Random(56)
+    for number in range(40):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(drawn(draw, folder, tmp_path / "out").as_yaml())
+        for main in (run.main, command.main):
+            with pytest.raises(SystemExit):
+                main([str(file)])
+        trained, planned = asked[-2:]
+        assert len(asked) == 2 * number + 2 and trained[1:] == planned[1:]
+        assert trained[0] == Path(planned[0])
+    assert len({str(question) for question in asked}) > 30
 
 
 def test_nothing_behind_the_save_fails_a_run(folder, tmp_path, capsys, caplog, monkeypatch):
@@ -222,13 +271,6 @@ def test_nothing_behind_the_save_fails_a_run(folder, tmp_path, capsys, caplog, m
     assert {f"no {what}: OSError: no space left. The trained model is not affected"
             for what in ("samples", "report.html")} <= said  # fmt: skip
     assert generated(tmp_path / "another").shape[1] > 3
-
-
-def test_an_optimizer_without_a_sharded_form_is_refused(folder, tmp_path, capsys):
-    for name in ("lion_8bit", "galore_adafactor"):
-        with pytest.raises(SystemExit):
-            run.main(flags(folder, tmp_path / "out", "--optim", name))
-        assert f"--optim='{name}' has no form whose state is sharded" in capsys.readouterr().err
 
 
 def test_a_module_is_run_on_all_ranks(tmp_path):
