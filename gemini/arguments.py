@@ -22,6 +22,7 @@ _SHOWN = 9  # names of arguments in a message
 _NONE: Mapping[str, str] = MappingProxyType({})
 LAST_WORDS = "GEMINI_LAST_WORDS"  # a file for what a refused rank says: `run` repeats it at its end
 _WAIT_SECONDS = 10.0
+REFUSED = 2  # exit status
 
 
 def nearest(word: object, known: Iterable[str]) -> str | None:
@@ -115,7 +116,7 @@ def refuse(line: str) -> NoReturn:
     if last_words is not None:
         Path(last_words).write_text(f"{line}\n", encoding="utf-8")
     sys.stderr.write(f"{line}\n")
-    sys.exit(2)
+    sys.exit(REFUSED)
 
 
 def by_name(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:

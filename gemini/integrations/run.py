@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gemini.arguments import Parser
+from gemini.arguments import LAST_WORDS, REFUSED, Parser
 
 _LINE = "[rank ${rank}] "  # before what a rank prints
 _SHARED = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -133,22 +133,33 @@ def _torchrun(options: argparse.Namespace, node: int, nodes: int, logs: str) -> 
 
 
 def _run(commands: Sequence[Sequence[str]]) -> int:
-    """Run commands at the same time; one that fails ends all. Returns its status, or 0."""
+    """Run commands at the same time; one that fails ends all. Returns its status, or 0.
+
+    What a refused rank said is repeated at the end, behind torchrun's summary; the status is its.
+    """
     stdin = None if len(commands) == 1 else subprocess.DEVNULL
     environment = {**os.environ, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _LINE}
-    processes = [
-        subprocess.Popen(command, env=environment, stdin=stdin, start_new_session=True)
-        for command in commands
-    ]
-    try:
-        while not (failed := [p.returncode for p in processes if p.poll()]):
-            if all(process.returncode == 0 for process in processes):
-                return 0
-            time.sleep(POLL_SECONDS)
-        return max(failed[0], 1)
-    finally:
-        for process in processes:
-            _end(process)
+    with tempfile.TemporaryDirectory(prefix="gemini-run-") as folder:
+        said = Path(folder) / "last"
+        processes = [
+            subprocess.Popen(
+                command, env=environment | {LAST_WORDS: str(said)}, stdin=stdin,
+                start_new_session=True,
+            )
+            for command in commands
+        ]  # fmt: skip
+        try:
+            while not (failed := [p.returncode for p in processes if p.poll()]):
+                if all(process.returncode == 0 for process in processes):
+                    return 0
+                time.sleep(POLL_SECONDS)
+        finally:
+            for process in processes:
+                _end(process)
+        if not said.exists():
+            return max(failed[0], 1)
+        sys.stderr.write(said.read_text(encoding="utf-8"))
+        return REFUSED
 
 
 def _over_ssh(options: argparse.Namespace, host: str, node: int, nodes: int) -> list[str]:

@@ -138,6 +138,8 @@ def prepare(config: TrainConfig) -> Job:
     """
     from .inputs import check_fit, check_inputs, read_tokenizer
 
+    world_size = _world_size()
+    config.batch_of_rank(world_size)
     check_inputs(config)  # before trl, which takes seconds to import
     from .data import load
     from .plan import hardware, training_of
@@ -148,7 +150,6 @@ def prepare(config: TrainConfig) -> Job:
     if resumed_from is not None:
         check_same_run(config, out)
     on_cpu = not torch.cuda.is_available()
-    world_size = _world_size()
     args = arguments(config, world_size, on_cpu=on_cpu)  # ranks are connected from here on
     comm = everyone(None, None)
     # a path and no text: what a config says of a model is a folder or an id, and no module

@@ -285,6 +285,20 @@ def test_a_module_is_run_on_all_ranks(tmp_path):
     assert "0 ['--x']" in done.stdout and "1 ['--x']" in done.stdout
 
 
+def test_of_several_ranks_one_says_why_they_are_refused():
+    """And it is the last line, behind what torchrun has to say."""
+    command = [sys.executable, "-m", "gemini", "run", "--nproc_per_node", "2"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "io")])
+    done = subprocess.run(
+        [*command, "-m", "gemini", "train", "--lr", "0"], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if "--lr: 0.0; expected more than 0" in line]
+    assert done.returncode == 2 and len(said) == 2, done.stderr
+    assert said[0].startswith("[rank 0]") and said[1] == done.stderr.splitlines()[-1]
+    assert said[1].startswith("python -m gemini train: error: ")
+
+
 def test_the_doctor_imports_no_trainer():
     code = (
         "import sys, gemini.__main__, gemini.doctor.measure, gemini.integrations.run\n"
