@@ -9,6 +9,7 @@ from typing import Any
 
 from gemini.placement.planner import PlanResult
 from gemini.placement.sizes import UNLIMITED, BudgetError
+from gemini.placement.start import wear
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import AUTO, blocks_in_words, priced_in_words
 from gemini.units import format_bytes
@@ -128,6 +129,11 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
             places.append(f"{_WHERE[tier]} {format_bytes(plan.peaks[tier.value])}{of}{contents}")
     own = f"; the process itself {format_bytes(plan.process_bytes)} of RAM"
     yield f"at the peak: {'; '.join(places)}{own}"
+    planned = plan.result.plan
+    written = sum(n for (_, to), n in planned.bytes_moved().items() if to is Tier.NVME)
+    written *= machine.ranks_per_node
+    if written:
+        yield f"{'' if machine.folder == '.' else f'in {machine.folder}: '}{wear(written)}"
     tokens = machine.world_size * asked.accumulate * asked.batch * asked.seq
     times = f"{asked.accumulate} x " if asked.accumulate > 1 else ""
     yield (

@@ -15,8 +15,8 @@ from gemini.settings import Settings, flag, setting
 
 # fields that may change when a run goes on: where and how it computes, not what
 OF_THE_MACHINE = (
-    "out", "device_mem", "host_mem", "nvme", "checkpointing", "update", "save_every", "keep",
-    "log_every", "samples", "sample_tokens", "report_to", "trust_remote_code",
+    "out", "device_mem", "host_mem", "nvme", "nvme_write_budget", "checkpointing", "update",
+    "save_every", "keep", "log_every", "samples", "sample_tokens", "report_to", "trust_remote_code",
 )  # fmt: skip
 
 SCHEDULES = (  # of Trainer's, those that need nothing more
@@ -71,6 +71,9 @@ class TrainConfig(Settings):
     nvme: str | None = _memory(
         None, "a folder on a fast disk, for plan also its size; without one nothing goes to files"
     )
+    nvme_write_budget: str | None = _memory(
+        None, "what steps may write there in all; one that would pass it is not taken", is_size=True
+    )
     lora: int = _weights(
         0, "rank of LoRA adapters on all linear layers; 0 trains the whole model", least=0
     )
@@ -118,6 +121,8 @@ class TrainConfig(Settings):
         super().__post_init__()
         if self.quantize is not None and not self.lora:
             raise ValueError(f"--quantize {self.quantize}; expected --lora with it, for adapters")
+        if self.nvme_write_budget is not None and self.nvme is None:
+            raise ValueError("--nvme-write-budget; expected --nvme with it, a folder")
 
     def batch_of_rank(self, world_size: int) -> int:
         """Sequences of one rank's forward. Raises ValueError if ranks do not divide the batch."""

@@ -50,7 +50,7 @@ def hardware(config: TrainConfig, comm: Communicator, device: torch.device) -> H
     given = {name: getattr(config, name) for name in sizes if getattr(config, name) is not None}
     sizes |= {name: parse_bytes(size) for name, size in given.items()}
     sources = {name: "given" if name in given else f"{USABLE:g} of what is left" for name in sizes}
-    speeds = replace(usual_speeds(backend.has_host_tier), flops=_flops(device))
+    speeds = replace(usual_speeds(backend.has_host_tier), flops=flops_of(device))
     sources["flops"] = "measured"
     sizes["nvme"], sources["nvme"], folder = 0, "no --nvme", "."
     if config.nvme is not None:
@@ -84,7 +84,7 @@ def disk_of(given: str) -> tuple[int, str]:
         ) from None
 
 
-def _flops(device: torch.device) -> float:
+def flops_of(device: torch.device) -> float:
     """FLOP a second of a layer's forward and backward in bf16; the best of three."""
     size = _WIDTH[device.type]
     layer = torch.nn.Linear(size, size, bias=False, dtype=torch.bfloat16, device=device)

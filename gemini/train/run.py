@@ -180,6 +180,7 @@ def prepare(config: TrainConfig) -> Job:
     trainer = TuningTrainer(
         model, args, train_dataset=data.train, eval_dataset=data.held_out,
         processing_class=tokenizer,
+        adam={"nvme_write_budget": config.nvme_write_budget} if config.nvme_write_budget else None,
     )  # fmt: skip
     job = Job(config, trainer, data, tokenizer, plan, resumed_from, comm, positions)
     if comm.rank == 0:

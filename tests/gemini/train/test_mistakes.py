@@ -27,6 +27,7 @@ TRAIN = {  # flags beside a good model, data and --out -> what is said
     "--update tial": "did you mean tail?",
     "--device-mem 24": "did you mean '24GiB'?",
     "--host-mem lots": "expected bytes, '8GiB' or '1TB'",
+    "--nvme-write-budget 1TB": "expected --nvme with it",
     "--nvme /no/folder": "create it or name another",
     "--model ./nomodel": "there is no folder ./nomodel; expected one, or an id on the hub",
     "--model {data}": "is a file; expected a folder that from_pretrained reads",

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import nvme
+from gemini.checkpoint import CheckpointError
 from gemini.placement.timetable.updates import UPDATES
 from gemini.plan import words
 from gemini.plan.ask import plan_for
@@ -114,9 +115,13 @@ def test_a_run_that_was_killed_goes_on_at_another_world_size(folder, tmp_path, c
     assert (killed / run.REPORT).exists() and not (killed / "model.safetensors").exists()
     (killed / "checkpoints/checkpoint-3").mkdir()  # of a save that was cut short
     less = ["--packing", "--device-mem", "5000KiB", "--nvme", str(tmp_path)]
+    with pytest.raises((nvme.WriteBudgetError, CheckpointError), match="nvme_write_budget is"):
+        run.main(flags(folder, killed, *less, "--nvme-write-budget", "1MiB"))
+    capsys.readouterr()
     assert run.main(flags(folder, killed, *less)) == 0
     said = capsys.readouterr().out
     assert re.search(r"at the peak: .*; disk [1-9]\S+ \wiB", said), said
+    assert f"in {tmp_path}: a step writes " in said and "% of the 600 TB that" in said
     assert f"goes on from {killed}/checkpoints/checkpoint-2" in said
     gc.collect()  # a process would have ended
     assert list(tmp_path.glob("*.blocks")) == []
@@ -226,7 +231,7 @@ def test_plan_and_train_ask_one_question_of_any_config(folder, tmp_path, monkeyp
     here = train_plan.look_at_machine(make_backend(torch.device("cpu")), 1)
     monkeypatch.setattr(train_plan, "look_at_machine", lambda *_: here)  # nothing else runs
     monkeypatch.setattr(train_plan, "free_bytes", lambda _: 1 << 30)
-    monkeypatch.setattr(train_plan, "_flops", lambda _: 1e12)
+    monkeypatch.setattr(train_plan, "flops_of", lambda _: 1e12)
     monkeypatch.setattr(nvme, "probe", lambda *_, **__: SimpleNamespace(read=1e9, write=1e9))
     monkeypatch.setattr(data, "load", lambda *_: Data(None, None, None))
     monkeypatch.setattr(run, "plan_for", ask)
