@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -155,6 +157,14 @@ def parse(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
     """
     config, typed, _ = TrainConfig.parse(PARSER, arguments)
     return config, "print_config" in typed
+
+
+def quiet() -> None:
+    """Leave out what other packages say of themselves when they are imported: of kernels that they
+    lack here, say, which look like errors of the command."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl|peft")
+    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def check(config: TrainConfig) -> None:

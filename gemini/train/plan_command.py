@@ -25,7 +25,7 @@ from gemini.runtime.comm.connect import everyone
 from gemini.settings import flag, setting
 from gemini.units import parse_bytes
 
-from .config import ELSEWHERE, TrainConfig
+from .config import ELSEWHERE, TrainConfig, quiet
 from .plan import disk_of, hardware, training_of
 
 _machine, _loop, _output = (
@@ -186,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _write_fits(config)
         if not config.model:
             raise ValueError("expected one model: a name, a hub id, a folder or a config.json")
+        quiet()
         is_here = config.machine == HERE or (file is not None and not typed & _OF_ANOTHER)
         what: str | Path = config.model
         if file is not None and "model" not in typed and ":" in config.model:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from gemini.plan.words import five_lines
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import everyone
 
-from .config import OF_THE_MACHINE, PARSER, TrainConfig, check, parse, read_config
+from .config import OF_THE_MACHINE, PARSER, TrainConfig, check, parse, quiet, read_config
 
 CONFIG, REPORT = "config.yaml", "report.html"
 PRECISION = "bf16"
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
             sys.stdout.write(config.as_yaml())
             return 0
         check(config)
-        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl|peft")
+        quiet()
         job = prepare(config)
     except ImportError as error:
         PARSER.error(f"{error}; pip install trl peft datasets matplotlib")
@@ -58,6 +57,7 @@ class Job:
     data: Any
     tokenizer: Any
     plan: str
+    planned_seconds: float  # of a step
     resumed_from: Path | None
     comm: Communicator
     positions: int | None  # that the model has a table of
@@ -96,6 +96,7 @@ class Job:
                 self.out / REPORT, self.trainer.state.log_history,
                 title=f"{self.config.model} on {self.config.data}", plan=self.plan,
                 config=self.config.as_yaml(), samples=samples,
+                planned_seconds=self.planned_seconds,
             )  # fmt: skip
             return True
 
@@ -141,6 +142,7 @@ def prepare(config: TrainConfig) -> Job:
     world_size = _world_size()
     config.batch_of_rank(world_size)
     check_inputs(config)  # before trl, which takes seconds to import
+    _status("importing trl")
     from .data import load
     from .plan import hardware, training_of
     from .trainer import TuningTrainer, arguments, last_checkpoint
@@ -153,17 +155,21 @@ def prepare(config: TrainConfig) -> Job:
     args = arguments(config, world_size, on_cpu=on_cpu)  # ranks are connected from here on
     comm = everyone(None, None)
     # a path and no text: what a config says of a model is a folder or an id, and no module
+    _status(f"reading {config.model}")
     folder = downloaded(config.model).absolute()
     check_readable(folder)
     if config.trust_remote_code and comm.rank == 0:
         log.warning("--trust-remote-code: code in %s runs with your rights; read it first", folder)
     tokenizer = read_tokenizer(config, folder)
     positions, said = check_fit(config, folder, tokenizer)
+    _status(f"reading {config.data}")
     with args.main_process_first():  # which leaves its rows to the others
         data = load(config, tokenizer)
     if comm.rank == 0:
         sys.stdout.writelines(f"{line}\n" for line in (*said, *data.said))
+    _status("measuring this machine" + (f" and {config.nvme}" if config.nvme else ""))
     machine = hardware(config, comm, torch.device(args.device))
+    _status("tracing the model, and planning")
     planned = plan_for(folder, machine, training_of(config, comm.world_size))
     if not planned.fits:
         raise ValueError(f"it does not fit: {planned.why}; cheapest change: {planned.change}")
@@ -176,13 +182,16 @@ def prepare(config: TrainConfig) -> Job:
         (out / CONFIG).write_text(config.as_yaml(), encoding="utf-8")
     asked = planned.asked
     options = {"placement_policy": asked.policy, "trace": asked.trace, "update": asked.update}
+    _status("loading weights")
     model = _loaded_model(folder, config, options)
     trainer = TuningTrainer(
         model, args, train_dataset=data.train, eval_dataset=data.held_out,
         processing_class=tokenizer,
         adam={"nvme_write_budget": config.nvme_write_budget} if config.nvme_write_budget else None,
     )  # fmt: skip
-    job = Job(config, trainer, data, tokenizer, plan, resumed_from, comm, positions)
+    job = Job(
+        config, trainer, data, tokenizer, plan, planned.seconds, resumed_from, comm, positions
+    )
     if comm.rank == 0:
         trainer.add_callback(_reports(job))
     return job
@@ -212,6 +221,13 @@ def _loaded_model(folder: Path, config: TrainConfig, options: dict[str, Any]) ->
     )  # fmt: skip
 
 
+def _status(phase: str) -> None:
+    """Say on rank 0 what takes time before training."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{phase} ...\n")
+        sys.stderr.flush()
+
+
 def printable(text: str) -> str:
     """Text that the screen takes: what its encoding lacks is escaped."""
     encoding = sys.stdout.encoding or "utf-8"
@@ -234,7 +250,14 @@ def _reports(job: Job) -> Any:
     """Callback that writes a report with every checkpoint, so that a killed run has one too."""
     from transformers import TrainerCallback
 
+    from .trainer import append, metrics_file
+
     class Reports(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            file = metrics_file(args)
+            file.unlink(missing_ok=True)  # of steps behind the checkpoint that it goes on from
+            append(file, state.log_history)
+
         def on_save(self, *_: Any, **__: Any) -> None:
             job.report()
 

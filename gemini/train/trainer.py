@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from gemini.metrics import Metrics
 
 from .config import TrainConfig
 
+METRICS = "metrics.jsonl"
 PADDED_PARTS = 8  # sequences are padded to so many lengths, each of which is planned once
 
 
@@ -55,6 +58,18 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         return found
 
 
+def metrics_file(args: Any) -> Path:
+    """File of a run's log, one entry a line."""
+    return Path(args.output_dir).parent / METRICS
+
+
+def append(file: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Add entries of a log to a file, a line of JSON each."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        out.writelines(f"{json.dumps(entry)}\n" for entry in entries)
+
+
 class TuningTrainer(GeminiTrainerMixin, SFTTrainer):  # type: ignore[misc]
     """Trainer `SFTTrainer` with the mixin, whose log also has seconds and memory."""
 
@@ -72,6 +87,8 @@ class TuningTrainer(GeminiTrainerMixin, SFTTrainer):  # type: ignore[misc]
             if self._numbers is None:
                 self._numbers = Metrics(self.model_wrapped, self.optimizer.optimizer)
             self.state.log_history[-1].update(**seconds, **self._numbers.as_dict())
+        if self.is_world_process_zero():
+            append(metrics_file(self.args), self.state.log_history[-1:])
 
 
 def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> SFTConfig:

@@ -509,6 +509,13 @@ def test_named_models_have_as_many_parameters_as_published(name, numel, used):
     assert models.used_numel(model) / numel == pytest.approx(used, rel=0.02)
 
 
+def test_a_page_of_what_fits_escapes_names_and_gives_its_rows_back():
+    rows = [table.FitRow("</script><b>", "LoRA", "h100", 32, 0, 0.5, 2048)]
+    page = table.page(rows, "<i>")
+    assert "</script><b>" not in page and "<i>" not in page and table.rows_of(page) == rows
+    assert 'name="viewport"' in page and "prefers-color-scheme: dark" in page
+
+
 @pytest.mark.ci
 def test_table_has_the_first_host_that_does_and_the_page_all(config, tmp_path, monkeypatch):
     monkeypatch.setattr(table, "CARD_NAMES", ("rtx4080",))

@@ -128,6 +128,9 @@ def test_a_run_that_was_killed_goes_on_at_another_world_size(folder, tmp_path, c
     # bf16 gradients that were added up in another order, twice
     assert losses(killed) == pytest.approx(losses(whole), rel=1e-3) and len(losses(whole)) == 4
     assert losses(whole)[-1] < losses(whole)[0]
+    logged = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert [one["loss"] for one in logged if "loss" in one] == losses(killed)
+    assert "gemini/device_measured_bytes" in logged[0]
     assert generated(killed).shape[1] > 3
     with pytest.raises(SystemExit):
         run.main(flags(folder, killed, "--packing", "--seed", "1"))
