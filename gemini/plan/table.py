@@ -70,8 +70,8 @@ def markdown(table_rows: Sequence[FitRow], title: str) -> str:
     parts = [
         "# What fits", "", title, "",
         "A cell has the first host with which it fits, RAM and disk, and seconds of a step. Hosts:",
-        f"{hosts}.", "`python -m gemini plan --fits FOLDER` writes this page, and beside it "
-        "`what-fits.html`,", "where card, host and training are chosen.",
+        f"{hosts}.", "`python -m gemini plan --fits FOLDER --batch 1` writes this page, and "
+        "beside it `what-fits.html`,", "where card, host and training are chosen.",
     ]  # fmt: skip
     for training in dict.fromkeys(row.training for row in table_rows):
         heads = [f"{name}, {CARDS[name].gib} GB" for name in CARD_NAMES]
