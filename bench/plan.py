@@ -2,7 +2,7 @@
 
 import sys
 
-from gemini.plan.command import main
+from gemini.train.plan_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""python -m gemini doctor | check | plan | train | run | clean | from-... | benchmark"""
+"""python -m gemini plan | train | run | doctor | clean | from-colossal | from-deepspeed"""
 
 from __future__ import annotations
 
@@ -7,9 +7,31 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
-from gemini.arguments import Parser
+from gemini import __version__
+from gemini.arguments import Parser, did_you_mean, refuse
 
+# name -> what it does, and its function of arguments, imported when it is called
+COMMANDS = {
+    "plan": ("does a model fit, and how fast: on any machine", "gemini.train.plan_command:main"),
+    "train": ("fine-tune a model of Hugging Face's", "gemini.train.run:main"),
+    "run": ("a script on all ranks: torchrun on every host", "gemini.integrations.run:main"),
+    "doctor": ("what this machine has, and what is slow", "gemini.__main__:doctor"),
+    "clean": ("files that processes left when they were killed", "gemini.__main__:clean"),
+    "from-colossal": (
+        "a script of Colossal-AI's, with the names from here",
+        "gemini.migrate.colossal:main",
+    ),
+    "from-deepspeed": (
+        "a DeepSpeed JSON file, as Python or as YAML",
+        "gemini.migrate.deepspeed:main",
+    ),
+}
+_OLD = {  # of Colossal-AI
+    "check": "gemini.__main__:doctor", "benchmark": "gemini.__main__:benchmark",
+}  # fmt: skip
 _BENCHMARK = (
     "This package has no benchmark of the ways to split a matrix product.\n"
     "python -m gemini plan says whether a model fits and how fast it would be. From a clone,\n"
@@ -19,67 +41,44 @@ _BENCHMARK = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: of `doctor`, 1 if a necessary part is missing."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["train"]:  # its flags are a schema of its own
-        from gemini.train.run import main as train
-
-        return train(given[1:])
-    if given[:1] == ["plan"]:
-        from gemini.plan.command import main as plan
-
-        return plan(given[1:])
-    if given[:1] in (["from-colossal"], ["from-deepspeed"]):
-        from importlib import import_module
-
-        command = import_module(f"gemini.migrate.{given[0].removeprefix('from-')}")
-        return int(command.main(given[1:]))
-    parser = Parser(prog="python -m gemini")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, says in (
-        ("doctor", "what this machine has, and what is slow"),
-        ("check", "the same, under the name that Colossal-AI has for it"),
-    ):
-        doctor = commands.add_parser(name, help=says)
-        doctor.add_argument("--json", action="store_true", help="print the report as JSON")
-        doctor.add_argument(
-            "--dir", action="append", default=[], metavar="FOLDER",
-            help="a folder for files; may be given more than once",
-        )  # fmt: skip
-        doctor.add_argument("-i", "--installation", action="store_true", help=argparse.SUPPRESS)
-    from gemini.integrations import run
-
-    runner = commands.add_parser("run", help="a script on all ranks: torchrun on every host")
-    run.add_arguments(runner)
-    commands.add_parser("train", help="fine-tune a model of Hugging Face's", add_help=False)
-    cleaner = commands.add_parser("clean", help="files that processes left when they were killed")
-    cleaner.add_argument(
-        "folders", nargs="*", metavar="FOLDER", help="by default where files go by default"
-    )
-    cleaner.add_argument("--remove", action="store_true", help="remove them, with their steps")
-    commands.add_parser("plan", help="does a model fit, and how fast: on any machine")
-    commands.add_parser("from-colossal", help="a script of Colossal-AI's, with the names from here")
-    commands.add_parser("from-deepspeed", help="a DeepSpeed JSON file, as Python or as YAML")
-    measures = commands.add_parser("benchmark", help="where to measure")
-    measures.add_argument("--gpus", type=int, help=argparse.SUPPRESS)  # of the old command
-    options = parser.parse_args(given)
-    if options.command == "run":
-        try:
-            return run.run(options)
-        except ValueError as error:
-            runner.error(str(error))
-    if options.command == "clean":
-        return _clean(cleaner, options.folders, options.remove)
-    if options.command == "benchmark":
-        sys.stderr.write(_BENCHMARK)
-        return 2
-    return _doctor(options)
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        sys.stdout.write(
+            "usage: python -m gemini COMMAND ...\n\n"
+            + "".join(f"  {name:14s} {says}\n" for name, (says, _) in COMMANDS.items())
+            + "\npython -m gemini COMMAND --help has its flags, --version the version.\n"
+        )
+        return 0
+    if name == "--version":
+        sys.stdout.write(f"gemini {__version__}\n")
+        return 0
+    where = COMMANDS[name][1] if name in COMMANDS else _OLD.get(name)
+    if where is None:
+        refuse(f"python -m gemini: error: no command {name}; {did_you_mean(name, list(COMMANDS))}")
+    module, _, function = where.partition(":")
+    command: Any = getattr(import_module(module), function)
+    status: int = command(rest)
+    return status
 
 
-def _clean(parser: argparse.ArgumentParser, folders: Sequence[str], remove: bool) -> int:
+def benchmark(arguments: Sequence[str]) -> int:
+    """Say where to measure."""
+    sys.stderr.write(_BENCHMARK)
+    return 2
+
+
+def clean(arguments: Sequence[str]) -> int:
     """List the files that dead processes of this user left, or remove them."""
     from gemini import nvme
     from gemini.units import format_bytes
 
+    parser = Parser(prog="python -m gemini clean", description=COMMANDS["clean"][0])
+    parser.add_argument(
+        "folders", nargs="*", metavar="FOLDER", help="by default where files go by default"
+    )
+    parser.add_argument("--remove", action="store_true", help="remove them, with their steps")
+    options = parser.parse_args(arguments)
+    folders, remove = options.folders, options.remove
     try:
         for folder in folders or [str(nvme.default_folder())]:
             left = nvme.left_in(folder)
@@ -100,10 +99,19 @@ def _clean(parser: argparse.ArgumentParser, folders: Sequence[str], remove: bool
     return 0
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def doctor(arguments: Sequence[str]) -> int:
+    """Measure this machine, and judge it."""
     from gemini.doctor.measure import examine
     from gemini.doctor.report import judge, render
 
+    parser = Parser(prog="python -m gemini doctor", description=COMMANDS["doctor"][0])
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--dir", action="append", default=[], metavar="FOLDER",
+        help="a folder for files; may be given more than once",
+    )  # fmt: skip
+    parser.add_argument("-i", "--installation", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
     report = judge(examine(options.dir))
     text = json.dumps(report.as_json(), indent=1) if options.json else render(report)
     sys.stdout.write(text + "\n")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import os
 import re
+import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
@@ -15,6 +19,10 @@ P = ParamSpec("P")
 S = TypeVar("S")
 
 _SHOWN = 9  # names of arguments in a message
+_NONE: Mapping[str, str] = MappingProxyType({})
+LAST_WORDS = "GEMINI_LAST_WORDS"  # a file for what a refused rank says: `run` repeats it at its end
+_WAIT_SECONDS = 10.0
+REFUSED = 2  # exit status
 
 
 def nearest(word: object, known: Iterable[str]) -> str | None:
@@ -62,30 +70,53 @@ def check_arguments(
         )
 
 
-def end(
-    parser: argparse.ArgumentParser,
-    said: str,
-    other_names: Mapping[str, str] = MappingProxyType({}),
-) -> NoReturn:
-    """End the process as `parser.error`, in one line: a usage of many flags would hide it.
+class Parser(argparse.ArgumentParser):
+    """Parser of a command line whose errors are one line. Flags may have underscores for dashes.
 
     other_names: names in other tools -> those of the flags here, with underscores.
     """
-    unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", said)
-    if unknown is not None:
-        flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-        known = other_names.get(unknown[1].strip("-").replace("-", "_"))
-        near = f"--{known.replace('_', '-')}" if known else nearest(unknown[1], flags)
-        said += f"; did you mean {near}?" if near else ""
-    said = re.sub(r"\s*\n\s*", " ", said.strip())
-    parser.exit(2, f"{parser.prog}: error: {said} (see --help)\n")
 
+    def __init__(self, *, other_names: Mapping[str, str] = _NONE, **kwargs: Any) -> None:
+        kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter  # with its lines
+        super().__init__(allow_abbrev=False, **kwargs)
+        self.other_names = other_names
 
-class Parser(argparse.ArgumentParser):
-    """Parser of a command line whose errors are one line."""
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args([self._with_dashes(one) for one in given], namespace)
+
+    def _with_dashes(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        dashed = name.replace("_", "-")
+        known = self._option_string_actions
+        return dashed + equals + value if name not in known and dashed in known else word
 
     def error(self, message: str) -> NoReturn:
-        end(self, message)
+        """End the process with status 2, in one line: a usage of many flags would hide it."""
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        if unknown is not None:
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            known = self.other_names.get(unknown[1].strip("-").replace("-", "_"))
+            near = f"--{known.replace('_', '-')}" if known else nearest(unknown[1], flags)
+            message += f"; did you mean {near}?" if near else ""
+        refuse(f"{self.prog}: error: {' '.join(message.split())} (see --help)")
+
+
+def refuse(line: str) -> NoReturn:
+    """End the process with status 2 and a line on stderr; of several ranks rank 0 says it.
+
+    The others wait for their end, which follows on rank 0's: a rank that nobody ends was refused
+    alone, and says so itself.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(_WAIT_SECONDS)
+        line = f"rank {rank}: {line}"
+    last_words = os.environ.get(LAST_WORDS)
+    if last_words is not None:
+        Path(last_words).write_text(f"{line}\n", encoding="utf-8")
+    sys.stderr.write(f"{line}\n")
+    sys.exit(REFUSED)
 
 
 def by_name(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:

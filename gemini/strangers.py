@@ -90,6 +90,24 @@ def read_json(path: str | os.PathLike[str], limit: int = SMALL_BYTES) -> Any:
     return parsed(read_bytes(path, limit))
 
 
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Content of a YAML file, whose keys are names. Raises ValueError."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(str(read_bytes(path.resolve(), 1 << 20), "utf-8")) or {}
+    except RecursionError:
+        raise ValueError(f"{path} cannot be read as YAML: it is nested too deep") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read as YAML: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is a {type(found).__name__}; expected flags as keys")
+    for name in found:
+        if not isinstance(name, str):
+            raise ValueError(f"{path} has a {type(name).__name__} as a key; expected names")
+    return found
+
+
 def parsed(text: bytes) -> Any:
     """Value of JSON, whose objects have each name once. Raises ValueError."""
     try:

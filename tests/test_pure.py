@@ -10,6 +10,7 @@ PURE = [
     "gemini.strangers",
     "gemini.optim.rules.saved",
     "gemini.arguments",
+    "gemini.settings",
     "gemini.tickets",
     "gemini.chunk.sizing.search",
     "gemini.chunk.layout",

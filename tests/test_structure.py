@@ -372,6 +372,7 @@ OWN_FILES = {
     "gemini.checkpoint.format.folder": {"open_file"},  # locks
     "gemini.checkpoint.save": {"open_file"},  # a file that is written
     "gemini.plan.machine": {"read_text"},  # a file that its user names
+    "gemini.train.trainer": {"open"},  # a log that is written
     "gemini.train.rows": {"open"},  # rows of a file that its user names
 }
 

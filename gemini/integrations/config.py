@@ -103,31 +103,13 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
     if path.suffix == ".py":
         found = runpy.run_path(str(path))
     elif path.suffix in (".yml", ".yaml"):
-        found = read_yaml(path)
+        found = strangers.read_yaml(path)
     else:
         raise ValueError(f"config={str(path)!r}; expected a .py, .yml or .yaml file, or a dict")
     return Config(
         (name, value) for name, value in found.items()
         if not name.startswith("_") and not callable(value) and type(value).__name__ != "module"
     )  # fmt: skip
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Content of a YAML file, whose keys are names. Raises ValueError."""
-    import yaml
-
-    try:
-        found = yaml.safe_load(strangers.read_text(path.resolve(), 1 << 20)) or {}
-    except RecursionError:
-        raise ValueError(f"{path} cannot be read as YAML: it is nested too deep") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read as YAML: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is a {type(found).__name__}; expected flags as keys")
-    for name in found:
-        if not isinstance(name, str):
-            raise ValueError(f"{path} has a {type(name).__name__} as a key; expected names")
-    return found
 
 
 def plugin_of(config: Mapping[str, Any], **options: Any) -> HybridParallelPlugin:

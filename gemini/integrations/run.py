@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from gemini.arguments import LAST_WORDS, REFUSED, Parser
+
 _LINE = "[rank ${rank}] "  # before what a rank prints
 _SHARED = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 POLL_SECONDS = 0.1
@@ -36,6 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Command `python -m gemini run`."""
+    parser = Parser(
+        prog="python -m gemini run",
+        description="A script on all ranks: torchrun on this machine, or on hosts by ssh.",
+    )
+    add_arguments(parser)
+    options = parser.parse_args(arguments)
+    try:
+        return run(options)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -130,22 +146,33 @@ def _torchrun(options: argparse.Namespace, node: int, nodes: int, logs: str) -> 
 
 
 def _run(commands: Sequence[Sequence[str]], added: Mapping[str, str] = MappingProxyType({})) -> int:
-    """Run commands at the same time; one that fails ends all. Returns its status, or 0."""
+    """Run commands at the same time; one that fails ends all. Returns its status, or 0.
+
+    What a refused rank said is repeated at the end, behind torchrun's summary; the status is its.
+    """
     stdin = None if len(commands) == 1 else subprocess.DEVNULL
     environment = {**os.environ, **added, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _LINE}
-    processes = [
-        subprocess.Popen(command, env=environment, stdin=stdin, start_new_session=True)
-        for command in commands
-    ]
-    try:
-        while not (failed := [p.returncode for p in processes if p.poll()]):
-            if all(process.returncode == 0 for process in processes):
-                return 0
-            time.sleep(POLL_SECONDS)
-        return max(failed[0], 1)
-    finally:
-        for process in processes:
-            _end(process)
+    with tempfile.TemporaryDirectory(prefix="gemini-run-") as folder:
+        said = Path(folder) / "last"
+        processes = [
+            subprocess.Popen(
+                command, env=environment | {LAST_WORDS: str(said)}, stdin=stdin,
+                start_new_session=True,
+            )
+            for command in commands
+        ]  # fmt: skip
+        try:
+            while not (failed := [p.returncode for p in processes if p.poll()]):
+                if all(process.returncode == 0 for process in processes):
+                    return 0
+                time.sleep(POLL_SECONDS)
+        finally:
+            for process in processes:
+                _end(process)
+        if not said.exists():
+            return max(failed[0], 1)
+        sys.stderr.write(said.read_text(encoding="utf-8"))
+        return REFUSED
 
 
 def _over_ssh(options: argparse.Namespace, host: str, node: int, nodes: int) -> list[str]:

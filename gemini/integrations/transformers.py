@@ -18,6 +18,7 @@ from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
 from gemini.metrics import Metrics
 from gemini.optim import HybridAdafactor, HybridAdam, HybridLion, HybridScheduleFreeAdamW
+from gemini.plan.words import OPTIMIZERS
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -38,9 +39,9 @@ log = logging.getLogger("gemini")
 
 CHECKPOINT = "gemini"  # in a checkpoint of the trainer's: weights and optimizer, sharded
 _TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 # optimizers of other packages in transformers; here they are this project's from the start
-_OTHERS = ("lion_32bit", "schedule_free_adamw", "paged_adamw_32bit", "adafactor", *EIGHT_BITS)
+_OTHERS = tuple(name for name in OPTIMIZERS if name not in _TORCH_OPTIMIZERS)
+EIGHT_BITS = tuple(name for name, (_, state) in OPTIMIZERS.items() if state == "8bit")
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 
@@ -221,13 +222,12 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]
 
 def check_optim(name: str, given: str = "args.optim") -> None:
     """Raise ValueError for an `args.optim` that has no sharded form."""
-    known = (*_TORCH_OPTIMIZERS, *_OTHERS)
-    if name not in known:
-        near = nearest(name, known)
+    if name not in OPTIMIZERS:
+        near = nearest(name, OPTIMIZERS)
         meant = f"did you mean {near}? " if near else ""
         raise ValueError(
             f"{given}={name!r} has no form whose state is sharded; {meant}expected one of "
-            f"{', '.join(known)}, or in your own script optimizers=(...)"
+            f"{', '.join(OPTIMIZERS)}, or in your own script optimizers=(...)"
         )
 
 

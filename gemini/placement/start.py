@@ -11,13 +11,25 @@ from .predict import KINDS
 from .sizes import UNLIMITED, Budgets
 from .tiers import Tier
 
+RATED_TB = 600  # that data sheets of consumer SSDs of 1 TB let be written
+
+
+def wear(written_bytes: int) -> str:
+    """Words for what a step writes to a disk."""
+    tb = 1000 * written_bytes / 1e12
+    return (
+        f"a step writes {format_bytes(written_bytes)} to disk, 1000 steps {tb:.3g} TB: "
+        f"{100 * tb / RATED_TB:.2g} % of the {RATED_TB} TB that a 1 TB consumer SSD is rated for"
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """One engine when its optimizer is made. Bytes are of one rank.
 
     peaks: by tier its planned peak (`total`) and what it is made of, as `Profile.peaks` has them.
-    folders: of files, in words. may_rise: what is on a slower tier, after the first iteration.
+    folders: of files, in words. written_bytes: to them, by a step.
+    may_rise: what is on a slower tier, after the first iteration.
     update_path: as `StepReport.update_path`. paths: by tier that has state, how it is updated.
     when: state is updated, in words; asked: the same as `update=`.
     optimizer: its class, and of a converted one what it stands for. decays: of its groups.
@@ -27,6 +39,7 @@ class Start:
     peaks: Mapping[str, Mapping[str, int]]
     budgets: Budgets
     folders: str
+    written_bytes: int
     may_rise: bool
     update_path: str
     paths: Mapping[str, str]
@@ -48,7 +61,8 @@ class Start:
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
         return (
             f"gemini memory of a rank on {self.device}, planned peak: {peaks}"
-            + (rises if self.may_rise and is_low else ""),
+            + (rises if self.may_rise and is_low else "")
+            + (f". By rank, {wear(self.written_bytes)}" if self.written_bytes else ""),
             f'gemini update by {self.update_path}: state {paths}; {self.when} (update="'
             f'{self.asked}")',
             f"gemini optimizer {self.optimizer}: {self.numel:,} parameters in {groups}, "

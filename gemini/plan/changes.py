@@ -23,8 +23,10 @@ _MIB = 1 << 20
 def in_flags(error: BudgetError) -> BudgetError:
     """Error with flags of the command in place of arguments."""
     assert error.tier is not None
-    flag = _FLAGS["nvme" if error.tier is Tier.NVME else f"{error.tier.value}_mem"]
-    knob = error.knob.replace(f"{error.tier.value}_budget", flag)
+    flags = dict(zip((Tier.NVME, Tier.HOST, Tier.DEVICE), _FLAGS.values(), strict=True))
+    flag, knob = flags[error.tier], error.knob
+    for tier, name in flags.items():
+        knob = knob.replace(f"{tier.value}_budget", name)
     return BudgetError.missing(
         error.tier, error.missing_bytes, error.budget_bytes, error.what, knob, flag
     )

@@ -25,6 +25,11 @@ TYPICAL = {
 PCIE = {4: 24e9, 5: 50e9}  # a way, x16
 USABLE_FLOPS = 0.4  # of a data sheet's, in forward and backward
 CONTEXT_BYTES = GIB  # of a card's memory, for CUDA's own
+USUAL_RAM = 64 * GIB  # of a node, where nobody says
+SYSTEM_BYTES = (
+    2 * GIB
+)  # of a node's RAM, for its system and the page cache that it cannot do without
+PROCESS_BYTES = 3 * GIB  # of it for each rank: interpreter, libraries, CUDA's own, a loader
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,11 @@ class Hardware:
             yield f"{words}: {number} ({sources.get(name, 'assumed')})"
 
 
+def usable_ram(ram: int, ranks: int) -> int:
+    """RAM of a node for a plan: less what its system and the processes of its ranks take."""
+    return max(0, ram - SYSTEM_BYTES - ranks * PROCESS_BYTES)
+
+
 def _per_second(speed: float) -> str:
     return f"{speed / 1e9:.3g} GB/s"
 
@@ -134,9 +144,10 @@ def machine_of(
     gpu: str | None = None,
     report: Path | None = None,
     speeds: Path | None = None,
+    folder: str = ".",
 ) -> Hardware:
     """Machine of the sizes `given` (device_mem, host_mem, nvme), else of files, the card,
-    assumptions.
+    assumptions. There is no disk that nobody gave.
 
     report: output of `python -m gemini doctor --json`. speeds: JSON, by names of `Bandwidths`.
     Raises ValueError for a card that is not known and for other files.
@@ -145,10 +156,15 @@ def machine_of(
         raise ValueError(
             f"--gpu {gpu} with --device {device}; expected cuda, of {', '.join(CARDS)}"
         )
-    numbers: dict[str, Any] = {"device_mem": 24 * GIB, "host_mem": 64 * GIB, "nvme": 10**12}
+    ram = usable_ram(USUAL_RAM, ranks_per_node)
+    numbers: dict[str, Any] = {"device_mem": 24 * GIB, "host_mem": ram, "nvme": 0}
     links: dict[str, float] = {}
-    sources: dict[str, str] = {}
-    folder, process = ".", TYPICAL_PROCESS
+    process = TYPICAL_PROCESS
+    kept = format_bytes(USUAL_RAM - ram)
+    sources = {
+        "host_mem": f"assumed: {format_bytes(USUAL_RAM)} less {kept} for system and processes",
+        "nvme": "no --nvme",
+    }
     if gpu is not None:
         numbers["device_mem"] = CARDS[gpu].usable_bytes
         links |= CARDS[gpu].speeds
@@ -156,7 +172,9 @@ def machine_of(
         sources["flops"] = f"{USABLE_FLOPS:g} of the data sheet of {gpu}"
     if report is not None:
         told = _read(report)
-        sizes, measured, folder = _of_report(told, report)
+        sizes, measured, found = _of_report(told, report)
+        sizes["host_mem"] = max(0, sizes["host_mem"] - ranks_per_node * PROCESS_BYTES)
+        folder = found if folder == "." else folder
         process = _process(told, report)
         numbers |= sizes
         links |= measured

@@ -7,7 +7,9 @@ transformers is imported where a configuration is needed.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from gemini import strangers
+from gemini.arguments import nearest
 from gemini.chunk.layout import distinct
 from gemini.memtracer.module_calls import has_experts
 
@@ -110,6 +113,23 @@ MODELS: dict[str, _Entry] = {
 }  # fmt: skip
 
 
+_PUBLISHERS = (
+    "meta-llama", "qwen", "google", "mistralai", "openai-community", "facebook", "deepseek-ai",
+    "google-t5", "google-bert", "unsloth",
+)  # fmt: skip
+_VARIANT = re.compile(r"(-(instruct|chat|it|base|hf|uncased|v0\.1|v0\.3|2407|2501|2506))+$")
+# ids whose sizes are those of another name, or of none
+_SAME = {
+    "llama-2-7b-hf": "llama-7b", "llama-2-7b-chat-hf": "llama-7b", "llama-2-13b-hf": "llama-13b",
+    "llama-2-13b-chat-hf": "llama-13b", "llama-2-70b-hf": "llama-70b",
+    "llama-2-70b-chat-hf": "llama-70b", "llama-3.1-70b": "llama-3.3-70b",
+    "llama-3.1-70b-instruct": "llama-3.3-70b", "meta-llama-3-8b": "llama-3.1-8b",
+    "meta-llama-3-8b-instruct": "llama-3.1-8b", "mistral-nemo-base-2407": "mistral-nemo-12b",
+    "mistral-nemo-instruct-2407": "mistral-nemo-12b", "mistral-7b-v0.1": "",
+    "mistral-7b-instruct-v0.1": "",
+}  # fmt: skip
+
+
 def build(what: str | Path, *, trust_remote_code: bool = False) -> nn.Module:
     """Build a model on the meta device; see `maker`."""
     return _meta(maker(what, trust_remote_code=trust_remote_code))
@@ -123,26 +143,50 @@ def maker(what: str | Path, *, trust_remote_code: bool = False) -> Callable[[], 
         is imported, unless a folder of that name exists.
     trust_remote_code: run the model's own code if its config names some.
     """
-    path = Path(what).expanduser()
-    if isinstance(what, Path) or what.endswith(".json") or path.is_dir():
-        path = path.resolve()  # a link that the caller names is followed, and none in a folder
-        path = path / "config.json" if path.is_dir() else path
-        return _from_config(path, trust_remote_code=trust_remote_code)
-    if what.lower() in MODELS:
-        what = what.lower()
-    elif ":" in what:
-        return _factory(what)
-    elif "/" in what:
-        return _from_config(_of_hub(what), trust_remote_code=trust_remote_code)
-    else:
-        raise ValueError(
-            f"no model {what!r}; expected one of {', '.join(MODELS)}, a hub id, a folder, "
-            "the path of a config.json, or package.module:factory"
-        )
-    config_class, model_class, changes = MODELS[what]
+    place = _place(what)
+    if isinstance(place, Path):
+        return _from_config(place, trust_remote_code=trust_remote_code)
+    if place not in MODELS:
+        return _factory(place)
+    config_class, model_class, changes = MODELS[place]
     transformers = _transformers()
     config = getattr(transformers, config_class)(**changes)
     return lambda: getattr(transformers, model_class)(config)
+
+
+def is_trained_by_trl(what: str | Path) -> bool:
+    """Whether `python -m gemini train` would train the model: a causal language model, where trl
+    is installed. Raises ValueError as `maker` does."""
+    place = _place(what)
+    if isinstance(place, Path):
+        names = config_fields(place).get("architectures") or ["ForCausalLM"]
+        name = names[0] if isinstance(names, list) else None
+    else:
+        name = MODELS[place][1] if place in MODELS else None
+    is_causal = isinstance(name, str) and name.endswith(("ForCausalLM", "LMHeadModel"))
+    return is_causal and importlib.util.find_spec("trl") is not None
+
+
+def _place(what: str | Path) -> str | Path:
+    """Known name, config.json, or package.module:factory, as `maker` reads it."""
+    path = Path(what).expanduser()
+    if isinstance(what, Path) or what.endswith(".json") or path.is_dir():
+        path = path.resolve()  # a link that the caller names is followed, and none in a folder
+        return path / "config.json" if path.is_dir() else path
+    if what.lower() in MODELS:
+        return what.lower()
+    if ":" in what:
+        return what
+    if what.startswith((".", "/", "~")):
+        raise ValueError(f"there is no folder {what}; expected one with a config.json")
+    if "/" in what:
+        return _of_hub(what)
+    near = nearest(what, MODELS)
+    meant = f"did you mean {near}? " if near else ""
+    raise ValueError(
+        f"no model {what!r}; {meant}expected one of {', '.join(MODELS)}, a hub id, a folder, "
+        "the path of a config.json, or package.module:factory"
+    )
 
 
 def add_lora(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> nn.Module:
@@ -346,20 +390,35 @@ def _transformers() -> Any:
         ) from error
 
 
-def _of_hub(what: str) -> Path:
-    """A config.json of the hub, downloaded unless it is in the cache."""
+def _of_hub(what: str) -> str | Path:
+    """config.json of a hub id: from the cache, else the known name that it stands for, which
+    needs no network, else downloaded."""
     _transformers()
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+    cached = try_to_load_from_cache(what, "config.json")
+    if isinstance(cached, str):
+        return Path(cached)
+    known = known_name(what)
+    if known is not None:
+        return known
     try:
         return Path(hf_hub_download(what, "config.json"))
     except (OSError, ValueError) as error:  # what the hub raises is one of these
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        near = what.rpartition("/")[2].lower().removesuffix("-instruct")
-        also = f"; expected {near}, whose sizes are known here" if near in MODELS else ""
         raise ValueError(
-            f"{what} is no folder here, and the hub does not give its config.json; {said}{also}"
+            f"{what} is no folder here, and the hub does not give its config.json; {said}; "
+            "expected a folder, its config.json, or a name that is known here (see --help)"
         ) from None
+
+
+def known_name(what: str) -> str | None:
+    """Name in `MODELS` of the same sizes as a hub id of their publishers; None for any other."""
+    owner, _, name = what.lower().partition("/")
+    if owner not in _PUBLISHERS:
+        return None
+    name = _SAME.get(name, _VARIANT.sub("", name.removeprefix("meta-")))
+    return name if name in MODELS else None
 
 
 def model_class_of(names: Any) -> Any:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.units import GIB
 
-from .machine import CARDS, machine_of
+from .machine import CARDS, machine_of, usable_ram
 from .question import Question
 
+_TEMPLATES = Path(__file__).parent / "templates"
 CARD_NAMES = ("rtx4080", "rtx4090", "rtx5090", "l40s", "h100", "h200")
 HOSTS = ((32, 0), (64, 1), (128, 2), (256, 4), (1024, 8))  # GiB, TB; each has more of both
 MODELS = (
@@ -44,7 +47,9 @@ def rows(model: str, training: str, question: Question) -> Iterator[FitRow]:
         needs_more = True
         for i, (ram, disk) in enumerate(HOSTS):
             if needs_more and i >= first:
-                machine = machine_of({"host_mem": ram * GIB, "nvme": disk * 10**12}, gpu=card)
+                machine = machine_of(
+                    {"host_mem": usable_ram(ram * GIB, 1), "nvme": disk * 10**12}, gpu=card
+                )
                 try:
                     result = replace(question, machine=machine).planned()
                 except BudgetError:
@@ -68,7 +73,8 @@ def markdown(table_rows: Sequence[FitRow], title: str) -> str:
         "train it at all. A cell has the planned seconds of one step with that host. A larger card "
         "is slower",
         "only if its link is: rtx5090, h100 and h200 have PCIe 5, the others PCIe 4.", "",
-        "`python -m gemini plan --fits FOLDER` writes this page, and beside it `what-fits.html`,",
+        "`python -m gemini plan --fits FOLDER --batch 1` writes this page, and beside it "
+        "`what-fits.html`,",
         "where card, host and training are chosen.",
     ]  # fmt: skip
     for training in dict.fromkeys(row.training for row in table_rows):
@@ -124,50 +130,17 @@ def rows_of(page: str) -> list[FitRow]:
 
 def page(table_rows: Sequence[FitRow], title: str) -> str:
     """Page in HTML, one file that asks nothing of a network."""
-    shown = [asdict(row) for row in table_rows]
     sizes = {name: CARDS[name].gib for name in CARD_NAMES}
-    return _PAGE.replace("TITLE", title).replace("ROWS", json.dumps(shown)).replace(
-        "CARDS", json.dumps(sizes)
+    return rendered(
+        "what-fits", title="What fits", says=title, rows=[asdict(row) for row in table_rows],
+        cards=sizes,
     )  # fmt: skip
 
 
-_PAGE = """<!doctype html>
-<meta charset="utf-8"><title>What fits</title>
-<style>
-body { font: 15px sans-serif; margin: 2em; max-width: 50em }
-td, th { text-align: left; padding: .2em 1em; border-bottom: 1px solid #ccc }
-.no { color: #888 }
-</style>
-<h1>What fits</h1><p>TITLE</p>
-<p id="choices"></p><table><thead><tr><th>model<th>seconds a step<th>tokens a second</thead>
-<tbody id="body"></tbody></table>
-<script>
-const rows = ROWS, cards = CARDS;
-const choices = {
-  card: ["card", v => `${v}, ${cards[v]} GB`], host: ["host", v => v],
-  training: ["training", v => v],
-};
-for (const row of rows)
-  row.host = `${row.ram_gib} GiB RAM, ${row.disk_tb ? row.disk_tb + " TB disk" : "no disk"}`;
-const picked = {};
-for (const [key, [name, words]] of Object.entries(choices)) {
-  const box = document.createElement("select");
-  for (const value of new Set(rows.map(row => row[key]))) box.add(new Option(words(value), value));
-  box.onchange = show;
-  picked[key] = box;
-  document.getElementById("choices").append(` ${name}: `, box);
-}
-function show() {
-  const body = document.getElementById("body");
-  body.replaceChildren();
-  for (const row of rows.filter(r => Object.keys(picked).every(k => r[k] === picked[k].value))) {
-    const line = body.insertRow(), fits = row.seconds !== null;
-    const speed = fits ? Math.round(row.tokens / row.seconds) : "";
-    for (const text of [row.model, fits ? row.seconds.toPrecision(2) : "does not fit", speed])
-      line.insertCell().textContent = text;
-    line.className = fits ? "" : "no";
-  }
-}
-show();
-</script>
-"""
+def rendered(name: str, **values: Any) -> str:
+    """Page of a template, in the style of all pages; texts in it are escaped."""
+    from jinja2 import Environment, FileSystemLoader  # which torch depends on
+
+    pages = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, trim_blocks=True)
+    pages.policies["json.dumps_kwargs"] = {}  # keys in their order
+    return pages.get_template(f"{name}.html.jinja").render(values)

@@ -9,6 +9,7 @@ from typing import Any
 
 from gemini.placement.planner import PlanResult
 from gemini.placement.sizes import UNLIMITED, BudgetError
+from gemini.placement.start import wear
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import AUTO, blocks_in_words, priced_in_words
 from gemini.units import format_bytes
@@ -18,9 +19,15 @@ from .machine import Hardware
 from .question import ProcessBytes, Question, homes, largest_batch
 
 SERIAL = "serial"
-OPTIM = {  # by optimizer and state, as `train` names them
-    ("adamw", "fp32"): "adamw_torch", ("adamw", "8bit"): "adamw_8bit",
-    ("lion", "fp32"): "lion_32bit", ("sgd", "fp32"): "sgd",
+# what `train` and Trainer name an optimizer -> the same of a plan, and how its state is kept
+OPTIMIZERS = {
+    "adamw_torch": ("adamw", "fp32"), "adamw_torch_fused": ("adamw", "fp32"),
+    "sgd": ("sgd", "fp32"),
+    "adagrad": ("sgd", "fp32"), "rmsprop": ("sgd", "fp32"),  # one plane, as many bytes
+    "lion_32bit": ("lion", "fp32"), "schedule_free_adamw": ("adamw", "fp32"),
+    "paged_adamw_32bit": ("adamw", "fp32"), "adafactor": ("adamw", "fp32"),
+    "adamw_8bit": ("adamw", "8bit"), "adamw_bnb_8bit": ("adamw", "8bit"),
+    "paged_adamw_8bit": ("adamw", "8bit"), "adamw_torch_8bit": ("adamw", "8bit"),
 }  # fmt: skip
 _WHERE = {Tier.DEVICE: "device", Tier.HOST: "RAM", Tier.NVME: "disk"}
 
@@ -121,6 +128,11 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
             contents = f" ({', '.join(kinds)})" if kinds else ""
             places.append(f"{_WHERE[tier]} {format_bytes(plan.peaks[tier.value])}{of}{contents}")
     yield f"at the peak: {'; '.join(places)}; {process_in_words(plan.process)}"
+    planned = plan.result.plan
+    written = sum(n for (_, to), n in planned.bytes_moved().items() if to is Tier.NVME)
+    written *= machine.ranks_per_node
+    if written:
+        yield f"{'' if machine.folder == '.' else f'in {machine.folder}: '}{wear(written)}"
     tokens = machine.world_size * asked.accumulate * asked.batch * asked.seq
     times = f"{asked.accumulate} x " if asked.accumulate > 1 else ""
     yield (
@@ -161,7 +173,7 @@ def verdict(plan: Answer) -> str:
     )
 
 
-def train_arguments(plan: Answer, optimizer: str, state: str) -> str:
+def train_arguments(plan: Answer, optim: str) -> str:
     """Arguments with which `python -m gemini train` plans the same; after the change, if any."""
     machine, asked = plan.asked.machine, plan.asked
     device = machine.device_mem
@@ -178,7 +190,7 @@ def train_arguments(plan: Answer, optimizer: str, state: str) -> str:
         given.append(f"--quantize {asked.quantize}")
     given += [
         f"--seq {asked.seq}", f"--batch {machine.world_size * asked.batch}",
-        f"--accumulate {asked.accumulate}", f"--optim {OPTIM[optimizer, state]}",
+        f"--accumulate {asked.accumulate}", f"--optim {optim}",
         f"--update {plan.best_update}",
         "--checkpointing" if asked.checkpointing else "--no-checkpointing",
     ]  # fmt: skip

@@ -1,34 +1,33 @@
-"""Config of `python -m gemini train`: one schema for flags and YAML."""
+"""Schema of a run: its fields are flags of `train` and of `plan`, and keys of a YAML file."""
 
 from __future__ import annotations
 
-import math
+import logging
+import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from gemini.arguments import end, nearest
-from gemini.integrations.config import read_yaml
+from gemini.arguments import Parser
 from gemini.placement.timetable.updates import AUTO, UPDATES
-from gemini.plan.command import TRUST_HELP
 from gemini.plan.quantised import KINDS as QUANTISED
-from gemini.units import parse_bytes
+from gemini.plan.words import OPTIMIZERS
+from gemini.settings import Settings, flag, setting
 
 # fields that may change when a run goes on: where and how it computes, not what
 OF_THE_MACHINE = (
-    "out", "device_mem", "host_mem", "nvme", "checkpointing", "update", "save_every", "keep",
-    "log_every", "samples", "sample_tokens", "report_to", "trust_remote_code", "reward",
+    "out", "device_mem", "host_mem", "nvme", "nvme_write_budget", "checkpointing", "update",
+    "save_every", "keep", "log_every", "samples", "sample_tokens", "report_to", "trust_remote_code",
+    "reward",
 )  # fmt: skip
-# no key of a YAML file, which may be anybody's: only who types a command lets code run
-OF_THE_COMMAND = ("trust_remote_code", "reward")
 
 ANSWERS = "answers"
-LOSSES = (ANSWERS, "all")
 METHODS = ("sft", "dpo", "grpo")
-_MOST = 1 << 32
-
+SCHEDULES = (  # of Trainer's, those that need nothing more
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
+    "inverse_sqrt", "reduce_lr_on_plateau",
+)  # fmt: skip
 # names of Trainer's, trl's and other tools' configs -> ours
 ELSEWHERE = {
     "model_name_or_path": "model", "base_model": "model", "model_id": "model",
@@ -50,105 +49,121 @@ ELSEWHERE = {
     "train_on_inputs": "loss", "completion_only_loss": "loss",
 }  # fmt: skip
 
-
-def _says(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+TRUST_HELP = (
+    "run the Python code that the model's folder brings, with your rights: read it first. Without "
+    "this flag none of it runs"
+)
+_data, _memory, _weights, _step, _log = (
+    partial(setting, group=group)
+    for group in ("model and data", "memory", "what is trained", "steps", "checkpoints and log")
+)
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Settings):
     """Config of one run: its fields are the flags, and the keys of a YAML file.
 
     Raises ValueError for a value outside its range.
     """
 
-    model: str = _says("", "a folder that from_pretrained reads, or an id on the hub")
-    data: str = _says(
+    model: str = _data("", "a folder that from_pretrained reads, or an id on the hub")
+    data: str = _data(
         "",
         "JSONL, CSV or Parquet, a file or a glob; org/name:split on the hub; several with commas",
     )
-    weights: str | None = _says(None, "3,1: shares of the sources of --data in each batch")
-    stream: bool = _says(False, "--data is read while it trains, for --steps")
-    loss: str = _says(ANSWERS, "answers: of chats and completions; all: prompts as well")
-    from_scratch: bool = _says(False, "new weights for the config of --model, for pretraining")
-    method: str = _says("sft", "sft, dpo (pairs, with --lora) or grpo (prompts and a --reward)")
-    beta: float | None = _says(None, "weight of the reference in dpo and grpo; by default trl's")
-    reward: str | None = _says(
-        None, "FILE.py:FUNCTION of grpo, which is run. No key of config.yaml"
+    weights: str | None = _data(None, "3,1: shares of the sources of --data in each batch")
+    stream: bool = _data(False, "--data is read while it trains, for --steps")
+    loss: str = _data(
+        ANSWERS, "answers: of chats and completions; all: prompts as well", one_of=(ANSWERS, "all")
     )
-    completions: int = _says(8, "of each prompt in grpo, half of --seq long at most")
-    out: str = _says("", "a folder: checkpoints, report.html, and at the end the model")
-    device_mem: str | None = _says(None, "22GiB, of each device; by default most of what is left")
-    host_mem: str | None = _says(None, "48GiB, of each node; by default most of what is left")
-    nvme: str | None = _says(None, "a folder on a fast disk; without one nothing goes to files")
-    lora: int = _says(0, "rank of LoRA adapters on all linear layers; 0 trains the whole model")
-    lora_alpha: float | None = _says(None, "scale of the adapters; by default twice their rank")
-    lora_dropout: float = _says(0.0, "share of the adapters' inputs that is dropped")
-    lora_targets: str | None = _says(None, "q_proj,v_proj: layers by the ends of their names")
-    quantize: str | None = _says(None, "nf4 or int8, of the frozen weights under LoRA")
-    optim: str = _says("adamw_torch", "adamw_torch, sgd, lion_32bit ..., as Trainer's optim")
-    update: str = _says(
-        AUTO, "when blocks are updated, as GeminiDDP's; auto is the fastest as planned"
+    from_scratch: bool = _weights(False, "new weights for the config of --model, for pretraining")
+    method: str = _weights(
+        "sft", "sft, dpo (pairs, with --lora) or grpo (prompts and a --reward)", one_of=METHODS
     )
-    seq: int = _says(2048, "most tokens of a sequence; longer ones are cut, or packed")
-    batch: int = _says(8, "sequences of a forward, on all ranks together")
-    accumulate: int = _says(1, "forwards and backwards before a step")
-    packing: bool = _says(False, "several rows share a sequence, and do not see each other")
-    checkpointing: bool = _says(True, "activations are computed again in backward, not kept")
-    epochs: float = _says(1.0, "passes over the data")
-    steps: int = _says(0, "optimizer steps, in place of --epochs")
-    lr: float = _says(2e-5, "learning rate")
-    schedule: str = _says("cosine", "of the learning rate, as Trainer's lr_scheduler_type")
-    warmup: int = _says(0, "steps in which the learning rate rises")
-    weight_decay: float = _says(0.0, "decoupled")
-    max_norm: float = _says(1.0, "gradients are clipped to it; 0 does not")
-    seed: int = _says(0, "of the order of the data, of the split and of new weights")
-    eval_data: str | None = _says(None, "held-out data, in place of --held-out")
-    held_out: float = _says(0.02, "share of --data that is held out; 0 evaluates nothing")
-    save_every: int = _says(200, "steps between checkpoints, with an evaluation")
-    keep: int = _says(2, "checkpoints that stay")
-    log_every: int = _says(10, "steps between lines of the log and points of the report")
-    samples: int = _says(3, "prompts of the held-out data that are continued at the end")
-    sample_tokens: int = _says(64, "most tokens of a continuation")
-    report_to: str = _says("none", "tensorboard, wandb, ... as Trainer's report_to")
-    trust_remote_code: bool = _says(False, f"{TRUST_HELP}. No key of config.yaml")
+    beta: float | None = _weights(None, "weight of the reference in dpo and grpo; by default trl's")
+    reward: str | None = _weights(
+        None, "FILE.py:FUNCTION of grpo, which is run. No key of config.yaml", is_typed=True
+    )
+    completions: int = _weights(8, "of each prompt in grpo, half of --seq long at most", least=1)
+    out: str = _data("", "a folder: checkpoints, report.html, and at the end the model")
+    device_mem: str | None = _memory(
+        None, "what the run may take of each device; by default most of what is left", is_size=True
+    )
+    host_mem: str | None = _memory(
+        None,
+        "the same of each node's RAM, where the system and each process take some, too",
+        is_size=True,
+    )
+    nvme: str | None = _memory(
+        None, "a folder on a fast disk, for plan also its size; without one nothing goes to files"
+    )
+    nvme_write_budget: str | None = _memory(
+        None, "what steps may write there in all; one that would pass it is not taken", is_size=True
+    )
+    lora: int = _weights(
+        0, "rank of LoRA adapters on all linear layers; 0 trains the whole model", least=0
+    )
+    lora_alpha: float | None = _weights(None, "scale of the adapters; by default twice their rank")
+    lora_dropout: float = _weights(
+        0.0, "share of the adapters' inputs that is dropped", least=0, below=1
+    )
+    lora_targets: str | None = _weights(None, "q_proj,v_proj: layers by the ends of their names")
+    quantize: str | None = _weights(
+        None, "nf4 or int8, of the frozen weights under LoRA", one_of=QUANTISED
+    )
+    optim: str = _weights(
+        "adamw_torch",
+        "adamw_torch, sgd, lion_32bit ..., as Trainer's optim",
+        one_of=tuple(OPTIMIZERS),
+    )
+    update: str = _memory(
+        AUTO,
+        "when blocks are updated, as GeminiDDP's; auto is the fastest as planned",
+        one_of=(*UPDATES, AUTO),
+    )
+    seq: int = _step(2048, "most tokens of a sequence; longer ones are cut, or packed", least=1)
+    batch: int = _step(8, "sequences of a forward, on all ranks together", least=1)
+    accumulate: int = _step(1, "forwards and backwards before a step", least=1)
+    packing: bool = _step(False, "several rows share a sequence, and do not see each other")
+    checkpointing: bool = _memory(True, "activations are computed again in backward, not kept")
+    epochs: float = _step(1.0, "passes over the data", above=0)
+    steps: int = _step(0, "optimizer steps, in place of --epochs", least=0)
+    lr: float = _step(2e-5, "learning rate", above=0)
+    schedule: str = _step(
+        "cosine", "of the learning rate, as Trainer's lr_scheduler_type", one_of=SCHEDULES
+    )
+    warmup: int = _step(0, "steps in which the learning rate rises", least=0)
+    weight_decay: float = _step(0.0, "decoupled", least=0)
+    max_norm: float = _step(1.0, "gradients are clipped to it; 0 does not", least=0)
+    seed: int = _data(0, "of the order of the data, of the split and of new weights", least=0)
+    eval_data: str | None = _data(None, "held-out data, in place of --held-out")
+    held_out: float = _data(
+        0.02, "share of --data that is held out; 0 evaluates nothing", least=0, below=1
+    )
+    save_every: int = _log(200, "steps between checkpoints, with an evaluation", least=1)
+    keep: int = _log(2, "checkpoints that stay", least=1)
+    log_every: int = _log(10, "steps between lines of the log and points of the report", least=1)
+    samples: int = _log(3, "prompts of the held-out data that are continued at the end", least=0)
+    sample_tokens: int = _log(64, "most tokens of a continuation", least=1)
+    report_to: str = _log("none", "tensorboard, wandb, ... as Trainer's report_to")
+    trust_remote_code: bool = _data(False, f"{TRUST_HELP}. No key of config.yaml", is_typed=True)
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if isinstance(value, float):
-                _check(math.isfinite(value), name, value, "a finite number")
-            elif isinstance(value, int):  # of a word: torch's seeds, and what is counted
-                _check(value < _MOST, name, value, f"less than {_MOST}")
-        _check(self.seed >= 0, "seed", self.seed, "0 or more")
-        for name in ("lora", "steps", "warmup", "samples", "held_out", "max_norm", "weight_decay"):
-            _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        for name in (
-            "seq", "batch", "accumulate", "save_every", "keep", "log_every", "sample_tokens",
-            "completions",
-        ):  # fmt: skip
-            _check(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        _check(self.held_out < 1, "held_out", self.held_out, "a share below 1")
-        _check(self.epochs > 0, "epochs", self.epochs, "more than 0")
-        _check(self.lr > 0, "lr", self.lr, "more than 0")
-        _check(
-            self.update in (*UPDATES, AUTO), "update", self.update, f"{AUTO}, {', '.join(UPDATES)}"
-        )
-        _check(self.loss in LOSSES, "loss", self.loss, " or ".join(LOSSES))
-        _check(self.method in METHODS, "method", self.method, ", ".join(METHODS))
-        if self.method == "dpo":  # whose reference is the base, with its adapters off
-            _check(self.lora > 0, "method", "dpo", "--lora with it: the reference is the base")
-        if self.from_scratch:
-            _check(not self.lora, "lora", self.lora, "0 with --from-scratch: nothing is frozen")
-        _check(self.method == "sft" or not self.packing, "packing", True, "--method sft with it")
-        _check(0 <= self.lora_dropout < 1, "lora_dropout", self.lora_dropout, "a share below 1")
-        if self.stream:
-            _check(self.steps > 0, "steps", self.steps, "1 or more with --stream, which has no end")
-        if self.quantize is not None:
-            known = self.quantize in QUANTISED and self.lora > 0
-            _check(known, "quantize", self.quantize, f"{' or '.join(QUANTISED)}, with --lora")
-        for name in ("device_mem", "host_mem"):
-            if getattr(self, name) is not None:
-                parse_bytes(getattr(self, name))
+        super().__post_init__()
+        if self.quantize is not None and not self.lora:
+            raise ValueError(f"--quantize {self.quantize}; expected --lora with it, for adapters")
+        if self.nvme_write_budget is not None and self.nvme is None:
+            raise ValueError("--nvme-write-budget; expected --nvme with it, a folder")
+        if self.method == "dpo" and not self.lora:  # whose reference is the base, adapters off
+            raise ValueError("--method dpo; expected --lora with it: the reference is the base")
+        if self.from_scratch and self.lora:
+            raise ValueError(
+                f"--lora {self.lora}; expected 0 with --from-scratch: nothing is frozen"
+            )
+        if self.packing and self.method != "sft":
+            raise ValueError(f"--packing with --method {self.method}; expected --method sft")
+        if self.stream and not self.steps:
+            raise ValueError("--stream; expected --steps with it: a stream has no end")
 
     @property
     def targets(self) -> tuple[str, ...] | None:
@@ -164,94 +179,48 @@ class TrainConfig:
             )
         return self.batch // world_size
 
-    def changed_from(self, other: TrainConfig) -> list[str]:
-        """Names of changed fields that make this another run than `other`."""
-        mine, others = asdict(self), asdict(other)
-        return [k for k in mine if k not in OF_THE_MACHINE and mine[k] != others[k]]
 
+PARSER = Parser(
+    prog="python -m gemini train",
+    usage="%(prog)s [MODEL|config.yaml] [flags]", other_names=ELSEWHERE,
+    description="Fine-tunes a model within the memory that is given; goes on where it was stopped.",
+    epilog="""examples:
+  python -m gemini train Qwen/Qwen2.5-0.5B --data chat.jsonl --out runs/1 --lora 16
+  python -m gemini train config.yaml --lr 1e-4         flags win over the file
+  python -m gemini plan config.yaml                    does it fit, and how fast
+  python -m gemini run --nproc_per_node 2 -m gemini train config.yaml
 
-def _check(holds: bool, name: str, value: Any, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"{_flag(name)} {value}; expected {expected}")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def parser() -> Any:
-    """Parser of the command line, an `argparse.ArgumentParser`."""
-    from transformers.hf_argparser import HfArgumentParser
-
-    kind: Any = TrainConfig
-    made: Any = HfArgumentParser(
-        kind, prog="python -m gemini train", allow_abbrev=False,
-        description="Fine-tunes a model within the memory that is given; goes on where it was "
-        "killed. Ranks: python -m gemini run --nproc_per_node N -m gemini train ...",
-    )  # fmt: skip
-    made.error = partial(end, made, other_names=ELSEWHERE)
-    made.add_argument("config", nargs="?", metavar="config.yaml", help="flags as keys; flags win")
-    made.add_argument("--print-config", action="store_true", help="all of it as YAML, and end")
-    return made
+exit status: 0 trained, 1 failed on the way, 2 refused before any work""",
+)  # fmt: skip
+TrainConfig.add_to(PARSER)
 
 
 def parse(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
     """Parse flags and a YAML file; returns the config, and whether to print it and end.
 
-    Raises ValueError for wrong values. Ends the process, as argparse does, for an unknown flag.
+    Raises ValueError for wrong values in the file. Ends the process for wrong flags.
     """
-    made = parser()
-    file = made.parse_args(arguments).config
-    given = [] if file is None else _as_flags(Path(file))
-    config, rest = made.parse_args_into_dataclasses([*given, *arguments])
-    return config, rest.print_config
+    config, typed, _ = TrainConfig.parse(PARSER, arguments)
+    return config, "print_config" in typed
+
+
+def quiet() -> None:
+    """Leave out what other packages say of themselves when they are imported: of kernels that they
+    lack here, say, which look like errors of the command."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl|peft")
+    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def check(config: TrainConfig) -> None:
     """Raise ValueError for a missing model, data, output folder or reward."""
     for name in ("model", "data", "out"):
         if not getattr(config, name):
-            raise ValueError(f"no {_flag(name)}; expected it as a flag, or as a key in the YAML")
-    if config.method == "grpo":
-        _check(config.reward is not None, "method", "grpo", "--reward FILE.py:FUNCTION with it")
-
-
-def _as_flags(path: Path) -> list[str]:
-    """Flags for the values of a YAML file, so that both are parsed alike. Raises ValueError."""
-    return [f"{_flag(name)}={value}" for name, value in _read(path).items()]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read a YAML file. Raises ValueError for an unknown key, and for a list or dict."""
-    found = read_yaml(path)
-    names = [one.name for one in fields(TrainConfig) if one.name not in OF_THE_COMMAND]
-    for name, value in found.items():
-        if name in OF_THE_COMMAND:
-            raise ValueError(
-                f"{path} has the key {name}, and a file does not let code run; expected "
-                f"{_flag(name)} on the command line"
-            )
-        if name not in names:
-            near, here = nearest(name, names), ELSEWHERE.get(str(name))
-            also = f"; did you mean {near}?" if near else f"; expected one of {', '.join(names)}"
-            also = f"; {name} is {here} here" if here else also
-            raise ValueError(f"{path} has the key {name!r}, which is no flag{also}")
-        if isinstance(value, (dict, list)):
-            raise ValueError(f"{path} has a {type(value).__name__} as {name}; expected one value")
-    return {name: value for name, value in found.items() if value is not None}
+            raise ValueError(f"no {flag(name)}; expected it as a flag, or as a key in the YAML")
+    if config.method == "grpo" and config.reward is None:
+        raise ValueError("--method grpo; expected --reward FILE.py:FUNCTION with it")
 
 
 def read_config(path: Path) -> TrainConfig:
-    """Read a file that `as_yaml` wrote. Raises ValueError."""
-    (config,) = parser().parse_args_into_dataclasses(_as_flags(path))[:1]
-    assert isinstance(config, TrainConfig)
-    return config
-
-
-def as_yaml(config: TrainConfig) -> str:
-    """YAML of all fields but those of the command line, which `read_config` reads."""
-    import yaml
-
-    said = {name: value for name, value in asdict(config).items() if name not in OF_THE_COMMAND}
-    text: str = yaml.safe_dump(said, sort_keys=False)
-    return text
+    """Read a file of `as_yaml`. Raises ValueError."""
+    return TrainConfig(**TrainConfig.from_yaml(path, ELSEWHERE))

@@ -21,10 +21,7 @@ _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """Raise ValueError for a model, data or folders that are none, and for an unknown optimizer or
-    report."""
-    from gemini.integrations.transformers import check_optim
-
+    """Raise ValueError for a model, data or folders that are none, and for an unknown report."""
     model, out = Path(config.model).expanduser(), Path(config.out).expanduser()
     if not model.exists():
         check_id(config.model)
@@ -45,7 +42,6 @@ def check_inputs(config: TrainConfig) -> None:
         )
     if config.nvme is not None:
         nvme.check_folder(config.nvme)
-    check_optim(config.optim, "--optim")
     _check_reports(config.report_to)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -14,7 +15,7 @@ from gemini.placement.fit import usual_speeds
 from gemini.placement.homes.budgets import USABLE
 from gemini.plan.ask import Training
 from gemini.plan.machine import TYPICAL_PROCESS, Hardware
-from gemini.plan.words import OPTIM
+from gemini.plan.words import OPTIMIZERS
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import make_backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
@@ -24,14 +25,11 @@ from .config import TrainConfig
 
 _PROBE_SECONDS = 1.0
 _WIDTH = {"cpu": 256, "cuda": 8192}  # of a layer that is timed, and rows that it is given
-_OPTIMIZER = {optim: found for found, optim in OPTIM.items()}
-_OPTIMIZER |= dict.fromkeys(("adagrad", "rmsprop"), ("sgd", "fp32"))  # one plane, as many bytes
 
 
 def training_of(config: TrainConfig, world_size: int) -> Training:
     """Training that a config describes. Raises ValueError if ranks do not divide the batch."""
-    usual = ("adamw", "8bit" if "8bit" in config.optim else "fp32")
-    optimizer, state = _OPTIMIZER.get(config.optim, usual)
+    optimizer, state = OPTIMIZERS[config.optim]
     sequences = 2 if config.method == "dpo" else 1  # of a pair
     return Training(
         batch=config.batch_of_rank(world_size) * sequences, seq=config.seq, lora=config.lora,
@@ -54,15 +52,16 @@ def hardware(config: TrainConfig, comm: Communicator, device: torch.device) -> H
     given = {name: getattr(config, name) for name in sizes if getattr(config, name) is not None}
     sizes |= {name: parse_bytes(size) for name, size in given.items()}
     sources = {name: "given" if name in given else f"{USABLE:g} of what is left" for name in sizes}
-    speeds = replace(usual_speeds(backend.has_host_tier), flops=_flops(device))
+    speeds = replace(usual_speeds(backend.has_host_tier), flops=flops_of(device))
     sources["flops"] = "measured"
-    sizes["nvme"], sources["nvme"] = 0, "no --nvme"
+    sizes["nvme"], sources["nvme"], folder = 0, "no --nvme", "."
     if config.nvme is not None:
-        sizes["nvme"] = free_bytes(nvme.check_folder(config.nvme))
-        sources["nvme"] = f"free in {config.nvme}"
+        sizes["nvme"], folder = disk_of(config.nvme)
+        sources["nvme"] = "given" if folder == "." else f"free in {config.nvme}"
+    if folder != ".":
         # one rank: probes at the same time on one disk would measure each other
         if comm.rank == 0:
-            best = nvme.probe(config.nvme, seconds=_PROBE_SECONDS)
+            best = nvme.probe(folder, seconds=_PROBE_SECONDS)
             speeds = replace(speeds, nvme_read=best.read, nvme_write=best.write)
         sources |= dict.fromkeys(("nvme_read", "nvme_write"), "measured")
     all_sizes, all_speeds = zip(*comm.gather_objects((sizes, speeds)), strict=True)
@@ -70,12 +69,25 @@ def hardware(config: TrainConfig, comm: Communicator, device: torch.device) -> H
     return Hardware(
         comm.world_size, machine.ranks_per_node, **least, bandwidths=all_speeds[0],
         device=device.type,
-        sources=tuple(sources.items()), folder=config.nvme or ".", is_here=True,
+        sources=tuple(sources.items()), folder=folder, is_here=True,
         process=replace(TYPICAL_PROCESS, floor=resident_bytes()),
     )  # fmt: skip
 
 
-def _flops(device: torch.device) -> float:
+def disk_of(given: str) -> tuple[int, str]:
+    """Bytes of `--nvme` and its folder: a folder that is here has what is free, elsewhere a size
+    is given. Raises ValueError."""
+    if Path(given).is_dir():
+        return free_bytes(nvme.check_folder(given)), given
+    try:
+        return parse_bytes(given), "."
+    except ValueError:
+        raise ValueError(
+            f"--nvme {given} is no folder here; expected one, or its free bytes, such as 1TB"
+        ) from None
+
+
+def flops_of(device: torch.device) -> float:
     """FLOP a second of a layer's forward and backward in bf16; the best of three."""
     size = _WIDTH[device.type]
     layer = torch.nn.Linear(size, size, bias=False, dtype=torch.bfloat16, device=device)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import html
 import io
+import platform
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from gemini import __version__
+from gemini.plan.table import rendered
 
 from .config import TrainConfig
 
 Log = Sequence[Mapping[str, Any]]  # of Trainer's state: one entry each time that it logs
-_PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
-<style>body {{ font: 16px sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }}
-pre {{ background: #f4f4f4; padding: 1em; overflow: auto; max-height: 40em; white-space: pre-wrap }}
-svg {{ max-width: 100%; height: auto }}</style>
-<h1>{title}</h1>
-"""
 _PARTS = {
     "seconds_passes": "forward and backward",
     "seconds_update": "step",
@@ -27,20 +28,22 @@ _KINDS = {"predicted": "--", "measured": "-"}  # lines
 
 
 def write_report(
-    path: Path, log: Log, *, title: str, plan: str, config: str, samples: Sequence[tuple[str, str]]
-) -> None:
-    """Write a run's plan, pictures of its log, samples and config into one HTML file."""
-    parts = [_PAGE.format(title=html.escape(title)), _text("As planned", plan)]
-    for name, draw in PICTURES.items():
-        svg = _drawn(draw, log)
-        if svg is not None:
-            parts.append(f"<h2>{name}</h2>\n{svg}")
-    if samples:
-        said = "\n\n".join(f"{prompt}\n--> {answer}" for prompt, answer in samples)
-        parts.append(_text("Continuations of held-out data", said))
-    parts.append(_text("config.yaml", config))
+    path: Path, log: Log, *, title: str, plan: str, config: str,
+    samples: Sequence[tuple[str, str]], planned_seconds: float | None = None,
+) -> None:  # fmt: skip
+    """Write a run's summary, plan, pictures of its log, samples and config into one HTML file.
+
+    planned_seconds: of a step, drawn beside those that were measured.
+    """
+    pictures = PICTURES | {"Seconds of a step": partial(_seconds, planned=planned_seconds)}
+    drawn = {name: _drawn(draw, log) for name, draw in pictures.items()}
+    text = rendered(
+        "report", title=title, plan=plan, config=config, samples=samples,
+        summary=summary(log, planned_seconds),
+        pictures={name: svg for name, svg in drawn.items() if svg is not None},
+    )  # fmt: skip
     # a continuation may end in half of a character, which utf-8 does not have
-    path.write_text("\n".join(parts), encoding="utf-8", errors="backslashreplace")
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def card(settings: TrainConfig, eval_loss: float | None, *, config: str) -> str:
@@ -65,8 +68,35 @@ def card(settings: TrainConfig, eval_loss: float | None, *, config: str) -> str:
     ])  # fmt: skip
 
 
-def _text(title: str, text: str) -> str:
-    return f"<h2>{title}</h2>\n<pre>{html.escape(text)}</pre>"
+def summary(log: Log, planned_seconds: float | None = None) -> dict[str, str]:
+    """Summary of a run by its log: losses, tokens, time; then the machine and versions. Empty for a
+    run that logged nothing."""
+    found: dict[str, str] = {}
+    for key, name in (("loss", "loss of training"), ("eval_loss", "loss of held-out data")):
+        steps, values = _points(log, key)
+        if steps:
+            found[name] = (
+                f"{values[0]:.4g} at step {steps[0]}, {values[-1]:.4g} at step {steps[-1]}"
+            )
+    _, tokens = _points(log, "num_tokens")
+    if tokens:
+        found["tokens"] = f"{tokens[-1]:,.0f}"
+    _, seconds = _points(log, "seconds")
+    if seconds:
+        middle = sorted(seconds)[len(seconds) // 2]
+        beside = "" if planned_seconds is None else f", planned {planned_seconds:.3g} s"
+        found["a step"] = f"{middle:.3g} s, the median of what was logged{beside}"
+    _, runtime = _points(log, "train_runtime")
+    if runtime:
+        found["time"] = f"{runtime[-1]:,.0f} s since this start of the run"
+    if not found:
+        return {}
+    on_gpu = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    found["machine"] = f"{device}; {platform.platform()}"
+    others = [f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "peft")]
+    found["versions"] = ", ".join([f"gemini {__version__}", *others])
+    return found
 
 
 def _drawn(draw: Callable[[Any, Log], None], log: Log) -> str | None:
@@ -108,8 +138,11 @@ def _rate(axes: Any, log: Log) -> None:
     axes.set_ylabel("learning rate")
 
 
-def _seconds(axes: Any, log: Log) -> None:
-    axes.plot(*_points(log, "seconds"))
+def _seconds(axes: Any, log: Log, planned: float | None = None) -> None:
+    steps, values = _points(log, "seconds")
+    axes.plot(steps, values, label="measured")
+    if steps and planned is not None:
+        axes.axhline(planned, linestyle="--", color="C1", label="predicted")
     axes.set_ylabel("seconds a step")
     axes.set_ylim(bottom=0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import everyone
 from gemini.runtime.wrap.materialise import init_empty
 
-from .config import TrainConfig, as_yaml, check, parse, parser, read_config
+from .config import OF_THE_MACHINE, PARSER, TrainConfig, check, parse, quiet, read_config
 
 CONFIG, REPORT, CARD = "config.yaml", "report.html", "README.md"
 PRECISION = "bf16"
@@ -37,15 +36,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config, shown = parse(arguments)
         if shown:
-            sys.stdout.write(as_yaml(config))
+            sys.stdout.write(config.as_yaml())
             return 0
         check(config)
-        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl|peft")
+        quiet()
         job = prepare(config)
     except ImportError as error:
-        parser().error(f"{error}; pip install trl peft datasets matplotlib")
+        PARSER.error(f"{error}; pip install trl peft datasets matplotlib")
     except (ValueError, NvmeError) as error:
-        parser().error(str(error))
+        PARSER.error(str(error))
     job.run()
     return 0
 
@@ -59,6 +58,7 @@ class Job:
     data: Any
     tokenizer: Any
     plan: str
+    planned_seconds: float  # of a step
     resumed_from: Path | None
     comm: Communicator
     positions: int | None  # that the model has a table of
@@ -94,7 +94,7 @@ class Job:
 
         losses = [entry["eval_loss"] for entry in self.trainer.state.log_history
                   if "eval_loss" in entry]  # fmt: skip
-        text = card(self.config, losses[-1] if losses else None, config=as_yaml(self.config))
+        text = card(self.config, losses[-1] if losses else None, config=self.config.as_yaml())
         (self.out / CARD).write_text(text, encoding="utf-8")
 
     def report(self, samples: Sequence[tuple[str, str]] = ()) -> bool:
@@ -105,7 +105,8 @@ class Job:
             write_report(
                 self.out / REPORT, self.trainer.state.log_history,
                 title=f"{self.config.model} on {self.config.data}", plan=self.plan,
-                config=as_yaml(self.config), samples=samples,
+                config=self.config.as_yaml(), samples=samples,
+                planned_seconds=self.planned_seconds,
             )  # fmt: skip
             return True
 
@@ -146,22 +147,26 @@ def prepare(config: TrainConfig) -> Job:
 
     Raises ValueError for a refused run; if it does not fit, with the cheapest change.
     """
-    from .data import load
     from .inputs import check_fit, check_inputs, check_packing, read_tokenizer
+
+    world_size = _world_size()
+    config.batch_of_rank(world_size)
+    check_inputs(config)  # before trl, which takes seconds to import
+    _status("importing trl")
+    from .data import load
     from .plan import hardware, training_of
     from .trainer import arguments, last_checkpoint, make_trainer, reward_of
 
-    check_inputs(config)
     reward = {} if config.reward is None else {"reward_funcs": reward_of(config.reward)}
     out = Path(config.out)
     resumed_from = last_checkpoint(out)
     if resumed_from is not None:
         check_same_run(config, out)
     on_cpu = not torch.cuda.is_available()
-    world_size = _world_size()
     args = arguments(config, world_size, on_cpu=on_cpu)  # ranks are connected from here on
     comm = everyone(None, None)
     # a path and no text: what a config says of a model is a folder or an id, and no module
+    _status(f"reading {config.model}")
     folder = downloaded(config.model).absolute()
     check_readable(folder)
     if config.trust_remote_code and comm.rank == 0:
@@ -170,6 +175,7 @@ def prepare(config: TrainConfig) -> Job:
     positions, said = check_fit(config, folder, tokenizer)
     if config.packing:
         check_packing(build(folder, trust_remote_code=config.trust_remote_code))
+    _status(f"reading {config.data}")
     with args.main_process_first():  # which leaves its rows to the others
         data = load(config, tokenizer)
     # of a text nothing is lost; of the rest what --seq cuts without --packing
@@ -177,7 +183,9 @@ def prepare(config: TrainConfig) -> Job:
         args.packing_strategy = "bfd_split" if data.form.kind == "text" else "bfd"
     if comm.rank == 0:
         sys.stdout.writelines(f"{line}\n" for line in (*said, *data.said))
+    _status("measuring this machine" + (f" and {config.nvme}" if config.nvme else ""))
     machine = hardware(config, comm, torch.device(args.device))
+    _status("tracing the model, and planning")
     planned = plan_for(folder, machine, training_of(config, comm.world_size))
     if not planned.fits:
         raise ValueError(f"it does not fit: {planned.why}; cheapest change: {planned.change}")
@@ -187,16 +195,20 @@ def prepare(config: TrainConfig) -> Job:
         sys.stdout.write(f"{plan}\n{going_on}")
         sys.stdout.flush()
         out.mkdir(parents=True, exist_ok=True)
-        (out / CONFIG).write_text(as_yaml(config), encoding="utf-8")
+        (out / CONFIG).write_text(config.as_yaml(), encoding="utf-8")
     asked = planned.asked
     options = {"placement_policy": asked.policy, "trace": asked.trace, "update": asked.update}
+    _status("making weights" if config.from_scratch else "loading weights")
     made = _new_model if config.from_scratch else _loaded_model
     model = made(folder, config, options)
     trainer = make_trainer(
         config, model, args, train_dataset=data.train, eval_dataset=data.held_out,
         processing_class=tokenizer, **reward,
+        adam={"nvme_write_budget": config.nvme_write_budget} if config.nvme_write_budget else None,
     )  # fmt: skip
-    job = Job(config, trainer, data, tokenizer, plan, resumed_from, comm, positions)
+    job = Job(
+        config, trainer, data, tokenizer, plan, planned.seconds, resumed_from, comm, positions
+    )
     if comm.rank == 0:
         trainer.add_callback(_reports(job))
     return job
@@ -205,7 +217,7 @@ def prepare(config: TrainConfig) -> Job:
 def check_same_run(config: TrainConfig, out: Path) -> None:
     """Raise ValueError if `out` has checkpoints of another run."""
     before = read_config(out / CONFIG)
-    changed = config.changed_from(before)
+    changed = config.changed_from(before, OF_THE_MACHINE)
     if changed:
         listed = ", ".join(f"{n} was {getattr(before, n)}" for n in changed)
         raise ValueError(
@@ -237,6 +249,13 @@ def _new_model(folder: Path, config: TrainConfig, options: dict[str, Any]) -> Ge
     return GeminiDDP(module, precision=PRECISION, force_outputs_fp32=True, **options)
 
 
+def _status(phase: str) -> None:
+    """Say on rank 0 what takes time before training."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{phase} ...\n")
+        sys.stderr.flush()
+
+
 def printable(text: str) -> str:
     """Text that the screen takes: what its encoding lacks is escaped."""
     encoding = sys.stdout.encoding or "utf-8"
@@ -259,7 +278,14 @@ def _reports(job: Job) -> Any:
     """Callback that writes a report with every checkpoint, so that a killed run has one too."""
     from transformers import TrainerCallback
 
+    from .trainer import append, metrics_file
+
     class Reports(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            file = metrics_file(args)
+            file.unlink(missing_ok=True)  # of steps behind the checkpoint that it goes on from
+            append(file, state.log_history)
+
         def on_save(self, *_: Any, **__: Any) -> None:
             job.report()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from gemini.metrics import Metrics
 
 from .config import ANSWERS, TrainConfig
 
+METRICS = "metrics.jsonl"
 PADDED_PARTS = 8  # sequences are padded to so many lengths, each of which is planned once
 
 
@@ -59,6 +61,18 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         found = {f"seconds_{name}": value / steps for name, value in self._seconds.items()}
         self._seconds, self._steps = dict.fromkeys(self._seconds, 0.0), 0
         return found
+
+
+def metrics_file(args: Any) -> Path:
+    """File of a run's log, one entry a line."""
+    return Path(args.output_dir).parent / METRICS
+
+
+def append(file: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Add entries of a log to a file, a line of JSON each."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        out.writelines(f"{json.dumps(entry)}\n" for entry in entries)
 
 
 class PackedRows(DataCollatorForLanguageModeling):  # type: ignore[misc]
@@ -104,6 +118,8 @@ class Tuning(GeminiTrainerMixin):
             if self._numbers is None:
                 self._numbers = Metrics(self.model_wrapped, self.optimizer.optimizer)
             self.state.log_history[-1].update(**seconds, **self._numbers.as_dict())
+        if self.is_world_process_zero():
+            append(metrics_file(self.args), self.state.log_history[-1:])
 
 
 class TuningTrainer(Tuning, SFTTrainer):  # type: ignore[misc]

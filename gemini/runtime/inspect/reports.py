@@ -17,6 +17,8 @@ from gemini.chunk.opaque import leaf_bytes
 from gemini.memtracer.forecast import sizes_of
 from gemini.memtracer.trace import Trace
 from gemini.mesh.roles import WORLD
+from gemini.nvme import default_folder
+from gemini.nvme.files.file import free_bytes
 from gemini.optim.rules.config import StateConfig
 from gemini.placement.picture import write_timeline
 from gemini.placement.policy import StaticPlacement
@@ -299,11 +301,14 @@ def _start_of(
     homes = [home for shard in plan.shards for home in shard.state_homes]
     masters = "" if settings.precision == "fp32" else " with fp32 masters"
     is_static = isinstance(planning.policy, StaticPlacement)
+    moved = plan.bytes_moved().items()
+    written = sum(nbytes for (_, target), nbytes in moved if target is Tier.NVME)
     return Start(
         device=str(parts.backend.device),
         peaks=planning.result.profile.peaks(),
         budgets=plan.budgets,
-        folders=", ".join(config.nvme.folders) or planning.nvme_folder or "a temporary folder",
+        folders=_folders_of(planning.nvme_folder, config) if written else "",
+        written_bytes=written,
         may_rise=not (planning.homes_are_final or is_static),
         update_path=update_path,
         paths={home.value: plan.path_of(home).value for home in dict.fromkeys(homes)},
@@ -315,6 +320,13 @@ def _start_of(
         precision=settings.precision + (masters if settings.master_weights else ""),
         num_ranks=parts.comm.world_size,
     )
+
+
+def _folders_of(given: str | None, config: StateConfig) -> str:
+    """Folders of files with what is free in them; the default one by its path, too."""
+    folders = config.nvme.folders or (given or str(default_folder()),)
+    free = min(free_bytes(Path(folder).expanduser()) for folder in folders)
+    return f"{', '.join(folders)}, where {format_bytes(free)} are free"
 
 
 def _say(lines: Sequence[str]) -> None:

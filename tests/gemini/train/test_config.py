@@ -10,7 +10,6 @@ from gemini.train.config import (
     ELSEWHERE,
     OF_THE_MACHINE,
     TrainConfig,
-    as_yaml,
     check,
     parse,
     read_config,
@@ -34,7 +33,7 @@ def test_the_config_that_is_printed_is_the_run(tmp_path, capsys):
     file = tmp_path / "config.yaml"
     file.write_text(text)
     assert read_config(file) == parse(flags)[0]
-    assert as_yaml(read_config(file)) == text
+    assert read_config(file).as_yaml() == text
 
 
 WRONG = {
@@ -42,6 +41,9 @@ WRONG = {
     "learning_rate: 1": "no flag; learning_rate is lr here",
     "model_name_or_path: m": "no flag; model_name_or_path is model here",
     "zzz: 1": "no flag; expected one of model, data",
+    "lora: 1.5": r"config.yaml: --lora 1.5; expected a whole number",
+    "packing: 3": r"config.yaml: --packing 3; expected true or false",
+    "optim: adamw8bit": "--optim adamw8bit; did you mean adamw_8bit[?] expected one of",
     "data: [a, b]": "has a list as data; expected one value",
     "- model": "is a list; expected flags as keys",
     "model: [": "cannot be read as YAML",
@@ -65,16 +67,16 @@ def test_a_yaml_that_is_none_is_refused(tmp_path, text):
 def test_only_the_command_line_lets_code_run(tmp_path):
     """And a run's own config.yaml does not, so that it can be given to somebody."""
     config, _ = parse(["--model", "m", "--trust-remote-code"])
-    assert config.trust_remote_code and "trust" not in as_yaml(config)
-    (tmp_path / "config.yaml").write_text(as_yaml(config))
+    assert config.trust_remote_code and "trust" not in config.as_yaml()
+    (tmp_path / "config.yaml").write_text(config.as_yaml())
     again = read_config(tmp_path / "config.yaml")
-    assert not again.trust_remote_code and again.changed_from(config) == []
+    assert not again.trust_remote_code and again.changed_from(config, OF_THE_MACHINE) == []
 
 
 WRONG_FLAGS = {
     ("--modell", "m"): "unrecognized arguments: --modell; did you mean --model?",
     ("--learning_rate", "1"): "did you mean --lr?",
-    ("--lora", "1.5"): "argument --lora: invalid int value: '1.5'",
+    ("--lora", "1.5"): "argument --lora: '1.5'; expected a whole number",
     ("--zzz",): "unrecognized arguments: --zzz",
 }
 
@@ -125,7 +127,7 @@ def test_what_is_missing_is_named():
 
 def test_a_run_goes_on_with_other_memory_and_with_no_other_rate(tmp_path):
     before = TrainConfig(model="m", out=str(tmp_path))
-    (tmp_path / run.CONFIG).write_text(as_yaml(before))
+    (tmp_path / run.CONFIG).write_text(before.as_yaml())
     moved = TrainConfig(model="m", out=str(tmp_path), device_mem="8GiB", checkpointing=False)
     run.check_same_run(moved, tmp_path)
     changed = TrainConfig(model="m", out=str(tmp_path), lr=1e-3)

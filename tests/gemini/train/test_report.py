@@ -4,7 +4,7 @@ import io
 import re
 import sys
 
-from gemini.train.report import PICTURES, write_report
+from gemini.train.report import PICTURES, summary, write_report
 from gemini.train.run import printable
 
 LOG = [
@@ -20,7 +20,10 @@ LOG = [
 
 def written(tmp_path, log):
     path = tmp_path / "report.html"
-    write_report(path, log, title="m on <d>", plan="a plan", config="lr: 1", samples=[("a", "<b>")])
+    write_report(
+        path, log, title="m on <d>", plan="a plan", config="lr: 1", samples=[("a", "<b>")],
+        planned_seconds=1.5,
+    )  # fmt: skip
     return path.read_text()
 
 
@@ -31,6 +34,15 @@ def test_a_report_has_every_picture_and_fetches_nothing(tmp_path):
     for part in ("m on &lt;d&gt;", "a plan", "lr: 1", "&lt;b&gt;"):
         assert part in text
     assert "<d>" not in text and "<b>" not in text
+    assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
+
+
+def test_a_report_begins_with_what_came_of_the_run():
+    log = [*LOG, {"step": 3, "eval_loss": 1.5, "num_tokens": 1e4}, {"step": 3, "train_runtime": 9}]
+    said = summary(log, 1.5)
+    assert said["loss of training"] == "3 at step 1, 1 at step 3" and said["tokens"] == "10,000"
+    assert said["a step"].endswith(", planned 1.5 s") and said["time"].startswith("9 s ")
+    assert {"machine", "versions"} < said.keys() and summary([]) == {}
 
 
 def test_the_memory_of_a_small_run_is_in_mib(tmp_path):

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -10,17 +11,23 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import nvme
-from gemini.plan import command
+from gemini.checkpoint import CheckpointError
+from gemini.placement.timetable.updates import UPDATES
+from gemini.plan import words
 from gemini.plan.ask import plan_for
 from gemini.plan.machine import machine_of
+from gemini.runtime.memory.backend import make_backend
+from gemini.train import data, report, run
 from gemini.train import plan as train_plan
-from gemini.train import report, run
-from gemini.train.config import parse
+from gemini.train import plan_command as command
+from gemini.train.config import TrainConfig, parse
 from gemini.train.data import Data
 from tests.support.model_folder import make_folder, rows, write_rows
 
@@ -108,15 +115,22 @@ def test_a_run_that_was_killed_goes_on_at_another_world_size(folder, tmp_path, c
     assert (killed / run.REPORT).exists() and not (killed / "model.safetensors").exists()
     (killed / "checkpoints/checkpoint-3").mkdir()  # of a save that was cut short
     less = ["--packing", "--device-mem", "5000KiB", "--nvme", str(tmp_path)]
+    with pytest.raises((nvme.WriteBudgetError, CheckpointError), match="nvme_write_budget is"):
+        run.main(flags(folder, killed, *less, "--nvme-write-budget", "1MiB"))
+    capsys.readouterr()
     assert run.main(flags(folder, killed, *less)) == 0
     said = capsys.readouterr().out
     assert re.search(r"at the peak: .*; disk [1-9]\S+ \wiB", said), said
+    assert f"in {tmp_path}: a step writes " in said and "% of the 600 TB that" in said
     assert f"goes on from {killed}/checkpoints/checkpoint-2" in said
     gc.collect()  # a process would have ended
     assert list(tmp_path.glob("*.blocks")) == []
     # bf16 gradients that were added up in another order, twice
     assert losses(killed) == pytest.approx(losses(whole), rel=1e-3) and len(losses(whole)) == 4
     assert losses(whole)[-1] < losses(whole)[0]
+    logged = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert [one["loss"] for one in logged if "loss" in one] == losses(killed)
+    assert "gemini/device_measured_bytes" in logged[0]
     assert generated(killed).shape[1] > 3
     with pytest.raises(SystemExit):
         run.main(flags(folder, killed, "--packing", "--seed", "1"))
@@ -219,10 +233,10 @@ def test_plan_and_train_give_one_answer_and_the_run_follows_it(
         machine_of({"device_mem": 9 << 20, "host_mem": 1 << 30, "nvme": 1 << 30}, device="cpu"),
         folder=str(tmp_path), is_here=True,
     )  # fmt: skip
-    monkeypatch.setattr(command, "machine_from", lambda _: machine)
+    monkeypatch.setattr(command, "machine_from", lambda *_: machine)
     monkeypatch.setattr(train_plan, "hardware", lambda *_: machine)
     model = str(folder / "model")
-    asked = [model, "--by-trl", "--seq", "32", "--batch", "2", "--checkpointing", *short]
+    asked = [model, "--seq", "32", "--batch", "2", *short]
     assert command.main(asked) == 0
     answer = capsys.readouterr().out
     assert command.main([*asked, "--print-args"]) == 0
@@ -241,6 +255,49 @@ def test_plan_and_train_give_one_answer_and_the_run_follows_it(
         found = replace(found, layout_digest=planned.layout_digest)
     assert found == planned
     assert wrapped.engine.update == config.update != "auto"
+
+
+def drawn(draw, folder, out):
+    """Settings that a plan depends on, and some that it does not."""
+    lora = draw.choice([0, 2, 8])
+    return TrainConfig(
+        model=str(folder / "model"), data=str(folder / "text.jsonl"), out=str(out), lora=lora,
+        quantize=draw.choice([None, "nf4", "int8"]) if lora else None,
+        optim=draw.choice([*words.OPTIMIZERS]), update=draw.choice([*UPDATES, "auto"]),
+        seq=draw.choice([16, 32]), batch=draw.choice([1, 2, 8]), accumulate=draw.choice([1, 3]),
+        packing=draw.random() < 0.5, checkpointing=draw.random() < 0.5, lr=draw.random() + 0.1,
+        device_mem=draw.choice([None, "9MiB", "1GiB"]), host_mem=draw.choice([None, "1GiB"]),
+        nvme=draw.choice([None, str(out.parent)]),
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_plan_and_train_ask_one_question_of_any_config(folder, tmp_path, monkeypatch):
+    asked = []
+
+    def ask(*question):
+        asked.append(question)
+        raise ValueError("it was asked")
+
+    here = train_plan.look_at_machine(make_backend(torch.device("cpu")), 1)
+    monkeypatch.setattr(train_plan, "look_at_machine", lambda *_: here)  # nothing else runs
+    monkeypatch.setattr(train_plan, "free_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr(train_plan, "flops_of", lambda _: 1e12)
+    monkeypatch.setattr(nvme, "probe", lambda *_, **__: SimpleNamespace(read=1e9, write=1e9))
+    monkeypatch.setattr(data, "load", lambda *_: Data(None, None, None))
+    monkeypatch.setattr(run, "plan_for", ask)
+    monkeypatch.setattr(command, "plan_for", ask)
+    draw = random.Random(56)
+    for number in range(40):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(drawn(draw, folder, tmp_path / "out").as_yaml())
+        for main in (run.main, command.main):
+            with pytest.raises(SystemExit):
+                main([str(file)])
+        trained, planned = asked[-2:]
+        assert len(asked) == 2 * number + 2 and trained[1:] == planned[1:]
+        assert trained[0] == Path(planned[0])
+    assert len({str(question) for question in asked}) > 30
 
 
 def test_nothing_behind_the_save_fails_a_run(folder, tmp_path, capsys, caplog, monkeypatch):
@@ -272,13 +329,6 @@ def test_nothing_behind_the_save_fails_a_run(folder, tmp_path, capsys, caplog, m
     assert generated(tmp_path / "another").shape[1] > 3
 
 
-def test_an_optimizer_without_a_sharded_form_is_refused(folder, tmp_path, capsys):
-    for name in ("lion_8bit", "galore_adafactor"):
-        with pytest.raises(SystemExit):
-            run.main(flags(folder, tmp_path / "out", "--optim", name))
-        assert f"--optim='{name}' has no form whose state is sharded" in capsys.readouterr().err
-
-
 def test_a_module_is_run_on_all_ranks(tmp_path):
     (tmp_path / "job.py").write_text("import os, sys; print(os.environ['RANK'], sys.argv[1:])")
     command = [sys.executable, "-m", "gemini", "run", "--nproc_per_node", "2", "-m", "job", "--x"]
@@ -289,6 +339,20 @@ def test_a_module_is_run_on_all_ranks(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "0 ['--x']" in done.stdout and "1 ['--x']" in done.stdout
+
+
+def test_of_several_ranks_one_says_why_they_are_refused():
+    """And it is the last line, behind what torchrun has to say."""
+    command = [sys.executable, "-m", "gemini", "run", "--nproc_per_node", "2"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "io")])
+    done = subprocess.run(
+        [*command, "-m", "gemini", "train", "--lr", "0"], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if "--lr: 0.0; expected more than 0" in line]
+    assert done.returncode == 2 and len(said) == 2, done.stderr
+    assert said[0].startswith("[rank 0]") and said[1] == done.stderr.splitlines()[-1]
+    assert said[1].startswith("python -m gemini train: error: ")
 
 
 def test_the_doctor_imports_no_trainer():

@@ -9,6 +9,7 @@ from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP
 from gemini.integrations.torch_optimizers import convert
+from gemini.nvme import default_folder
 from gemini.placement.predict import KINDS
 from gemini.placement.sizes import Budgets
 from gemini.placement.start import Start
@@ -29,6 +30,7 @@ START = Start(
     },
     budgets=Budgets.parse("2MiB"),
     folders="/fast",
+    written_bytes=3 << 30,
     may_rise=True,
     update_path="triton",
     paths={"device": "resident", "nvme": "stream"},
@@ -46,7 +48,8 @@ def test_the_lines_are_memory_update_and_optimizer():
     assert START.lines() == (
         "gemini memory of a rank on cuda:0, planned peak: device 1.50 MiB of 2.00 MiB (parameters "
         "1.00 MiB, state 512.00 KiB); nvme 3.00 MiB in /fast (state 3.00 MiB). What is not on the "
-        "device may rise, once measured",
+        "device may rise, once measured. By rank, a step writes 3.00 GiB to disk, 1000 steps 3.22 "
+        "TB: 0.54 % of the 600 TB that a 1 TB consumer SSD is rated for",
         "gemini update by triton: state on device resident, on nvme stream; behind the next "
         'forward (update="tail")',
         "gemini optimizer HybridAdam in place of torch.optim.AdamW: 262,144 parameters in 2 "
@@ -67,7 +70,8 @@ def started(capsys):
 def test_a_program_without_handlers_shows_them_once_for_each_engine(bare, capsys):
     model, optimizer = wrapped(LEAST)
     memory, update, made = started(capsys)
-    assert "of 130.00 KiB" in memory and "nvme" in memory
+    assert "of 130.00 KiB" in memory and "a step writes " in memory
+    assert f" in {default_folder()}, where " in memory and " are free" in memory
     assert "stream" in update and "optimizer HybridAdam: " in made and "weight decay 0," in made
     optimizer.close()
     type(optimizer)(model.parameters()).close()

@@ -1,0 +1,84 @@
+"""Typical mistakes at the command line: each ends with status 2 and one line with the remedy."""
+
+import pytest
+import torch
+
+import gemini
+from gemini.__main__ import main
+
+TRAIN = {  # flags beside a good model, data and --out -> what is said
+    "--lr 0": "--lr: 0.0; expected more than 0",
+    "--lr fast": "--lr: 'fast'; expected a number",
+    "--seq 0": "expected 1 or more",
+    "--batch 2.5": "expected a whole number",
+    "--held-out 1": "expected less than 1",
+    "--epochs nan": "expected a finite number",
+    "--learning_rate 1e-4": "did you mean --lr?",
+    "--per_device_train_batch_size 4": "did you mean --batch?",
+    "--gradient_accumulation_steps 4": "did you mean --accumulate?",
+    "--max_seq_length 512": "did you mean --seq?",
+    "--lora_rank 8": "did you mean --lora?",
+    "--quantise nf4": "did you mean --quantize?",
+    "--quantize nf4": "expected --lora with it, for adapters",
+    "--lora 8 --quantize fp4": "did you mean nf4? expected one of nf4, int8",
+    "--optim adamw8bit": "did you mean adamw_8bit?",
+    "--optim galore_adamw": "expected one of adamw_torch,",
+    "--schedule cosin": "did you mean cosine?",
+    "--update tial": "did you mean tail?",
+    "--device-mem 24": "did you mean '24GiB'?",
+    "--host-mem lots": "expected bytes, '8GiB' or '1TB'",
+    "--nvme-write-budget 1TB": "expected --nvme with it",
+    "--nvme /no/folder": "create it or name another",
+    "--model ./nomodel": "there is no folder ./nomodel; expected one, or an id on the hub",
+    "--model {data}": "is a file; expected a folder that from_pretrained reads",
+    "--out {data}": "is a file; expected a folder, or a new one",
+    "--data none.jsonl": "none.jsonl",
+    "--report-to wandbb": "expected none, or what is here",
+    "--gpu h100": "unrecognized arguments: --gpu",
+}
+PLAN = {
+    "plan llama-3.1-8": "did you mean llama-3.1-8b?",
+    "plan gpt2 --gpu rtx4900": "did you mean rtx4090?",
+    "plan gpt2 --world-size 3": "expected a multiple of them",
+    "plan gpt2 --nvme 1TBB": "expected one, or its free bytes, such as 1TB",
+    "plan": "expected one model: a name",
+    "train": "no --model; expected it as a flag",
+    "trian": "did you mean train?",
+    "plan none.yaml": "none.yaml cannot be read as YAML",
+    "plan {yaml}": "learning_rate is lr here",
+    "train {yaml}": "learning_rate is lr here",
+}
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "run.yaml").write_text("learning_rate: 1e-4\n")
+    return {"data": "good.jsonl", "yaml": "run.yaml"}
+
+
+@pytest.mark.parametrize("typed", [*TRAIN, *PLAN])
+def test_a_mistake_ends_with_one_line_that_names_the_remedy(typed, given, capsys):
+    words = typed.format(**given).split()
+    if typed in TRAIN:
+        words = ["train", "model", "--data", given["data"], "--out", "out", *words]
+        if "--model" in typed:
+            words.remove("model")
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and ": error: " in line and {**TRAIN, **PLAN}[typed] in line
+
+
+def test_an_option_of_python_that_is_misspelt_is_told_its_name():
+    with pytest.raises(TypeError, match=r"'placment_policy'; did you mean placement_policy\?"):
+        gemini.GeminiDDP(torch.nn.Linear(2, 2), placment_policy="auto")
+
+
+def test_the_command_alone_prints_the_list_and_its_version(capsys):
+    assert main([]) == main(["--help"]) == main(["--version"]) == 0
+    said = capsys.readouterr().out
+    assert "plan     does a model fit" in said and gemini.__version__ in said
