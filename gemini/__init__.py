@@ -90,7 +90,8 @@ def _where(name: str) -> str:
     """End of a message about a name that is not here: where it is, or what was meant."""
     if name.startswith("_"):
         return ""
-    for package in ("gemini.optim", "gemini.integrations"):
+    # `from gemini import names` asks for a submodule as an attribute first
+    for package in ("gemini.optim", "gemini.integrations") if name[0].isupper() else ():
         if name in importlib.import_module(package).__all__:
             return f"; it is {package}.{name}"
     if name in _TORCHS:
