@@ -41,7 +41,7 @@ OPTIMIZERS = (
     ),
     Row(
         "`AdamW8bit`, `PagedAdamW8bit` and the like of bitsandbytes, `AdamW8bit` of torchao",
-        'become `HybridAdam(state="8bit")` before their first step, those of 32 bits `HybridAdam`',
+        'become `HybridAdam(state="8bit")` before their first step; 32-bit ones `HybridAdam`',
         "integrations/trainers/test_torch_optimizers.py"
         "::test_adamw_of_other_packages_keeps_its_state_in_as_few_bits",
     ),
@@ -52,18 +52,18 @@ OPTIMIZERS = (
     ),
     Row(
         "`torch.optim.Muon`",
-        "becomes `HybridMuon` over its matrices; `HybridMuon(model)` takes all of a model",
+        "becomes `HybridMuon` over its matrices; `HybridMuon(model)` updates a whole model",
         "integrations/trainers/test_torch_optimizers.py"
         "::test_a_muon_goes_on_with_its_matrices_alone",
     ),
     Row(
-        "state that it has",
-        "is taken over",
+        "state of a converted optimizer",
+        "is carried over",
         "integrations/trainers/test_torch_optimizers.py::test_state_that_it_has_goes_on",
     ),
     Row(
         "another optimizer, a subclass, a replaced `step`",
-        "refused, with what is taken",
+        "refused; the error lists what is supported",
         "integrations/trainers/test_torch_optimizers.py"
         "::test_what_has_no_meaning_here_is_refused_and_nothing_changes",
     ),
@@ -78,7 +78,7 @@ _SCRIPTS = "borrowed/test_accelerate_scripts.py::test_"
 ACCELERATE = (
     Row(
         "`prepare`, in any order",
-        "models become `GeminiDDP`, torch's optimizers this project's; no state is copied",
+        "models become `GeminiDDP`, torch's optimizers become this project's; no state is copied",
         f"{_ACCELERATE}any_order_of_prepare",
     ),
     Row(
@@ -94,12 +94,12 @@ ACCELERATE = (
     ),
     Row(
         "`optimizer_step_was_skipped`",
-        "a step that overflowed moves no schedule",
+        "after an overflow the schedule does not advance",
         f"{_ACCELERATE}an_overflow_moves_no_schedule",
     ),
     Row(
         "`save_state`, `load_state`, hooks, registered objects, `automatic_checkpoint_naming`",
-        "a sharded checkpoint beside accelerate's small files, of any world size",
+        "a sharded checkpoint beside accelerate's small files; loads at any world size",
         f"{_ACCELERATE}a_state_that_is_loaded_goes_on_with_the_same_bits",
     ),
     Row(
@@ -110,7 +110,7 @@ ACCELERATE = (
     ),
     Row(
         "`GradScalerKwargs`, `DistributedDataParallelKwargs(broadcast_buffers=)`",
-        "taken; a `comm_hook` is refused",
+        "supported; a `comm_hook` is refused",
         f"{_ACCELERATE}a_loss_scale_of_accelerates_is_taken",
     ),
     Row(
@@ -130,7 +130,7 @@ ACCELERATE = (
     ),
     Row(
         "a process group of several ranks that accelerate does not know of",
-        "refused: each would train on all data; on CPUs give `cpu=True`",
+        "refused: each rank would train on all data; on CPUs give `cpu=True`",
         f"{_RANKS}ranks_that_accelerate_does_not_know_of_are_refused",
     ),
     Row(
@@ -148,7 +148,7 @@ TRANSFORMERS = (
     ),
     Row(
         "state on NVMe, activation checkpointing, `eval_on_start`",
-        "the same",
+        "as plain Trainer",
         f"{_TRAINER}losses_norms_rates_and_evaluation_are_plain_trainers",
     ),
     Row(
@@ -157,7 +157,7 @@ TRANSFORMERS = (
         "`adafactor` (with transformers' numbers), "
         "`schedule_free_adamw` (with its `optim_args`), `paged_adamw_32bit`; `adamw_8bit`, "
         '`adamw_bnb_8bit`, `adamw_torch_8bit`, `paged_adamw_8bit` are `HybridAdam(state="8bit")`, '
-        "whose codes are its own; any other is refused by name",
+        "which has its own 8-bit codes; any other is refused by name",
         f"{_TRAINER}what_has_no_meaning_here_is_refused_by_name",
     ),
     Row(
@@ -167,7 +167,8 @@ TRANSFORMERS = (
     ),
     Row(
         "saving, resuming, `save_total_limit`, `save_only_model`",
-        "the same bits go on, also at another world size; weights are what `from_pretrained` finds",
+        "a resumed run has the same bits, also at another world size; `from_pretrained` loads the "
+        "weights",
         f"{_RANKS}trainer_saves_resumes_and_says_what_plain_trainer_cannot",
     ),
     Row(
@@ -177,7 +178,7 @@ TRANSFORMERS = (
     ),
     Row(
         "`load_best_model_at_end`",
-        "into fp32 masters, a tensor at a time",
+        "loads fp32 masters, a tensor at a time",
         f"{_TRAINER}the_best_model_comes_back",
     ),
     Row(
@@ -192,7 +193,7 @@ TRANSFORMERS = (
     ),
     Row(
         "LoRA by peft",
-        "trains, resumes, comes back as the best; the adapter alone is saved",
+        "trains, resumes, is reloaded as the best model; only the adapter is saved",
         f"{_PRETRAINED}lora_trains_saves_and_resumes_as_in_plain_trainer",
     ),
     Row(
@@ -213,7 +214,7 @@ TRANSFORMERS = (
     ),
     Row(
         "plain `Trainer(GeminiDDP(model), ...)`",
-        "trains at one rank; at several it is refused, and names `GeminiTrainer`",
+        "trains at one rank; at several it is refused, and the error names `GeminiTrainer`",
         f"{_RANKS}trainer_saves_resumes_and_says_what_plain_trainer_cannot",
     ),
     Row(
@@ -243,19 +244,19 @@ LIGHTNING = (
     ),
     Row(
         '`GeminiStrategy("zero1", overlap_allgather=True, communication_dtype="bf16")`, `"zero2"`',
-        "new weights come while the next forward runs; gradients travel in another dtype",
+        "new weights are gathered during the next forward; gradients are sent in another dtype",
         "integrations/lightning/test_lightning_ranks.py"
         "::test_weights_are_on_their_way_behind_a_step_where_that_is_asked_for",
     ),
     Row(
         "`Trainer(precision=)`",
-        '`"32-true"`, `"bf16-mixed"` and `"bf16-true"` (one thing here: masters are fp32), '
+        '`"32-true"`, `"bf16-mixed"` and `"bf16-true"` (equal here: masters are fp32), '
         '`"16-mixed"`; targets keep their bits',
         "integrations/lightning/test_lightning.py::test_modules_compute_in_the_precision_and_targets_keep_their_bits",
     ),
     Row(
         '`precision=` `"16-true"`, `"64-true"`, plugins that cast or scale',
-        "refused, with what is taken",
+        "refused; the error lists what is supported",
         "integrations/lightning/test_lightning.py::test_what_cannot_be_done_is_refused_when_it_is_asked",
     ),
     Row(
@@ -270,18 +271,18 @@ LIGHTNING = (
     ),
     Row(
         "`ModelCheckpoint`, `ckpt_path=`",
-        "folders that ranks stream to, with Lightning's own state in them; resume also within an "
+        "folders that all ranks write, with Lightning's own state; a run resumes also within an "
         "accumulation and at another number of ranks",
         "integrations/lightning/test_lightning_ranks.py::test_a_fit_goes_on_at_another_world_size",
     ),
     Row(
         '`GeminiStrategy(checkpoint="full")`',
-        "one file that a plain Trainer goes on from; a plain Trainer's file is taken too",
+        "one file that a plain Trainer resumes from; a plain Trainer's file loads too",
         "integrations/lightning/test_lightning_ranks.py::test_a_file_of_either_strategy_goes_on_with_the_other",
     ),
     Row(
         "memory of a save",
-        "a chunk, on every rank",
+        "one chunk on every rank",
         "deep/clock/test_lightning_memory.py::test_a_save_at_two_ranks_takes_a_chunk_and_no_more",
     ),
     Row(
@@ -314,13 +315,13 @@ LIGHTNING = (
     ),
     Row(
         "manual optimization, finetuning callbacks, `LearningRateFinder`",
-        "as with DDP; manual optimization not in fp16, and at several ranks not with gradients "
-        "read inside the step",
+        "as with DDP; no manual optimization in fp16, or at several ranks if gradients are read "
+        "inside the step",
         "integrations/lightning/test_lightning_loops.py::test_other_loops_are_those_of_ddp",
     ),
     Row(
         "`StochasticWeightAveraging`, `EMAWeightAveraging`",
-        "in fp32; refused in 16 bits, where they would round the masters",
+        "in fp32; refused in 16 bits, because they would round the masters",
         "integrations/lightning/test_lightning_ranks.py::test_weight_averages_are_those_of_ddp",
     ),
     Row(
@@ -345,7 +346,7 @@ LIGHTNING = (
     ),
     Row(
         "`ColossalAIStrategy(...)`",
-        "its 21 parameters and its methods, on this; fp16 unless asked otherwise",
+        "its 21 parameters and its methods; fp16 by default",
         "integrations/lightning/test_lightning_names.py::test_colossal_ais_methods_do_what_they_did",
     ),
 )
