@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
-P = ParamSpec("P")
-S = TypeVar("S")
+C = TypeVar("C", bound=Callable[..., Any])
 
 _SHOWN = 9  # names of arguments in a message
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -43,10 +42,16 @@ def _plain(word: str) -> str:
 
 
 def check_arguments(
-    name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Sequence[str]
+    name: str,
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    kwargs: Sequence[str],
+    inside: Mapping[str, str] = _NONE,
 ) -> None:
     """Raise TypeError for an unknown argument, with the name that was probably meant, and for one
     by position too many, with the names of those that follow.
+
+    inside: options of a value that is an argument -> how that value is written.
     """
     parameters = signature.parameters.values()
     open_ended = {one.kind for one in parameters}
@@ -55,10 +60,10 @@ def check_arguments(
     if inspect.Parameter.VAR_KEYWORD not in open_ended:
         for given in kwargs:
             if given not in named:
-                near = nearest(given, named)
+                near = nearest(given, [*inside, *named])
                 raise TypeError(
                     f"{name}() got an unexpected keyword argument {given!r}"
-                    + (f"; did you mean {near}?" if near else "")
+                    + (f"; did you mean {inside.get(near, near)}?" if near else "")
                 )
     if len(args) > len(placed) and inspect.Parameter.VAR_POSITIONAL not in open_ended:
         rest = [f"{one}=" for one in named if one not in placed]
@@ -119,13 +124,21 @@ def refuse(line: str) -> NoReturn:
     sys.exit(REFUSED)
 
 
-def by_name(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
-    """Decorator of a constructor: wrong arguments are a TypeError as `check_arguments` says it."""
-    signature = inspect.signature(init)
+def by_name(what: C) -> C:
+    """Decorator of a class, a constructor or a function: wrong arguments are a TypeError as
+    `check_arguments` says it.
+    """
+    if isinstance(what, type):
+        constructor: Any = what
+        constructor.__init__ = by_name(constructor.__init__)
+        return what
+    signature = inspect.signature(what)
+    called = what.__name__
 
-    @wraps(init)
-    def checked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        check_arguments(type(self).__name__, signature, (self, *args), list(kwargs))
-        init(self, *args, **kwargs)
+    @wraps(what)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        name = type(args[0]).__name__ if called == "__init__" else called
+        check_arguments(name, signature, args, list(kwargs))
+        return what(*args, **kwargs)
 
-    return checked
+    return cast(C, checked)
