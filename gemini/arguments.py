@@ -7,6 +7,7 @@ import difflib
 import inspect
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,16 +19,17 @@ from typing import Any, NoReturn, TypeVar, cast
 C = TypeVar("C", bound=Callable[..., Any])
 
 _SHOWN = 9  # names of arguments in a message
+_VERY_LIKE = 0.85  # of an option that is elsewhere
 _NONE: Mapping[str, str] = MappingProxyType({})
-LAST_WORDS = "GEMINI_LAST_WORDS"  # a file for what a refused rank says: `run` repeats it at its end
+LAST_WORDS = "GEMINI_LAST_WORDS"  # a file for what a rank says last: `run` repeats it at its end
 _WAIT_SECONDS = 10.0
-REFUSED = 2  # exit status
+REFUSED, STOPPED = 2, 128 + signal.SIGINT  # exit statuses
 
 
-def nearest(word: object, known: Iterable[str]) -> str | None:
+def nearest(word: object, known: Iterable[str], likeness: float = 0.6) -> str | None:
     """The name that was probably meant, whatever the case and the dashes; None if none is near."""
     plain = {_plain(name): name for name in known}
-    near = difflib.get_close_matches(_plain(str(word)), plain, n=1)
+    near = difflib.get_close_matches(_plain(str(word)), plain, n=1, cutoff=likeness)
     return plain[near[0]] if near else None
 
 
@@ -60,7 +62,7 @@ def check_arguments(
     if inspect.Parameter.VAR_KEYWORD not in open_ended:
         for given in kwargs:
             if given not in named:
-                near = nearest(given, [*inside, *named])
+                near = nearest(given, inside, _VERY_LIKE) or nearest(given, named)
                 raise TypeError(
                     f"{name}() got an unexpected keyword argument {given!r}"
                     + (f"; did you mean {inside.get(near, near)}?" if near else "")
@@ -117,11 +119,27 @@ def refuse(line: str) -> NoReturn:
     if rank != "0":
         time.sleep(_WAIT_SECONDS)
         line = f"rank {rank}: {line}"
+    _say_last(line)
+    sys.exit(REFUSED)
+
+
+def stopped(how_to_go_on: str = "") -> int:
+    """Say in a line on stderr that Ctrl-C stopped a command; of several ranks rank 0 says it.
+
+    Returns the exit status.
+    """
+    if "RANK" in os.environ:  # torchrun passes on what a terminal sent already
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.environ.get("RANK", "0") == "0":
+        _say_last("stopped" + (f"; {how_to_go_on}" if how_to_go_on else ""))
+    return STOPPED
+
+
+def _say_last(line: str) -> None:
     last_words = os.environ.get(LAST_WORDS)
     if last_words is not None:
         Path(last_words).write_text(f"{line}\n", encoding="utf-8")
     sys.stderr.write(f"{line}\n")
-    sys.exit(REFUSED)
 
 
 def by_name(what: C) -> C:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from gemini.arguments import LAST_WORDS, REFUSED, Parser
+from gemini.arguments import LAST_WORDS, REFUSED, STOPPED, Parser
 
 _LINE = "[rank ${rank}] "  # before what a rank prints
 _SHARED = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -148,7 +148,8 @@ def _torchrun(options: argparse.Namespace, node: int, nodes: int, logs: str) -> 
 def _run(commands: Sequence[Sequence[str]], added: Mapping[str, str] = MappingProxyType({})) -> int:
     """Run commands at the same time; one that fails ends all. Returns its status, or 0.
 
-    What a refused rank said is repeated at the end, behind torchrun's summary; the status is its.
+    What a refused or stopped rank said is repeated at the end, behind torchrun's summary; the
+    status is its.
     """
     stdin = None if len(commands) == 1 else subprocess.DEVNULL
     environment = {**os.environ, **added, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _LINE}
@@ -166,6 +167,11 @@ def _run(commands: Sequence[Sequence[str]], added: Mapping[str, str] = MappingPr
                 if all(process.returncode == 0 for process in processes):
                     return 0
                 time.sleep(POLL_SECONDS)
+        except KeyboardInterrupt:  # which a terminal sends to this session alone
+            for process in processes:
+                _end(process, signal.SIGINT)
+            sys.stderr.write(said.read_text(encoding="utf-8") if said.exists() else "stopped\n")
+            return STOPPED
         finally:
             for process in processes:
                 _end(process)
@@ -190,10 +196,10 @@ def _over_ssh(options: argparse.Namespace, host: str, node: int, nodes: int) -> 
     return ["ssh", "-o", "BatchMode=yes", *port, host, there]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], *first: signal.Signals) -> None:
     """End a process and its children, and wait for it."""
     # it was started as a session of its own, so its group has no process of ours
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number in (*first, signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
             try:

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import pickle
 import re
+import signal
 
 import pytest
 import torch
@@ -125,3 +126,17 @@ def test_the_command_alone_prints_the_list_and_its_version(capsys):
     assert main([]) == main(["--help"]) == main(["--version"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^  plan +does a model fit", said, re.M) and gemini.__version__ in said
+
+
+@pytest.mark.parametrize(("rank", "said"), [(None, "stopped\n"), ("0", "stopped\n"), ("1", "")])
+def test_a_command_that_ctrl_c_stops_says_so_once(rank, said, monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gemini.__main__, "clean", interrupted)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["clean"]) == 130
+    assert signal.signal(signal.SIGINT, before) == (before if rank is None else signal.SIG_IGN)
+    assert capsys.readouterr().err == said
