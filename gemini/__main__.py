@@ -108,7 +108,10 @@ def doctor(arguments: Sequence[str]) -> int:
     from gemini.doctor.measure import examine
     from gemini.doctor.report import judge, render
 
-    parser = Parser(prog="python -m gemini doctor", description=COMMANDS["doctor"][0])
+    parser = Parser(
+        prog="python -m gemini doctor", description=COMMANDS["doctor"][0],
+        epilog="exit status: 0 all that is necessary is there, 1 a necessary part is missing",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--dir", action="append", default=[], metavar="FOLDER",

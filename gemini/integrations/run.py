@@ -22,15 +22,28 @@ POLL_SECONDS = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nproc_per_node", "--nproc-per-node", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--nproc_per_node",
+        "--nproc-per-node",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks of each host",
+    )
     parser.add_argument("--nnodes", type=int, help="use the first so many hosts")
     parser.add_argument("--host", help="hosts by name, with commas; reached by ssh")
     parser.add_argument("--hostfile", type=Path, help="a file with a host in every line")
     parser.add_argument("--include", help="of the hostfile, these alone")
     parser.add_argument("--exclude", help="of the hostfile, all but these")
     parser.add_argument("--master_addr", "--master-addr", help="of the first host")
-    parser.add_argument("--master_port", "--master-port", type=int, default=29500)
-    parser.add_argument("--ssh-port", type=int)
+    parser.add_argument(
+        "--master_port",
+        "--master-port",
+        type=int,
+        default=29500,
+        help="where ranks of several hosts meet",
+    )
+    parser.add_argument("--ssh-port", type=int, help="by default what ssh takes")
     parser.add_argument("--node_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument(
         "--colossalai", action="store_true", help="the script imports colossalai: it gets this"
@@ -45,6 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="python -m gemini run",
         description="A script on all ranks: torchrun on this machine, or on hosts by ssh.",
+        epilog="exit status: 0 all ranks ended well, else that of the first rank that failed, "
+        "2 wrong flags or a refused train, 130 stopped by Ctrl-C",
     )
     add_arguments(parser)
     options = parser.parse_args(arguments)
