@@ -139,7 +139,7 @@ def _split(text: str) -> list[str]:
 
 def _torchrun(options: argparse.Namespace, node: int, nodes: int, logs: str) -> list[str]:
     command = [
-        sys.executable, "-m", "torch.distributed.run",
+        sys.executable, "-m", "gemini.integrations.torchrun",
         f"--nproc-per-node={options.nproc_per_node}", "--tee=3", f"--log-dir={logs}",
     ]  # fmt: skip
     if nodes == 1 and options.master_addr is None:

@@ -379,7 +379,8 @@ def test_ctrl_c_reaches_what_run_started_and_the_last_words_come_last(tmp_path, 
         if list(tmp_path.glob("*/*.ready")):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(launcher, "time", SimpleNamespace(sleep=until_ready))
+    polls = {"sleep": until_ready}
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(**polls))
     assert launcher._run([[sys.executable, "-c", code]]) == 130
     assert capfd.readouterr().err == "step 7\n"
 
