@@ -40,6 +40,10 @@ class MovingHomes:
         self.graph_is_open = False  # a forward was recorded, and no backward has ended since
         self._gradients_stay = False  # where they waited as homes went down
         self._tenancy = Tenancy()
+        # Of a group of its own: an evaluation on one rank alone would pair what ranks ask with
+        # another's collective of another size, which ends the process.
+        several = parts.comm.world_size > 1 and parts.planning.homes_follow
+        self._comm = parts.comm.for_thread() if several else parts.comm
 
     # -- down --
 
@@ -78,7 +82,7 @@ class MovingHomes:
         levels = parts.planning.levels
         if levels.like is None:
             return None
-        most = parts.comm.largest(nbytes, f"what the ranks' batches ask for, to {IN_WORDS[kind]}")
+        most = self._comm.largest(nbytes, f"what the ranks' batches ask for, to {IN_WORDS[kind]}")
         found: Trace | None = levels.begin(most, kind)
         return found
 
