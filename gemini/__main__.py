@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from gemini import __version__
-from gemini.arguments import Parser, did_you_mean, refuse
+from gemini.arguments import Parser, did_you_mean, refuse, stopped
 
 # name -> what it does, and its function of arguments, imported when it is called
 COMMANDS = {
@@ -40,7 +40,8 @@ _BENCHMARK = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: of `doctor`, 1 if a necessary part is missing."""
+    """Run a command and return its exit status: of `doctor`, 1 if a necessary part is missing; 130
+    behind Ctrl-C."""
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         sys.stdout.write(
@@ -57,7 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refuse(f"python -m gemini: error: no command {name}; {did_you_mean(name, list(COMMANDS))}")
     module, _, function = where.partition(":")
     command: Any = getattr(import_module(module), function)
-    status: int = command(rest)
+    try:
+        status: int = command(rest)
+    except KeyboardInterrupt:
+        return stopped()
     return status
 
 
@@ -104,7 +108,10 @@ def doctor(arguments: Sequence[str]) -> int:
     from gemini.doctor.measure import examine
     from gemini.doctor.report import judge, render
 
-    parser = Parser(prog="python -m gemini doctor", description=COMMANDS["doctor"][0])
+    parser = Parser(
+        prog="python -m gemini doctor", description=COMMANDS["doctor"][0],
+        epilog="exit status: 0 all that is necessary is there, 1 a necessary part is missing",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--dir", action="append", default=[], metavar="FOLDER",

@@ -7,28 +7,29 @@ import difflib
 import inspect
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
-P = ParamSpec("P")
-S = TypeVar("S")
+C = TypeVar("C", bound=Callable[..., Any])
 
 _SHOWN = 9  # names of arguments in a message
+_VERY_LIKE = 0.85  # of an option that is elsewhere
 _NONE: Mapping[str, str] = MappingProxyType({})
-LAST_WORDS = "GEMINI_LAST_WORDS"  # a file for what a refused rank says: `run` repeats it at its end
+LAST_WORDS = "GEMINI_LAST_WORDS"  # a file for what a rank says last: `run` repeats it at its end
 _WAIT_SECONDS = 10.0
-REFUSED = 2  # exit status
+REFUSED, STOPPED = 2, 128 + signal.SIGINT  # exit statuses
 
 
-def nearest(word: object, known: Iterable[str]) -> str | None:
+def nearest(word: object, known: Iterable[str], likeness: float = 0.6) -> str | None:
     """The name that was probably meant, whatever the case and the dashes; None if none is near."""
     plain = {_plain(name): name for name in known}
-    near = difflib.get_close_matches(_plain(str(word)), plain, n=1)
+    near = difflib.get_close_matches(_plain(str(word)), plain, n=1, cutoff=likeness)
     return plain[near[0]] if near else None
 
 
@@ -43,10 +44,16 @@ def _plain(word: str) -> str:
 
 
 def check_arguments(
-    name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Sequence[str]
+    name: str,
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    kwargs: Sequence[str],
+    inside: Mapping[str, str] = _NONE,
 ) -> None:
     """Raise TypeError for an unknown argument, with the name that was probably meant, and for one
     by position too many, with the names of those that follow.
+
+    inside: options of a value that is an argument -> how that value is written.
     """
     parameters = signature.parameters.values()
     open_ended = {one.kind for one in parameters}
@@ -55,10 +62,10 @@ def check_arguments(
     if inspect.Parameter.VAR_KEYWORD not in open_ended:
         for given in kwargs:
             if given not in named:
-                near = nearest(given, named)
+                near = nearest(given, inside, _VERY_LIKE) or nearest(given, named)
                 raise TypeError(
                     f"{name}() got an unexpected keyword argument {given!r}"
-                    + (f"; did you mean {near}?" if near else "")
+                    + (f"; did you mean {inside.get(near, near)}?" if near else "")
                 )
     if len(args) > len(placed) and inspect.Parameter.VAR_POSITIONAL not in open_ended:
         rest = [f"{one}=" for one in named if one not in placed]
@@ -112,20 +119,44 @@ def refuse(line: str) -> NoReturn:
     if rank != "0":
         time.sleep(_WAIT_SECONDS)
         line = f"rank {rank}: {line}"
+    _say_last(line)
+    sys.exit(REFUSED)
+
+
+def stopped(how_to_go_on: str = "") -> int:
+    """Say in a line on stderr that Ctrl-C stopped a command; of several ranks rank 0 says it.
+
+    Returns the exit status.
+    """
+    if "RANK" in os.environ:  # torchrun passes on what a terminal sent already
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.environ.get("RANK", "0") == "0":
+        _say_last("stopped" + (f"; {how_to_go_on}" if how_to_go_on else ""))
+    return STOPPED
+
+
+def _say_last(line: str) -> None:
     last_words = os.environ.get(LAST_WORDS)
     if last_words is not None:
         Path(last_words).write_text(f"{line}\n", encoding="utf-8")
     sys.stderr.write(f"{line}\n")
-    sys.exit(REFUSED)
 
 
-def by_name(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
-    """Decorator of a constructor: wrong arguments are a TypeError as `check_arguments` says it."""
-    signature = inspect.signature(init)
+def by_name(what: C) -> C:
+    """Decorator of a class, a constructor or a function: wrong arguments are a TypeError as
+    `check_arguments` says it.
+    """
+    if isinstance(what, type):
+        constructor: Any = what
+        constructor.__init__ = by_name(constructor.__init__)
+        return what
+    signature = inspect.signature(what)
+    called = what.__name__
 
-    @wraps(init)
-    def checked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        check_arguments(type(self).__name__, signature, (self, *args), list(kwargs))
-        init(self, *args, **kwargs)
+    @wraps(what)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        name = type(args[0]).__name__ if called == "__init__" else called
+        check_arguments(name, signature, args, list(kwargs))
+        return what(*args, **kwargs)
 
-    return checked
+    return cast(C, checked)

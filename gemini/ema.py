@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gemini.arguments import by_name
 from gemini.checkpoint.load import load_accepted
 from gemini.checkpoint.model.keys import random_state, set_random_state
 from gemini.checkpoint.save import save_checkpoint
@@ -31,6 +32,7 @@ from .ddp import GeminiDDP
 HOMES = {"host": Tier.HOST, "nvme": Tier.NVME}
 
 
+@by_name
 class EMA:
     """Average of a wrapped module's weights.
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from time import perf_counter as clock
 from typing import Any
 
+from gemini.arguments import by_name
 from gemini.optim.base import TieredOptimizer
 
 from .ddp import GeminiDDP
 
 
+@by_name
 class Metrics:
     """Metrics of one wrapped module and its optimizer, by a hook on `optimizer.step()`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, make_dataclass
 from typing import Any
 
+from gemini.arguments import by_name
 from gemini.optim.adam import HybridAdam
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
@@ -18,6 +19,7 @@ _ScaleOptions = make_dataclass(
 )
 
 
+@by_name
 class GeminiOptimizer(TieredOptimizer):
     """Optimizer `optim` over the parameters of `module`, with loss scale and clipping set here.
 

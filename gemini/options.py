@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.arguments import check_arguments
+from gemini.arguments import by_name, check_arguments
 from gemini.chunk.sizing.search import ChunkConfiguration
 from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.optim.rules.report import MOST_SKIPPED
+from gemini.placement.policy import AutoPlacement, StaticPlacement
 from gemini.runtime.wrap.keep_fp32 import KeepFp32
 from gemini.runtime.wrap.materialise import InitFn
 from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale
@@ -39,6 +40,7 @@ class Unasked(str):
     """A default that changes what a module gives back, and so is told to who did not ask for it."""
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class PrecisionPolicy:
     """Dtypes of computing, of communication and of masters, and the reaction to an overflow.
@@ -107,6 +109,7 @@ class PrecisionPolicy:
         )
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class ChunkSearch:
     """Bounds of the search for chunk capacities, or its result.
@@ -122,6 +125,7 @@ class ChunkSearch:
     chunks: ChunkConfiguration | None = None
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class Communication:
     """Ranks between which parameters, gradients and buffers travel, and the times when they do.
@@ -151,6 +155,7 @@ class Communication:
             raise ValueError(f"max_prefetch={self.max_prefetch} is negative; 0 does not prefetch")
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class Wrapping:
     """Initial values of a wrapped module, modules gathered as one, and ignored parameters.
@@ -177,6 +182,17 @@ GROUPS = {
     "chunks": ChunkSearch(),
     "communication": Communication(),
     "wrapping": Wrapping(),
+}
+
+
+_INSIDE = {
+    one.name: f"{argument}={kind.__name__}({one.name}=...)"
+    for argument, kind in (
+        ("loss_scale", LossScale),
+        ("placement_policy", StaticPlacement),
+        ("placement_policy", AutoPlacement),
+    )
+    for one in fields(kind)
 }
 
 
@@ -230,7 +246,8 @@ def takes_options(init: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        check_arguments(called, shown, args, [key for key in kwargs if key not in GROUPS])
+        asked = [key for key in kwargs if key not in GROUPS]
+        check_arguments(called, shown, args, asked, _INSIDE)
         return init(*args, **kwargs)
 
     checked.__signature__ = shown  # type: ignore[attr-defined]

@@ -75,6 +75,7 @@ def test_a_reader_trains_stops_goes_on_and_generates(clone):
         os.killpg(shell.pid, signal.SIGINT)  # Ctrl-C, as a terminal sends it
         said = shell.communicate()[0]
     assert shell.returncode != 0, said
+    assert re.search(r"stopped; the same command continues from step \d+\n", said), said
     with run(train, generate) as shell:
         said = shell.communicate()[0]
     assert shell.returncode == 0, said

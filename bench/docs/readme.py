@@ -20,7 +20,7 @@ from bench.support.matmul import NATIVE
 from bench.ways import table as ways_table
 from gemini.units import format_bytes
 
-from . import doc_tables, supported
+from . import commands, doc_tables, supported
 from .remake import squashed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -233,6 +233,8 @@ COMPUTED: dict[str, Callable[[], str]] = {
     "from-colossal": doc_tables.from_colossal,
     "colossal-lines": doc_tables.colossal_lines,
     "without-a-door": doc_tables.without_a_door,
+    "commands": commands.commands_table,
+    "environment": commands.environment_table,
     **{f"trainers-{name}": partial(supported.table, name) for name in supported.SUPPORTED},
 }
 

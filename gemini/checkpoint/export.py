@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from gemini.arguments import by_name
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.folder import (
     LOCK,
@@ -250,6 +251,7 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
 # -- of a module --
 
 
+@by_name
 @alone()
 def export_safetensors(
     path: str | os.PathLike[str],

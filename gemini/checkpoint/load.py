@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemini.arguments import by_name
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.dcp.reader import CheckpointSource, open_source
 from gemini.checkpoint.format.manifest import CorruptError, MismatchError
@@ -52,6 +53,7 @@ from .save import base_of, runs_of, settle
 log = logging.getLogger("gemini")
 
 
+@by_name
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,

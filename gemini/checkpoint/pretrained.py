@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini import strangers
+from gemini.arguments import by_name
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.manifest import FormatError
 from gemini.checkpoint.untrusted.lazy_tensors import INDEX, TORCH_INDEX, LazyTensors
@@ -43,6 +44,7 @@ log = logging.getLogger("gemini")
 SINGLE = "model.safetensors"
 
 
+@by_name
 def load_pretrained(
     folder_or_index: str | os.PathLike[str],
     model_class: type[nn.Module] | None = None,

@@ -27,6 +27,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from gemini.arguments import by_name
 from gemini.checkpoint.dcp.boxes import FlatRuns, Region
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.dcp.writer import RankFile, Save
@@ -58,6 +59,7 @@ log = logging.getLogger("gemini")
 _SHARE_OF_FREE_MEMORY = 0.5  # of an asynchronous save's copies, over all ranks of this machine
 
 
+@by_name
 @alone()
 def save_checkpoint(
     path: str | os.PathLike[str],

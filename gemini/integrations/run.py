@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from gemini.arguments import LAST_WORDS, REFUSED, Parser
+from gemini.arguments import LAST_WORDS, REFUSED, STOPPED, Parser
 
 _LINE = "[rank ${rank}] "  # before what a rank prints
 _SHARED = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -22,15 +22,28 @@ POLL_SECONDS = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nproc_per_node", "--nproc-per-node", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--nproc_per_node",
+        "--nproc-per-node",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks of each host",
+    )
     parser.add_argument("--nnodes", type=int, help="use the first so many hosts")
     parser.add_argument("--host", help="hosts by name, with commas; reached by ssh")
     parser.add_argument("--hostfile", type=Path, help="a file with a host in every line")
     parser.add_argument("--include", help="of the hostfile, these alone")
     parser.add_argument("--exclude", help="of the hostfile, all but these")
     parser.add_argument("--master_addr", "--master-addr", help="of the first host")
-    parser.add_argument("--master_port", "--master-port", type=int, default=29500)
-    parser.add_argument("--ssh-port", type=int)
+    parser.add_argument(
+        "--master_port",
+        "--master-port",
+        type=int,
+        default=29500,
+        help="where ranks of several hosts meet",
+    )
+    parser.add_argument("--ssh-port", type=int, help="by default what ssh takes")
     parser.add_argument("--node_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument(
         "--colossalai", action="store_true", help="the script imports colossalai: it gets this"
@@ -45,6 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="python -m gemini run",
         description="A script on all ranks: torchrun on this machine, or on hosts by ssh.",
+        epilog="exit status: 0 all ranks ended well, else that of the first rank that failed, "
+        "2 wrong flags or a refused train, 130 stopped by Ctrl-C",
     )
     add_arguments(parser)
     options = parser.parse_args(arguments)
@@ -124,7 +139,7 @@ def _split(text: str) -> list[str]:
 
 def _torchrun(options: argparse.Namespace, node: int, nodes: int, logs: str) -> list[str]:
     command = [
-        sys.executable, "-m", "torch.distributed.run",
+        sys.executable, "-m", "gemini.integrations.torchrun",
         f"--nproc-per-node={options.nproc_per_node}", "--tee=3", f"--log-dir={logs}",
     ]  # fmt: skip
     if nodes == 1 and options.master_addr is None:
@@ -148,7 +163,8 @@ def _torchrun(options: argparse.Namespace, node: int, nodes: int, logs: str) -> 
 def _run(commands: Sequence[Sequence[str]], added: Mapping[str, str] = MappingProxyType({})) -> int:
     """Run commands at the same time; one that fails ends all. Returns its status, or 0.
 
-    What a refused rank said is repeated at the end, behind torchrun's summary; the status is its.
+    What a refused or stopped rank said is repeated at the end, behind torchrun's summary; the
+    status is its.
     """
     stdin = None if len(commands) == 1 else subprocess.DEVNULL
     environment = {**os.environ, **added, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _LINE}
@@ -166,6 +182,11 @@ def _run(commands: Sequence[Sequence[str]], added: Mapping[str, str] = MappingPr
                 if all(process.returncode == 0 for process in processes):
                     return 0
                 time.sleep(POLL_SECONDS)
+        except KeyboardInterrupt:  # which a terminal sends to this session alone
+            for process in processes:
+                _end(process, signal.SIGINT)
+            sys.stderr.write(said.read_text(encoding="utf-8") if said.exists() else "stopped\n")
+            return STOPPED
         finally:
             for process in processes:
                 _end(process)
@@ -190,10 +211,10 @@ def _over_ssh(options: argparse.Namespace, host: str, node: int, nodes: int) -> 
     return ["ssh", "-o", "BatchMode=yes", *port, host, there]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], *first: signal.Signals) -> None:
     """End a process and its children, and wait for it."""
     # it was started as a session of its own, so its group has no process of ours
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number in (*first, signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
             try:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
+from gemini.arguments import by_name
 from gemini.chunk.layout import ParamSpec, specs_of
 from gemini.saved_names import SavedNames, params_by_path
 from gemini.trees import map_tensors, tensors_in
@@ -34,6 +35,7 @@ log = logging.getLogger("gemini")
 _OBJECTS = 2  # levels of a user's own objects that are searched for inputs
 
 
+@by_name
 class MemStatsCollector:
     """Collector of one model's traces, by kind and input signature.
 
@@ -232,6 +234,7 @@ def input_signature(inputs: Any) -> str:
     return ",".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in leaves)
 
 
+@by_name
 def trace(
     module: nn.Module,
     example_inputs: Any,

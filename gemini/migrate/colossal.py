@@ -277,6 +277,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m gemini from-colossal",
         description="Change the imports of Colossal-AI's scripts. docs/from-colossal.md says what "
         "differs then. `python -m gemini run --colossalai` runs a script as it is.",
+        epilog="exit status: 0 nothing is left, 1 the lines that are listed are changed by hand",
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--write", action="store_true", help="in place; by default as a diff")

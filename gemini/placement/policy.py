@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gemini.arguments import by_name
 from gemini.units import ChunkId, check_block_numel
 
 from .sizes import Budgets
@@ -16,6 +17,7 @@ def _check_fraction(name: str, value: float) -> None:
         raise ValueError(f"{name}={value} is outside [0, 1]")
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class StaticPlacement:
     """Fixed fractions, each met within one chunk (of the state: one block).
@@ -58,6 +60,7 @@ class StaticPlacement:
         return Budgets()
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class AutoPlacement:
     """Keep what saves most time on the device, the rest on the host, and the rest of it on NVMe.
@@ -105,6 +108,7 @@ class AutoPlacement:
         return Budgets.parse(self.device_budget, self.host_budget, self.nvme_budget)
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class ConstPlacement:
     """Model data takes `device_bytes` of the device, bytes or `"8GiB"`, whatever activations take;

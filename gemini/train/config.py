@@ -190,7 +190,7 @@ PARSER = Parser(
   python -m gemini plan config.yaml                    does it fit, and how fast
   python -m gemini run --nproc_per_node 2 -m gemini train config.yaml
 
-exit status: 0 trained, 1 failed on the way, 2 refused before any work""",
+exit status: 0 trained, 1 failed on the way, 2 refused before any work, 130 stopped by Ctrl-C""",
 )  # fmt: skip
 TrainConfig.add_to(PARSER)
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from gemini.arguments import stopped
 from gemini.checkpoint.pretrained import check_readable, downloaded, load_pretrained
 from gemini.ddp import GeminiDDP
 from gemini.nvme import NvmeError
@@ -32,7 +33,8 @@ log = logging.getLogger("gemini")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command `python -m gemini train`. The exit status is 2 for a refused run."""
+    """Command `python -m gemini train`. The exit status is 2 for a refused run, 130 for one that
+    was stopped."""
     try:
         config, shown = parse(arguments)
         if shown:
@@ -45,8 +47,18 @@ def main(arguments: Sequence[str]) -> int:
         PARSER.error(f"{error}; pip install trl peft datasets matplotlib")
     except (ValueError, NvmeError) as error:
         PARSER.error(str(error))
-    job.run()
+    try:
+        job.run()
+    except KeyboardInterrupt:
+        return stopped(f"the same command continues from step {_saved_step(job.out)}")
     return 0
+
+
+def _saved_step(out: Path) -> int:
+    from .trainer import last_checkpoint
+
+    newest = last_checkpoint(out)
+    return 0 if newest is None else int(newest.name.rpartition("-")[2])
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from gemini.arguments import by_name
 from gemini.nvme import MOST_VERSIONS, WriteMeter
 from gemini.nvme.layout import NUM_VERSIONS
 from gemini.units import check_block_numel
@@ -13,6 +14,7 @@ CPU_PATHS = ("auto", "eager", "compile")
 COMPILED_FROM_NUMEL = 1 << 26  # a step gains 50 ms there on 2 cores: 100 of them pay for the build
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class NvmeConfig:
     """Configuration of state on disk. The defaults need no thought.

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from gemini.arguments import by_name
+
 
 @dataclass(frozen=True, slots=True)
 class ScaleState:
@@ -20,6 +22,7 @@ class ScaleState:
     hysteresis_left: int  # overflows that still go without a backoff
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class LossScale:
     """Options of the loss scale; these defaults are the only ones.

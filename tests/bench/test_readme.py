@@ -1,9 +1,11 @@
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from bench import ways
+from bench.docs.commands import INTERNAL, VARIABLES
 from bench.docs.doc_tables import BUDGETS, LINKS, NON_MODEL_BYTES, NUMEL, placement_example
 from bench.docs.readme import COMPUTED, TABLES, pages, render
 from gemini.placement.tiers import Tier
@@ -19,6 +21,17 @@ def test_the_tables_are_those_of_the_results_and_of_the_code():
         everything += text
     for name in (*TABLES, *COMPUTED):
         assert everything.count(f"<!-- table {name} -->") == 1
+
+
+def test_the_page_of_commands_has_every_variable_that_the_source_reads():
+    found = set()
+    for folder in ("gemini", "optim", "io", "kernels_triton"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            if "environ" in text:
+                found |= set(re.findall(r"""["']([A-Z][A-Z0-9_]+)["']""", text))
+    shown = {name for names in VARIABLES for name in names.split(", ")}
+    assert len(found) > 20 and found - {"INFO"} == shown | INTERNAL
 
 
 def test_the_seven_ways_say_what_the_disk_allows_and_which_rows_a_result_was_made_without():

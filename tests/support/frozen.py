@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, is_typeddict
 
 from gemini.migrate import colossal
 
@@ -52,7 +52,7 @@ def signatures() -> list[str]:
     for name in names():
         place, _, last = name.rpartition(".")
         found = getattr(importlib.import_module(place), last)
-        if not inspect.isclass(found) and not inspect.isfunction(found):
+        if (not inspect.isclass(found) and not inspect.isfunction(found)) or is_typeddict(found):
             continue
         if inspect.isclass(found) and issubclass(found, Exception):
             continue

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gemini.arguments import by_name
 from gemini.chunk.layout import ITEMSIZE, ChunkLayout, GroupKey, ParamSpec, layout_order, specs_of
 from gemini.units import MIB, Numel
 
@@ -168,6 +169,7 @@ class ChunkConfiguration:
         )
 
 
+@by_name
 def search_chunk_configuration(
     model_or_specs: nn.Module | Sequence[ParamSpec],
     search_range_m: float | None = None,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from gemini.arguments import by_name
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.export import SAFETENSORS, TORCH, export_weights
 from gemini.checkpoint.format.manifest import FormatError
@@ -36,6 +37,7 @@ _NO_LIMIT = 1 << 62  # bytes of a file
 Boosted = tuple[nn.Module, Any, Any, Any, Any]
 
 
+@by_name
 class Booster:
     """Wrapper of modules and optimizers by a plugin, which also runs backwards, saves and loads.
 

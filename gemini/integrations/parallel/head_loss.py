@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from gemini.arguments import by_name
 from gemini.chunk.local import is_dtensor, local_of
 
 from .cut import TransformerStage
@@ -29,6 +30,7 @@ from .styles import in_multiples
 TOKENS = 1024
 
 
+@by_name
 def chunk_loss(model: Any, tokens: int = TOKENS) -> None:
     """Make a causal language model of transformers compute its loss `tokens` tokens at a time.
 

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.distributed.fsdp.wrap import _Policy
 
+from gemini.arguments import by_name
 from gemini.integrations.options import option
 from gemini.integrations.parts import announce, put_in_place
 from gemini.optim.base import TieredOptimizer
@@ -35,6 +36,7 @@ from .torch_plugins import check_unwrapped
 _STRATEGIES = (None, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 
 
+@by_name
 @dataclass(frozen=True)
 class TorchFSDPPlugin(Plugin):
     """Plugin for torch's FSDP2 (`fully_shard`), by the options of FSDP1.

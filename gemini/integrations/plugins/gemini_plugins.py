@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.arguments import by_name
 from gemini.chunk.sizing.search import ChunkConfiguration
 from gemini.integrations.options import FP16, SCALE, ZERO_SCALE, Case, option, size
 from gemini.integrations.parallel.plans import TensorParallel
@@ -26,6 +27,7 @@ _REDUCED = ("once a step, when gradients are asked for", "always while a backwar
 AUTO = Case(lambda own: own.placement_policy == "auto", "it is for placement_policy='auto'")
 
 
+@by_name
 @dataclass(frozen=True)
 class GeminiPlugin(EnginePlugin):
     """Plugin for `GeminiDDP`: ZeRO-3 in chunks, with model data where it fits.
@@ -144,6 +146,7 @@ class GeminiPlugin(EnginePlugin):
         }
 
 
+@by_name
 @dataclass(frozen=True)
 class LowLevelZeroPlugin(EnginePlugin):
     """Plugin for ZeRO-1 and ZeRO-2: parameters whole on every rank, optimizer state sharded.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gemini.arguments import by_name
 from gemini.ddp import GeminiDDP
 from gemini.integrations.options import FP16, SCALE, Case, handed, option, size
 from gemini.integrations.parallel.cut import copies_of, shared_by, stages_of
@@ -55,6 +56,7 @@ _SHARDS = "updates are those of zero_stage=1, whose state is sharded"
 _OVER_TP = (None, "split_gather", "ring")
 
 
+@by_name
 @dataclass(frozen=True)
 class HybridParallelPlugin(EnginePlugin):
     """Plugin for torch's DDP (`zero_stage=0`) or ZeRO-1 and 2, with tensor parallelism and

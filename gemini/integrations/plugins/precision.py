@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from gemini.arguments import by_name
 from gemini.integrations import parts
 from gemini.integrations.options import SCALE_NAMES, TORCH_SCALE, ZERO_SCALE, check_options, option
 from gemini.optim.rules.loss_scale import LossScale
@@ -44,6 +45,7 @@ class MixedPrecision:
         return bool(getattr(self, "verbose", False))
 
 
+@by_name
 @dataclass(frozen=True)
 class BF16MixedPrecision(MixedPrecision):
     """bf16 by torch's autocast."""
@@ -51,11 +53,13 @@ class BF16MixedPrecision(MixedPrecision):
     dtype = torch.bfloat16
 
 
+@by_name
 @dataclass(frozen=True)
 class FP8MixedPrecision(BF16MixedPrecision):
     """Linear layers in float8, by torchao; all else in bf16 by torch's autocast."""
 
 
+@by_name
 @dataclass(frozen=True)
 class FP16TorchMixedPrecision(MixedPrecision):
     """fp16 by torch's autocast, with the schedule of `torch.amp.GradScaler`."""
@@ -72,6 +76,7 @@ class FP16TorchMixedPrecision(MixedPrecision):
         return self.init_scale
 
 
+@by_name
 @dataclass(frozen=True)
 class FP16NaiveMixedPrecision(MixedPrecision):
     """fp16 by torch's autocast, with the loss scale of `optim.LossScale`.

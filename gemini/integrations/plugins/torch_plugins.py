@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gemini.arguments import by_name
 from gemini.ddp import GeminiDDP
 from gemini.integrations.options import option
 
@@ -49,6 +50,7 @@ class PlainPlugin(Plugin):
         return nullcontext()
 
 
+@by_name
 @dataclass(frozen=True)
 class TorchDDPPlugin(PlainPlugin):
     """Plugin for `torch.nn.parallel.DistributedDataParallel` with its own options.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from enum import Enum
 
+from gemini.arguments import by_name
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.opaque import Opaque
 from gemini.chunk.storage import Chunk
@@ -83,6 +84,7 @@ def check_transition(name: str, old: TensorState, new: TensorState) -> TensorSta
     return new
 
 
+@by_name
 class StatefulTensorMgr:
     """States and gathered chunks of one engine.
 

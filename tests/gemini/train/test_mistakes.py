@@ -1,11 +1,17 @@
 """Typical mistakes at the command line: each ends with status 2 and one line with the remedy."""
 
+import dataclasses
+import inspect
+import pickle
 import re
+import signal
 
 import pytest
 import torch
 
 import gemini
+import gemini.integrations
+import gemini.optim
 from gemini.__main__ import main
 
 TRAIN = {  # flags beside a good model, data and --out -> what is said
@@ -75,12 +81,62 @@ def test_a_mistake_ends_with_one_line_that_names_the_remedy(typed, given, capsys
     assert end.value.code == 2 and ": error: " in line and {**TRAIN, **PLAN}[typed] in line
 
 
-def test_an_option_of_python_that_is_misspelt_is_told_its_name():
-    with pytest.raises(TypeError, match=r"'placment_policy'; did you mean placement_policy\?"):
-        gemini.GeminiDDP(torch.nn.Linear(2, 2), placment_policy="auto")
+INSIDE = {  # options of a value that is an argument -> how it is written
+    "device_buget": r"placement_policy=AutoPlacement\(device_budget=...\)",
+    "shard_param_frac": r"placement_policy=StaticPlacement\(shard_param_frac=...\)",
+    "initial_scale": r"loss_scale=LossScale\(initial_scale=...\)",
+    "placment_policy": "placement_policy",
+}
+
+
+@pytest.mark.parametrize("given", INSIDE)
+def test_an_option_that_another_value_has_is_told_where_it_belongs(given):
+    with pytest.raises(TypeError, match=f"'{given}'; did you mean {INSIDE[given]}[?]"):
+        gemini.GeminiDDP(torch.nn.Linear(2, 2), **{given: 1})
+
+
+@pytest.mark.parametrize("package", [gemini, gemini.integrations, gemini.optim])
+def test_a_misspelt_argument_of_what_a_package_lists_is_told_its_name(package):
+    checked = 0
+    for name in package.__all__:
+        what = getattr(package, name)
+        is_error = inspect.isclass(what) and issubclass(what, Exception)
+        if not callable(what) or is_error or name == "StepReport":  # which nobody makes
+            continue
+        parameters = inspect.signature(what).parameters.values()
+        kinds = {one.kind for one in parameters}
+        if not parameters or inspect.Parameter.VAR_KEYWORD in kinds:
+            continue
+        *_, last = parameters
+        needed = [None for one in parameters if one.default is one.empty and one is not last]
+        with pytest.raises(TypeError, match=f"{name}.*'{last.name}x'; did you mean {last.name}[?]"):
+            what(*needed, **{f"{last.name}x": 1})
+        checked += 1
+    assert checked > 4
+
+
+def test_options_are_still_values_that_are_pickled_and_replaced():
+    policy = gemini.AutoPlacement(device_budget="1GiB")
+    assert pickle.loads(pickle.dumps(policy)) == dataclasses.replace(policy) == policy
+    with pytest.raises(TypeError, match="did you mean nvme_dir"):
+        dataclasses.replace(policy, nvmedir="x")
 
 
 def test_the_command_alone_prints_the_list_and_its_version(capsys):
     assert main([]) == main(["--help"]) == main(["--version"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^  plan +does a model fit", said, re.M) and gemini.__version__ in said
+
+
+@pytest.mark.parametrize(("rank", "said"), [(None, "stopped\n"), ("0", "stopped\n"), ("1", "")])
+def test_a_command_that_ctrl_c_stops_says_so_once(rank, said, monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gemini.__main__, "clean", interrupted)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["clean"]) == 130
+    assert signal.signal(signal.SIGINT, before) == (before if rank is None else signal.SIG_IGN)
+    assert capsys.readouterr().err == said

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +20,13 @@ from safetensors.torch import load_file
 
 import nvme
 from gemini.checkpoint import CheckpointError
+from gemini.integrations import run as launcher
 from gemini.placement.timetable.updates import UPDATES
 from gemini.plan import words
 from gemini.plan.ask import plan_for
 from gemini.plan.machine import machine_of
 from gemini.runtime.memory.backend import make_backend
-from gemini.train import data, report, run
+from gemini.train import data, report, run, trainer
 from gemini.train import plan as train_plan
 from gemini.train import plan_command as command
 from gemini.train.config import TrainConfig, parse
@@ -330,6 +332,26 @@ def test_nothing_behind_the_save_fails_a_run(folder, tmp_path, capsys, caplog, m
     assert generated(tmp_path / "another").shape[1] > 3
 
 
+@pytest.mark.parametrize("saved", [None, 4])
+def test_a_run_that_ctrl_c_stops_says_from_which_step_it_goes_on(
+    tmp_path, monkeypatch, capsys, saved
+):
+    if saved:
+        checkpoint = tmp_path / f"checkpoints/checkpoint-{saved}"
+        (checkpoint / trainer.CHECKPOINT).mkdir(parents=True)
+        (checkpoint / trainer.TRAINER_STATE_NAME).write_text("{}")
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    job = SimpleNamespace(run=interrupted, out=tmp_path)
+    monkeypatch.setattr(run, "prepare", lambda _: job)
+    given = ("model", "--data", "rows.jsonl", "--out", str(tmp_path))
+    assert run.main(given) == 130
+    said = f"stopped; the same command continues from step {saved or 0}\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_module_is_run_on_all_ranks(tmp_path):
     (tmp_path / "job.py").write_text("import os, sys; print(os.environ['RANK'], sys.argv[1:])")
     command = [sys.executable, "-m", "gemini", "run", "--nproc_per_node", "2", "-m", "job", "--x"]
@@ -340,6 +362,27 @@ def test_a_module_is_run_on_all_ranks(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "0 ['--x']" in done.stdout and "1 ['--x']" in done.stdout
+
+
+def test_ctrl_c_reaches_what_run_started_and_the_last_words_come_last(tmp_path, monkeypatch, capfd):
+    """A terminal sends it to `run` alone: what it starts has a session of its own."""
+    code = (
+        "import os, pathlib, signal\n"
+        "said = pathlib.Path(os.environ['GEMINI_LAST_WORDS'])\n"
+        "signal.signal(signal.SIGINT, lambda *_: (said.write_text('step 7\\n'), os._exit(130)))\n"
+        "pathlib.Path(f'{said}.ready').touch()\n"
+        "signal.pause()\n"
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def until_ready(seconds):
+        if list(tmp_path.glob("*/*.ready")):
+            raise KeyboardInterrupt
+
+    polls = {"sleep": until_ready}
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(**polls))
+    assert launcher._run([[sys.executable, "-c", code]]) == 130
+    assert capfd.readouterr().err == "step 7\n"
 
 
 def test_of_several_ranks_one_says_why_they_are_refused():
