@@ -50,9 +50,10 @@ def own_docstring(found):
 
 def raised_by(function, depth=1):
     """Names of the errors that its body raises, and those of the private helpers it calls."""
-    if function.__code__.co_filename.startswith("<"):  # made by dataclass
+    inner = inspect.unwrap(function)
+    if inner.__code__.co_filename.startswith("<"):  # made by dataclass
         return set()
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inner)))
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
