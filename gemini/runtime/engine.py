@@ -311,6 +311,7 @@ class GeminiEngine(Parts):
                 self.sampler.forget(trace)
         elif self.planning.levels.like is not None:  # it fits in other homes, or in none
             self._agreements_left = 0
+        self.homes.meet()
 
     def _follow_plan(self) -> None:
         """Follow a new plan of a measured iteration; homes stay until they may rise."""

@@ -246,15 +246,21 @@ def test_a_trace_is_given_on_all_ranks_or_on_none():
 
 
 def counted_largest(comm):
-    """Bytes of every agreement on the largest of a number, as they come."""
-    sent, send = [], comm.all_reduce
+    """Bytes of every agreement on the largest of a number, as they come, in a group of its own."""
+    sent, for_thread = [], comm.for_thread
 
-    def all_reduce(tensor, largest=False):
-        if largest:
+    def opened():
+        own = for_thread()
+        send = own.all_reduce
+
+        def all_reduce(tensor, largest=False):
             sent.append(tensor.nbytes)
-        return send(tensor, largest)
+            return send(tensor, largest)
 
-    comm.all_reduce = all_reduce
+        own.all_reduce = all_reduce
+        return own
+
+    comm.for_thread = opened
     return sent
 
 

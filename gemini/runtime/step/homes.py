@@ -21,6 +21,7 @@ from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, PlanResult
 from gemini.placement.renting import Tenancy, iteration_in_words, named, rising
 from gemini.placement.tiers import Tier
+from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.parts import Parts, settle
 from gemini.runtime.schedule.iteration_plans import Lowered
 
@@ -40,10 +41,18 @@ class MovingHomes:
         self.graph_is_open = False  # a forward was recorded, and no backward has ended since
         self._gradients_stay = False  # where they waited as homes went down
         self._tenancy = Tenancy()
-        # Of a group of its own: an evaluation on one rank alone would pair what ranks ask with
-        # another's collective of another size, which ends the process.
-        several = parts.comm.world_size > 1 and parts.planning.homes_follow
-        self._comm = parts.comm.for_thread() if several else parts.comm
+        self._comm: Communicator | None = None  # of ranks that ask each other before a forward
+        self.meet()
+
+    def meet(self) -> None:
+        """Open the group in which ranks ask each other, once they have a trace. Collective.
+
+        It is a group of its own: an evaluation on one rank alone would pair what ranks ask with a
+        collective of another size, which ends the process.
+        """
+        comm, planning = self._parts.comm, self._parts.planning
+        if self._comm is None and comm.world_size > 1 and planning.levels.like is not None:
+            self._comm = comm.for_thread() if planning.homes_follow else None
 
     # -- down --
 
@@ -80,7 +89,7 @@ class MovingHomes:
         """
         parts = self._parts
         levels = parts.planning.levels
-        if levels.like is None:
+        if self._comm is None:
             return None
         most = self._comm.largest(nbytes, f"what the ranks' batches ask for, to {IN_WORDS[kind]}")
         found: Trace | None = levels.begin(most, kind)

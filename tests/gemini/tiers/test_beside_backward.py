@@ -68,6 +68,7 @@ def under_budget(kib, backend):
         trace=replace(traced, moments=moments),
         max_norm=0.1, min_chunk_size_m=1000 / 2**20,
     )  # fmt: skip
+    model.engine.planning.keep_homes()  # which activations would move
     return model, HybridAdam(model.parameters(), lr=1e-2, nvme=NvmeConfig(block_numel=1024))
 
 

@@ -85,7 +85,7 @@ def test_a_small_model_starts_no_compiler(cache, tmp_path, monkeypatch):
 
 
 def large_tower(cpu_path="auto", **options):
-    model = GeminiDDP(Tower(), device="cpu", **options)
+    model = GeminiDDP(Tower(), device="cpu", **{"precision": "bf16", **options})
     return model, HybridAdam(model.parameters(), lr=1e-2, cpu_path=cpu_path)
 
 

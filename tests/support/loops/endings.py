@@ -47,12 +47,14 @@ def behind_steps(count: int, **options: Any) -> dict[str, Any]:
 
 def transfers(model: Any, optimizer: Any, update: str) -> list[tuple[str, str, int]]:
     """Every call of a step that may fail: part of the path, the call, and its number."""
-    named, state = stores(model, optimizer), optimizer.targets[0].tiered_state.nvme
+    tiered = optimizer.targets[0].tiered_state
+    named, state, space = stores(model, optimizer), tiered.nvme, tiered.space
+    in_file = named["state"].layout.num_blocks  # a place for every block, and for each to undo
     # what was read ahead is not read again; what is updated early is, where it is held
     reads = (1 if update == "tail" else 2) * (len(state.blocks) - len(state.state.reads))
     counts = {
         ("state", "preadv"): reads,
-        ("state", "pwritev"): named["state"].layout.num_blocks,
+        ("state", "pwritev"): in_file // len(space.blocks) * len(state.blocks),
         ("state", "fdatasync"): 1,
     }
     if "parameters" in named:
