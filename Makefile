@@ -42,10 +42,10 @@ fmt: .venv/ok
 
 # Without a GPU where there is one: the interpreter's tests are of CPU tensors. A worker a core (one
 # more gains nothing), each with the file of tests that is next: threads of operators would only be in
-# each other's way.
+# each other's way. One that dies ends the run, which would wait for its file for ever.
 WORKERS ?= logical
 PYTEST := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q
-SPREAD := -n $(WORKERS) --maxprocesses 8 --dist loadfile
+SPREAD := -n $(WORKERS) --maxprocesses 8 --dist loadfile --max-worker-restart 0
 
 # While editing: the tests nearest to what differs from BASE.
 quick: BASE := HEAD
