@@ -36,7 +36,7 @@ def sequences(fasta: Path | None, count: int = 256) -> list[str]:
     if fasta is None:
         drawn = random.Random(0)
         return ["".join(drawn.choices(TOKENS[4:24], k=drawn.randint(20, 60))) for _ in range(count)]
-    records = fasta.read_text().split(">")[1:]
+    records = fasta.read_text(encoding="utf-8").split(">")[1:]
     return ["".join(record.splitlines()[1:]) for record in records]
 
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     given = arguments(argv)
     out = Path(given.out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "vocab.txt").write_text("\n".join(TOKENS))
+    (out / "vocab.txt").write_text("\n".join(TOKENS), encoding="utf-8")
     tokenizer = EsmTokenizer(out / "vocab.txt")
     layers, width, heads = SIZES[given.size]
     set_seed(0)
