@@ -151,12 +151,41 @@ def by_name(what: C) -> C:
         constructor.__init__ = by_name(constructor.__init__)
         return what
     signature = inspect.signature(what)
-    called = what.__name__
+    is_init = what.__name__ == "__init__"
+    called = what.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @wraps(what)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        name = type(args[0]).__name__ if called == "__init__" else called
+        name = type(args[0]).__name__ if is_init and args else called
         check_arguments(name, signature, args, list(kwargs))
         return what(*args, **kwargs)
 
     return cast(C, checked)
+
+
+def with_options_of(target: Callable[..., Any], function: Callable[..., Any]) -> inspect.Signature:
+    """Signature of a function whose `**options` go to `target`: with the keywords of that which it
+    has not itself. Arguments of `target` without a default are the function's to give."""
+    own = inspect.signature(function)
+    *shown, rest = own.parameters.values()
+    assert rest.kind is rest.VAR_KEYWORD
+    given = inspect.signature(target).parameters.values()
+    passed = [
+        one.replace(kind=one.KEYWORD_ONLY)
+        for one in given
+        if one.name not in own.parameters and one.default is not one.empty
+    ]
+    open_ended = [one for one in given if one.kind is one.VAR_KEYWORD]
+    return own.replace(parameters=[*shown, *passed, *open_ended])
+
+
+def passes_on(target: Callable[..., Any]) -> Callable[[C], C]:
+    """Decorator of a constructor or a function whose `**options` go to `target`: an unknown one is
+    a TypeError as `check_arguments` says it."""
+
+    def decorator(function: C) -> C:
+        changed: Any = function
+        changed.__signature__ = with_options_of(target, function)
+        return by_name(function)
+
+    return decorator

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, make_dataclass
 from typing import Any
 
-from gemini.arguments import by_name
+from gemini.arguments import passes_on
 from gemini.optim.adam import HybridAdam
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
@@ -19,7 +19,6 @@ _ScaleOptions = make_dataclass(
 )
 
 
-@by_name
 class GeminiOptimizer(TieredOptimizer):
     """Optimizer `optim` over the parameters of `module`, with loss scale and clipping set here.
 
@@ -39,6 +38,7 @@ class GeminiOptimizer(TieredOptimizer):
 
     __slots__ = ("optim",)  # beside the shared `__dict__`
 
+    @passes_on(LossScale)
     def __init__(
         self,
         optim: TieredOptimizer,
@@ -67,6 +67,7 @@ class GeminiAdamOptimizer(HybridAdam):
     """
 
     @takes_fields(scale=_ScaleOptions())
+    @passes_on(HybridAdam)
     def __init__(
         self,
         module: GeminiDDP,

@@ -21,12 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.arguments import by_name, check_arguments
+from gemini.arguments import by_name, check_arguments, with_options_of
 from gemini.chunk.sizing.search import ChunkConfiguration
 from gemini.memtracer.module_calls import GatherWhole, has_experts
+from gemini.memtracer.trace import Trace
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.optim.rules.report import MOST_SKIPPED
-from gemini.placement.policy import AutoPlacement, StaticPlacement
+from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement
+from gemini.runtime.memory.backend import Backend
 from gemini.runtime.wrap.keep_fp32 import KeepFp32
 from gemini.runtime.wrap.materialise import InitFn
 from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale
@@ -232,6 +234,17 @@ class Options(TypedDict, total=False):
     ignored_params: IgnoredParams | None
 
 
+class ModuleOptions(Options, total=False):
+    """Keywords of what makes a `GeminiDDP` of a module that it makes, too."""
+
+    device: torch.device | str | Backend | None
+    placement_policy: str | Placement
+    max_norm: float
+    norm_type: float
+    trace: Trace | None
+    update: str
+
+
 def takes_options(init: Callable[P, T]) -> Callable[P, T]:
     """Decorator of a constructor with `**options: Unpack[Options]`.
 
@@ -241,14 +254,22 @@ def takes_options(init: Callable[P, T]) -> Callable[P, T]:
     signature = inspect.signature(init)
     *own, _ = signature.parameters.values()
     grouped = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in GROUPS]
-    shown = _with_fields(signature.replace(parameters=[*own, *grouped]), GROUPS)
-    called = init.__qualname__.removesuffix(".__init__")
+    return _checked(init, _with_fields(signature.replace(parameters=[*own, *grouped]), GROUPS))
 
-    @wraps(init)
+
+def takes_options_of(made: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator of a function whose `**options` go to `made`, which `takes_options` decorates."""
+    return lambda function: _checked(function, with_options_of(made, function))
+
+
+def _checked(function: Callable[P, T], shown: inspect.Signature) -> Callable[P, T]:
+    called = function.__qualname__.removesuffix(".__init__")
+
+    @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         asked = [key for key in kwargs if key not in GROUPS]
         check_arguments(called, shown, args, asked, _INSIDE)
-        return init(*args, **kwargs)
+        return function(*args, **kwargs)
 
     checked.__signature__ = shown  # type: ignore[attr-defined]
     return checked

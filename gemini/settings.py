@@ -1,6 +1,6 @@
 """Schemas of settings: a frozen dataclass whose fields are flags and keys of a YAML file. Pure.
 
-    @dataclass(frozen=True)
+    @dataclass(frozen=True, kw_only=True)
     class Config(Settings):
         batch: int = setting(8, "sequences of a forward", least=1)
 
@@ -57,7 +57,8 @@ def setting(default: Any, says: str, **rule: Any) -> Any:
 class Settings:
     """Base of schemas: its values are converted and checked wherever they come from.
 
-    Raises ValueError for a value of another type or outside its range.
+    Fields are given by name: their order is that of the help, and changes. Raises ValueError for a
+    value of another type or outside its range.
     """
 
     def __post_init__(self) -> None:

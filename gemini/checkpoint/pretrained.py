@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from gemini import strangers
-from gemini.arguments import by_name
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.manifest import FormatError
 from gemini.checkpoint.untrusted.lazy_tensors import INDEX, TORCH_INDEX, LazyTensors
 from gemini.ddp import GeminiDDP
+from gemini.options import ModuleOptions, takes_options_of
 from gemini.plan.models import config_fields, model_class_of
 from gemini.plan.quantised import stacked_experts
 from gemini.runtime.comm.connect import everyone, is_pipeline
@@ -44,7 +44,7 @@ log = logging.getLogger("gemini")
 SINGLE = "model.safetensors"
 
 
-@by_name
+@takes_options_of(GeminiDDP)
 def load_pretrained(
     folder_or_index: str | os.PathLike[str],
     model_class: type[nn.Module] | None = None,
@@ -56,7 +56,7 @@ def load_pretrained(
     quantize: Any = None,
     lora: Any = None,
     trust_remote_code: bool = False,
-    **options: Any,
+    **options: Unpack[ModuleOptions],
 ) -> GeminiDDP:
     """Load a Hugging Face model from a folder of weights, or the hub, and wrap it. All ranks call.
 
@@ -92,6 +92,10 @@ def load_pretrained(
     and missing.
     """
     _check_lora(lora)
+    if "init_state_dict" in options:
+        raise ValueError(
+            "init_state_dict= with load_pretrained; expected none: values are the folder's"
+        )
     if is_pipeline(options.get("process_group"), options.get("mesh")):
         raise ValueError(
             'load_pretrained reads a whole model, and a module on a mesh with "pp" is a part of '
@@ -108,20 +112,21 @@ def load_pretrained(
         if values.missing:
             _check_missing(values, files.folder, type(module), asked=init_missing)
             values.initialise_missing()
+        options["init_state_dict"] = values
         for name, param in module.named_parameters():
             param.data = param.data.to(dtype or values.dtype_of(name, param.dtype))
         buffers = dict(module.named_buffers())
         for name in sorted(buffers.keys() & files.keys()):
             buffers[name].data = files[name].to(buffers[name].dtype)
         if quantize is None and lora is None:
-            return GeminiDDP(module, init_state_dict=values, **options)
+            return GeminiDDP(module, **options)
         if quantize is not None:
             values.quantise(config_of(quantize, dtype or values.dtype_of("", torch.bfloat16)))
         if lora is not None:
             module = values.adapt(lora)
         # after adapters: peft would take the layers that make weights of experts for targets
         values.quantise_experts(module, quantize)
-        return GeminiDDP(module, init_state_dict=values, **options)
+        return GeminiDDP(module, **options)
 
 
 def _check_lora(lora: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gemini.arguments import passes_on
 from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.pretrained import check_readable, write_weights
 from gemini.checkpoint.save import save_checkpoint
@@ -69,6 +70,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
     _save_model_state_pre_hook: dict[Any, Any]
     _load_model_state_pre_hook: dict[Any, Any]
 
+    @passes_on(Accelerator)
     def __init__(
         self,
         *args: Any,

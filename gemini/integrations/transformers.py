@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini.arguments import nearest
+from gemini.arguments import check_arguments, nearest, with_options_of
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.export import import_safetensors
 from gemini.checkpoint.load import load_checkpoint
@@ -76,6 +76,8 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         self._asked = (gemini, adam)
+        taken = with_options_of(super().__init__, GeminiTrainerMixin.__init__)
+        check_arguments(type(self).__name__, taken, (), [*kwargs])
         wrapped = model if isinstance(model, GeminiDDP) else None
         super().__init__(model if wrapped is None else wrapped.module, *args, **kwargs)
         if wrapped is not None:

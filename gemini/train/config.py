@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gemini.arguments import Parser
+from gemini.arguments import Parser, by_name
 from gemini.placement.timetable.updates import AUTO, UPDATES
 from gemini.plan.quantised import KINDS as QUANTISED
 from gemini.plan.words import OPTIMIZERS
@@ -59,7 +59,8 @@ _data, _memory, _weights, _step, _log = (
 )
 
 
-@dataclass(frozen=True)
+@by_name
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(Settings):
     """Config of one run: its fields are the flags, and the keys of a YAML file.
 

@@ -43,7 +43,7 @@ _MOST = 1 << 24  # of ranks and tokens: below what sizes of tensors overflow at
 _MOST_BYTES = 1 << 50
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig(TrainConfig):
     """Config of a plan: that of a run, a machine, and what is printed and written."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.arguments import passes_on
 from gemini.integrations.config import global_context, plugin_of
 from gemini.integrations.parallel.plans import split_layer
 from gemini.integrations.parts import this_device
@@ -114,6 +115,7 @@ def VocabParallelClassifier1D(
 class Embedding1D(nn.Embedding):
     """Embedding of which each rank has some features; the output is whole. Options are torch's."""
 
+    @passes_on(nn.Embedding)
     def __init__(self, num_embeddings: int, embedding_dim: int, **options: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, **options)
         _split(self, "embedding_colwise")
@@ -122,6 +124,7 @@ class Embedding1D(nn.Embedding):
 class VocabParallelEmbedding1D(nn.Embedding):
     """Embedding of which each rank has some rows; the output is whole. Options are torch's."""
 
+    @passes_on(nn.Embedding)
     def __init__(self, num_embeddings: int, embedding_dim: int, **options: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, **options)
         _split(self, "embedding_rowwise")

@@ -15,6 +15,7 @@ import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
+from gemini.arguments import passes_on
 from gemini.integrations.config import ParallelMode, global_context
 from gemini.integrations.parts import dataloader, rank
 
@@ -105,6 +106,7 @@ def print_rank_0(msg: str, logger: logging.Logger | None = None) -> None:
             logger.info(msg)
 
 
+@passes_on(DataLoader)
 def get_dataloader(
     dataset: Dataset[Any],
     shuffle: bool = False,

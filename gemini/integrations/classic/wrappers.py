@@ -37,7 +37,7 @@ from gemini.integrations.plugins.engine_plugin import (
 from gemini.integrations.torch_optimizers import convert
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
-from gemini.options import takes_fields
+from gemini.options import takes_fields, takes_options_of
 from gemini.placement.policy import Placement, StaticPlacement
 from gemini.runtime.wrap.keep_fp32 import find_fp32_modules, param_dtypes
 from gemini.runtime.wrap.materialise import init_empty
@@ -92,6 +92,7 @@ def ColoInitContext(
 ZeroInitContext = LazyInitContext = ColoInitContext
 
 
+@takes_options_of(ddp.GeminiDDP)
 def GeminiDDP(
     module: nn.Module,
     device: torch.device | str | int | None = None,

@@ -12,6 +12,7 @@ from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
+from gemini.arguments import nearest
 from gemini.ddp import GeminiDDP
 from gemini.dtypes import DTYPES
 from gemini.integrations.options import TORCH_SCALE
@@ -160,9 +161,11 @@ def check_options(options: Mapping[str, Any]) -> None:
             continue
         if name in _TAKEN:
             raise TypeError(f"{name}= is the strategy's own to give to GeminiDDP; leave it away")
+        near = nearest(name, _OPTIONS)
+        meant = f"did you mean {near}? " if near else ""
         raise TypeError(
-            f"{name}= is no option of this strategy; expected its own, or one of GeminiDDP's: "
-            f"{', '.join(sorted(_OPTIONS))}"
+            f"{name}= is no option of this strategy; {meant}expected its own, or one of "
+            f"GeminiDDP's: {', '.join(sorted(_OPTIONS))}"
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from gemini.arguments import passes_on
 from gemini.integrations.options import check_options, documented
 from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.parts import dataloader, rank, this_device, world_size
@@ -54,6 +55,7 @@ class Plugin:
         context: AbstractContextManager[None] = model.no_sync()  # type: ignore[operator]
         return context
 
+    @passes_on(DataLoader)
     def prepare_dataloader(
         self,
         dataset: Dataset[Any],

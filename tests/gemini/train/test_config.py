@@ -14,6 +14,7 @@ from gemini.train.config import (
     parse,
     read_config,
 )
+from gemini.train.plan_command import PlanConfig
 
 
 def test_a_flag_wins_over_the_yaml_and_the_yaml_over_defaults(tmp_path):
@@ -71,6 +72,12 @@ def test_only_the_command_line_lets_code_run(tmp_path):
     (tmp_path / "config.yaml").write_text(config.as_yaml())
     again = read_config(tmp_path / "config.yaml")
     assert not again.trust_remote_code and again.changed_from(config, OF_THE_MACHINE) == []
+
+
+def test_fields_are_given_by_name_as_their_order_is_that_of_the_help():
+    assert all(field.kw_only for field in fields(PlanConfig))
+    with pytest.raises(TypeError, match="'modell'; did you mean model"):
+        TrainConfig(modell="m")
 
 
 WRONG_FLAGS = {

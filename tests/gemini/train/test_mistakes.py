@@ -1,6 +1,7 @@
 """Typical mistakes at the command line: each ends with status 2 and one line with the remedy."""
 
 import dataclasses
+import importlib
 import inspect
 import pickle
 import re
@@ -113,6 +114,30 @@ def test_a_misspelt_argument_of_what_a_package_lists_is_told_its_name(package):
             what(*needed, **{f"{last.name}x": 1})
         checked += 1
     assert checked > 4
+
+
+PASSED_ON = {  # what passes options on -> an option, misspelt
+    "load_pretrained('m', max_nrom=1)": "load_pretrained.*did you mean max_norm",
+    "load_pretrained('m', quantise=1)": "did you mean quantize",
+    "load_pretrained('m', device_buget=1)": "did you mean placement_policy=AutoPlacement",
+    "GeminiOptimizer(None, None, initial_scal=1)": "did you mean initial_scale",
+    "GeminiAdamOptimizer(None, max_nrom=1)": "did you mean max_norm",
+    "GeminiAdamOptimizer(None, wieght_decay=1)": "did you mean weight_decay",
+    "integrations.classic.GeminiDDP(None, strict_ddp_mod=1)": "did you mean strict_ddp_mode",
+    "integrations.classic.get_dataloader([], shufle=1)": "did you mean shuffle",
+    "integrations.classic.get_dataloader([], batch_siz=1)": "did you mean batch_size",
+    "integrations.accelerate.GeminiAccelerator(mixed_precison=1)": "did you mean mixed_precision",
+    "integrations.transformers.GeminiTrainer(None, geminy={})": "did you mean gemini",
+    "integrations.lightning.GeminiStrategy(max_nrom=1)": "did you mean max_norm",
+}
+
+
+@pytest.mark.parametrize("typed", PASSED_ON)
+def test_a_misspelt_option_that_is_passed_on_is_told_its_name(typed):
+    for door in re.findall(r"integrations\.(\w+)", typed):
+        importlib.import_module(f"gemini.integrations.{door}")
+    with pytest.raises(TypeError, match=PASSED_ON[typed]):
+        eval(f"gemini.{typed}")
 
 
 def test_options_are_still_values_that_are_pickled_and_replaced():
