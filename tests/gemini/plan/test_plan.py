@@ -1,6 +1,7 @@
 """gemini plan: what it says is what planning with those numbers gives."""
 
 import json
+import logging
 import re
 import sys
 from collections import defaultdict
@@ -577,7 +578,9 @@ def test_table_has_the_first_host_that_does_and_the_page_all(config, tmp_path, m
     monkeypatch.setitem(CARDS, "rtx4080", replace(CARDS["rtx4080"], gib=1))
     monkeypatch.setattr("gemini.plan.machine.CONTEXT_BYTES", 824 << 20)
     flags = ["--fits", str(tmp_path), "--seq", "64", "--batch", "1", "--activation-bytes", "1MiB"]
+    logging.getLogger("torchao").setLevel(logging.NOTSET)
     assert command.main([str(config), *flags]) == 0
+    assert logging.getLogger("torchao").level == logging.ERROR  # its lacks are not the command's
     page = (tmp_path / "what-fits.html").read_text()
     said = json.loads(re.search(r"const rows = (\[.*?\]), cards", page)[1])
     whole = [row["seconds"] for row in said if row["training"] == "all parameters"]
