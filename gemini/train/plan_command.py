@@ -243,8 +243,8 @@ def _write_fits(config: PlanConfig) -> int:
         title = (
             f"One card, {asked.batch} x {asked.seq} tokens, {asked.precision} under "
             f"{asked.optimizer} with {asked.state} state, activations {kept}. Planned, not "
-            "measured: speeds of data sheets, an assumed disk. Of a host's RAM the system and the "
-            "process keep a part."
+            "measured: speeds of data sheets, an assumed disk. The system and the process keep a "
+            "part of the RAM."
         )
         (folder / "what-fits.md").write_text(table.markdown(table_rows, title), encoding="utf-8")
         (folder / "what-fits.html").write_text(table.page(table_rows, title), encoding="utf-8")

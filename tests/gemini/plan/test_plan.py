@@ -565,7 +565,7 @@ def test_named_models_have_as_many_parameters_as_published(name, numel, used):
 
 
 def test_a_page_of_what_fits_escapes_names_and_gives_its_rows_back():
-    rows = [table.FitRow("</script><b>", "LoRA", "h100", 32, 0, 0.5, 2048)]
+    rows = [table.FitRow("</script><b>", "LoRA", "h100", 32, 0, 0.5, 1, 2048)]
     page = table.page(rows, "<i>")
     assert "</script><b>" not in page and "<i>" not in page and table.rows_of(page) == rows
     assert 'name="viewport"' in page and "prefers-color-scheme: dark" in page
