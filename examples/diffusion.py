@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import DDPMScheduler, UNet2DModel
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from gemini import AutoPlacement, GeminiDDP, HybridAdam
 
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     model: torch.nn.Module = unet.to(device)
     optimizer: torch.optim.Optimizer
     if given.plain:
+        model = DistributedDataParallel(model) if dist.is_initialized() else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
     else:
         placement = AutoPlacement(device_budget=given.device_budget, nvme_dir=given.nvme_dir)

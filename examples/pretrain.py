@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 import gemini
@@ -72,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     optimizer: torch.optim.Optimizer
     if given.plain:
         model = GeminiDDP(llama, precision="fp32").unwrap().to(device)  # the same new weights
+        model = DistributedDataParallel(model) if dist.is_initialized() else model
         optimizer = torch.optim.AdamW(model.parameters(), **options)
     else:
         placement = AutoPlacement(device_budget=given.device_budget, nvme_dir=given.nvme_dir)

@@ -21,7 +21,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 _SHOWN = 9  # names of arguments in a message
 _VERY_LIKE = 0.85  # of an option that is elsewhere
 _NONE: Mapping[str, str] = MappingProxyType({})
-LAST_WORDS = "GEMINI_LAST_WORDS"  # a file for what a rank says last: `run` repeats it at its end
+LAST_WORDS = "GEMINI_LAST_WORDS"  # a file for what a rank says last: `run` prints it at its end
 _WAIT_SECONDS = 10.0
 REFUSED, STOPPED = 2, 128 + signal.SIGINT  # exit statuses
 
@@ -136,10 +136,12 @@ def stopped(how_to_go_on: str = "") -> int:
 
 
 def _say_last(line: str) -> None:
+    """Write a line to stderr, or leave it to `run`, whose last line it is."""
     last_words = os.environ.get(LAST_WORDS)
-    if last_words is not None:
+    if last_words is None:
+        sys.stderr.write(f"{line}\n")
+    else:
         Path(last_words).write_text(f"{line}\n", encoding="utf-8")
-    sys.stderr.write(f"{line}\n")
 
 
 def by_name(what: C) -> C:

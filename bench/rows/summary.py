@@ -232,7 +232,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     peaks = [row[peak] for row in rows]
     right.barh(names, peaks, xerr=_around(rows, peak, peaks))
     right.set_xlabel("peak resident memory, MiB" if peak == "peak_rss_mib" else "peak device, MiB")
-    figure.suptitle(f"{result['model']}, {result['batch']} x {result['seq']}")
+    figure.suptitle(f"{result['model']}, batch {result['batch']} x {result['seq']} tokens")
     figure.tight_layout()
     part_file = path.with_name(path.name + ".part")
     try:

@@ -163,8 +163,7 @@ def _torchrun(options: argparse.Namespace, node: int, nodes: int, logs: str) -> 
 def _run(commands: Sequence[Sequence[str]], added: Mapping[str, str] = MappingProxyType({})) -> int:
     """Run commands at the same time; one that fails ends all. Returns its status, or 0.
 
-    What a refused or stopped rank said is repeated at the end, behind torchrun's summary; the
-    status is its.
+    The line of a refused or stopped rank is printed at the end.
     """
     stdin = None if len(commands) == 1 else subprocess.DEVNULL
     environment = {**os.environ, **added, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _LINE}

@@ -35,7 +35,8 @@ class FitRow:
     ram_gib: int
     disk_tb: int
     seconds: float | None
-    tokens: int
+    batch: int
+    seq: int
 
 
 def rows(model: str, training: str, question: Question) -> Iterator[FitRow]:
@@ -60,8 +61,8 @@ def rows(model: str, training: str, question: Question) -> Iterator[FitRow]:
             seconds_on[card, ram] = seconds
     for card in CARD_NAMES:
         for ram, disk in HOSTS:
-            tokens = question.batch * question.seq
-            yield FitRow(model, training, card, ram, disk, seconds_on[card, ram], tokens)
+            found = seconds_on[card, ram]
+            yield FitRow(model, training, card, ram, disk, found, question.batch, question.seq)
 
 
 def markdown(table_rows: Sequence[FitRow], title: str) -> str:
@@ -73,9 +74,9 @@ def markdown(table_rows: Sequence[FitRow], title: str) -> str:
         "train it at all. A cell has the planned seconds of one step with that host. A larger card "
         "is slower",
         "only if its link is: rtx5090, h100 and h200 have PCIe 5, the others PCIe 4.", "",
-        "`python -m gemini plan --fits FOLDER --batch 1` writes this page, and beside it "
-        "`what-fits.html`,",
-        "where card, host and training are chosen.",
+        "[Choose a card, a host and a training](what-fits.html). `python -m gemini plan --fits "
+        "FOLDER --batch 1`",
+        "writes both pages.",
     ]  # fmt: skip
     for training in dict.fromkeys(row.training for row in table_rows):
         asked = [
@@ -131,9 +132,10 @@ def rows_of(page: str) -> list[FitRow]:
 def page(table_rows: Sequence[FitRow], title: str) -> str:
     """Page in HTML, one file that asks nothing of a network."""
     sizes = {name: CARDS[name].gib for name in CARD_NAMES}
+    usable = {ram: usable_ram(ram * GIB, 1) // GIB for ram, _ in HOSTS}
     return rendered(
         "what-fits", title="What fits", says=title, rows=[asdict(row) for row in table_rows],
-        cards=sizes,
+        cards=sizes, usable=usable,
     )  # fmt: skip
 
 

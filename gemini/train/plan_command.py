@@ -181,6 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "print_config" in typed:
             sys.stdout.write(config.run.as_yaml())
             return 0
+        quiet()
         if config.fits is not None:
             beside = next((name for name in OF_ONE_MACHINE if name in typed), None)
             if beside is not None:
@@ -190,7 +191,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _write_fits(config)
         if not config.model:
             raise ValueError("expected one model: a name, a hub id, a folder or a config.json")
-        quiet()
         is_here = config.machine == HERE or (file is not None and not typed & _OF_ANOTHER)
         what: str | Path = config.model
         if file is not None and "model" not in typed and ":" in config.model:
@@ -243,8 +243,8 @@ def _write_fits(config: PlanConfig) -> int:
         title = (
             f"One card, {asked.batch} x {asked.seq} tokens, {asked.precision} under "
             f"{asked.optimizer} with {asked.state} state, activations {kept}. Planned, not "
-            "measured: speeds of data sheets, an assumed disk. Of a host's RAM the system and the "
-            "process keep a part."
+            "measured: speeds of data sheets, an assumed disk. The system and the process keep a "
+            "part of the RAM."
         )
         (folder / "what-fits.md").write_text(table.markdown(table_rows, title), encoding="utf-8")
         (folder / "what-fits.html").write_text(table.page(table_rows, title), encoding="utf-8")

@@ -92,7 +92,7 @@ def summary(log: Log, planned_seconds: float | None = None) -> dict[str, str]:
     if not found:
         return {}
     on_gpu = torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    device = torch.cuda.get_device_name() if on_gpu else f"CPU, threads: {torch.get_num_threads()}"
     found["machine"] = f"{device}; {platform.platform()}"
     others = [f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "peft")]
     found["versions"] = ", ".join([f"gemini {__version__}", *others])
@@ -102,14 +102,19 @@ def summary(log: Log, planned_seconds: float | None = None) -> dict[str, str]:
 def _drawn(draw: Callable[[Any, Log], None], log: Log) -> str | None:
     """Picture as SVG; None if the log has no points for it."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     axes = figure.subplots()
     draw(axes, log)
     lines: list[Any] = list(axes.lines)
+    for line in lines:
+        if len(line.get_xdata()) == 1:  # of which a line shows nothing
+            line.set_marker("o")
     if not any(len(line.get_xdata()) for line in lines):
         return None
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()

@@ -55,6 +55,9 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         self._lap("update")
         self._steps += 1
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_log |= state.global_step >= state.max_steps  # whatever --log-every
+
     def take(self) -> dict[str, float]:
         """Mean seconds of a step by phase; begin anew."""
         steps = max(1, self._steps)

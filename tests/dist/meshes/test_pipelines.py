@@ -1,10 +1,12 @@
 """Pipelines by torch's own schedules, against one process: updates, norms, gathers, errors."""
 
 import errno
+import re
 import tempfile
 import warnings
 from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +62,28 @@ def cases_at(world_size):
 
 
 CASES = [(world_size, *case) for world_size in (2, 4) for case in cases_at(world_size)]
+
+
+def run_the_page(rank, page):
+    """The block of docs/pipelines.md over `Whole` in two stages; fp32 weights of this rank's stage."""
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    whole = Whole()
+    names = {
+        "pp": 2, "dp": 1, "layers": Part(whole, rank, 2), "device": torch.device("cpu"),
+        "n_microbatches": MICROBATCHES, "loss": loss_of,
+        "batches": [(ids, ids) for ids in (torch.cat(one) for one in batches(MICROBATCHES))],
+    }  # fmt: skip
+    exec(compile(block.replace('"cuda"', '"cpu"'), "docs/pipelines.md", "exec"), names)
+    found = {name: weight.clone() for name, weight in names["part"].state_dict().items()}
+    names["optimizer"].close()
+    return found
+
+
+def test_the_block_of_the_page_trains_both_stages():
+    page = (Path(__file__).resolve().parents[3] / "docs/pipelines.md").read_text()
+    start = Whole().state_dict()
+    for found in run_ranks(run_the_page, 2, page):
+        assert found and all(not torch.equal(start[n], found[n].to(start[n])) for n in found)
 
 
 def in_steps(model, data, calls=1):

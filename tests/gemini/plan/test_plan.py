@@ -1,6 +1,7 @@
 """gemini plan: what it says is what planning with those numbers gives."""
 
 import json
+import logging
 import re
 import sys
 from collections import defaultdict
@@ -564,7 +565,7 @@ def test_named_models_have_as_many_parameters_as_published(name, numel, used):
 
 
 def test_a_page_of_what_fits_escapes_names_and_gives_its_rows_back():
-    rows = [table.FitRow("</script><b>", "LoRA", "h100", 32, 0, 0.5, 2048)]
+    rows = [table.FitRow("</script><b>", "LoRA", "h100", 32, 0, 0.5, 1, 2048)]
     page = table.page(rows, "<i>")
     assert "</script><b>" not in page and "<i>" not in page and table.rows_of(page) == rows
     assert 'name="viewport"' in page and "prefers-color-scheme: dark" in page
@@ -577,7 +578,9 @@ def test_table_has_the_first_host_that_does_and_the_page_all(config, tmp_path, m
     monkeypatch.setitem(CARDS, "rtx4080", replace(CARDS["rtx4080"], gib=1))
     monkeypatch.setattr("gemini.plan.machine.CONTEXT_BYTES", 824 << 20)
     flags = ["--fits", str(tmp_path), "--seq", "64", "--batch", "1", "--activation-bytes", "1MiB"]
+    logging.getLogger("torchao").setLevel(logging.NOTSET)
     assert command.main([str(config), *flags]) == 0
+    assert logging.getLogger("torchao").level == logging.ERROR  # its lacks are not the command's
     page = (tmp_path / "what-fits.html").read_text()
     said = json.loads(re.search(r"const rows = (\[.*?\]), cards", page)[1])
     whole = [row["seconds"] for row in said if row["training"] == "all parameters"]

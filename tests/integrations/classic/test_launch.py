@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -235,7 +236,8 @@ def test_run_starts_all_ranks_and_ends_with_the_first_error(tmp_path):
     root = done.stderr.partition("Root Cause (first observed failure)")[2]
     assert "KeyError: 'the culprit'" in root and "script.py" in root and ": 1 (local" in root
     done = gemini_run(tmp_path, "die")
-    assert done.returncode == 1 and "SIGKILL" in done.stderr
+    assert done.returncode == 128 + signal.SIGKILL and "SIGKILL" in done.stderr
+    assert "elastic_launch" not in done.stderr  # the summary, without a traceback of torchrun's
 
 
 def test_a_failure_is_recorded_behind_those_that_it_may_come_from(tmp_path, monkeypatch):

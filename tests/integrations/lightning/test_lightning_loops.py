@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,16 @@ from tests.integrations.cases.lightning_runs import (
 )
 
 pytestmark = pytest.mark.usefixtures("alone")
+
+
+def test_the_block_of_the_page_on_trainers_fits_a_module():
+    page = (Path(__file__).resolve().parents[3] / "docs/trainers.md").read_text()
+    (block,) = re.findall(r"^```python\n((?:(?!^```).)*GeminiStrategy.*?)^```$", page, re.M | re.S)
+    quiet = "enable_progress_bar=False, logger=False, enable_checkpointing=False"
+    block = block.replace("devices=8", f'devices=1, accelerator="cpu", max_steps=2, {quiet}')
+    names = {"module": Net(), "loader": loader()}
+    exec(compile(block, "docs/trainers.md", "exec"), names)
+    assert names["trainer"].global_step == 2 and names["module"].losses
 
 
 def test_loggers_have_metrics_and_rates_by_the_name_that_they_had(tmp_path):
