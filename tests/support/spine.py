@@ -275,9 +275,10 @@ def simulated() -> Any:
     """A device whose copies are as late as they may be."""
     from bench.shared.simulated import SimBackend
 
-    device = SimBackend(updates_by_triton=True)
+    never = mock.Mock(**{"random.return_value": 1.0})
+    with mock.patch("random.Random", return_value=never):
+        device = SimBackend(updates_by_triton=True)
     device.shards_start_on_host = False
-    device._random.random = lambda: 0.9
     return device
 
 
@@ -289,7 +290,7 @@ def block_rows(hook: Hook, folder: str) -> tuple[dict[str, float], dict[str, Any
     device = many.more(few, 4)
     owners = block.by_owner()
     types = sorted(name for name, count in block.types.items() if count > 0)
-    rows = {
+    rows: dict[str, float] = {
         "block": sum(block.of_step.values()),
         **{f"block, {owner}": owners[owner] for owner in ("step", "store", "update", "engine")},
         "block, pools": sum(block.of_pools.values()),
@@ -299,7 +300,7 @@ def block_rows(hook: Hook, folder: str) -> tuple[dict[str, float], dict[str, Any
         "device, waits of step()": many.waits,
         "types": len(types),
     }
-    parts = {
+    parts: dict[str, Any] = {
         "types": types,
         "files": sorted(block.files()),
         "device files": sorted(device.files()),
