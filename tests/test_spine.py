@@ -76,3 +76,19 @@ def test_tokens_are_those_of_code_in_texts_too():
     assert spine.tokens("x = '''\nwords of two lines\n'''\n") == 3
     assert spine.tokens("x = 'y = 1'\n") == 3
     assert spine.tokens("x = '''\ny = 1\n'''\n") == 6
+
+
+def test_a_call_of_generated_code_is_its_modules():
+    def path_of(source, name):
+        names = {"__name__": spine.__name__}
+        exec(source, names)
+        return spine.path_of(names[name].__code__, names)
+
+    own = {**vars(spine)}
+    with_methods = spine.Calls.__init__.__code__
+    assert with_methods.co_filename == "<string>" and spine.path_of(with_methods, own) is None
+    assert path_of("def update(): pass", "update") is None  # tests are no source
+    from gemini import tickets
+
+    made = compile("def update(): pass", "<made>", "exec").co_consts[0]
+    assert spine.path_of(made, vars(tickets)) == "gemini/tickets.py"
