@@ -28,7 +28,7 @@ REFUSED, STOPPED = 2, 128 + signal.SIGINT  # exit statuses
 
 def nearest(word: object, known: Iterable[str], likeness: float = 0.6) -> str | None:
     """The name that was probably meant, whatever the case and the dashes; None if none is near."""
-    plain = {_plain(name): name for name in known}
+    plain = {_plain(name): name for name in sorted(known)}
     near = difflib.get_close_matches(_plain(str(word)), plain, n=1, cutoff=likeness)
     return plain[near[0]] if near else None
 
@@ -167,16 +167,23 @@ def by_name(what: C) -> C:
 
 def with_options_of(target: Callable[..., Any], function: Callable[..., Any]) -> inspect.Signature:
     """Signature of a function whose `**options` go to `target`: with the keywords of that which it
-    has not itself. Arguments of `target` without a default are the function's to give."""
+    has not itself. Arguments of `target` without a default are the function's to give, but for one
+    that passes on `*args` too: there they are the caller's."""
     own = inspect.signature(function)
     *shown, rest = own.parameters.values()
     assert rest.kind is rest.VAR_KEYWORD
     given = inspect.signature(target).parameters.values()
+    names = {one.name for one in shown if one.kind is not one.VAR_POSITIONAL}
+    passes_all = len(names) < len(shown)
     passed = [
         one.replace(kind=one.KEYWORD_ONLY)
         for one in given
-        if one.name not in own.parameters and one.default is not one.empty
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        and one.name not in names
+        and (passes_all or one.default is not one.empty)
     ]
+    taken = {one.name for one in passed}  # `args=` beside `*args`
+    shown = [one.replace(name=f"{one.name}_") if one.name in taken else one for one in shown]
     open_ended = [one for one in given if one.kind is one.VAR_KEYWORD]
     return own.replace(parameters=[*shown, *passed, *open_ended])
 

@@ -175,7 +175,7 @@ def test_on_two_ranks_the_examples_train_as_the_libraries_alone(tmp_path, monkey
         losses = json.loads((tmp_path / f"losses-{rank}").read_text())
         assert list(losses) == names
         for name, (want, got) in losses.items():
-            assert len(want) > 2 and len(set(want)) > 1 or rank, name
+            assert (len(want) > 2 and len(set(want)) > 1) or rank, name
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7), name
 
 

@@ -1,4 +1,4 @@
-"""`make demo` as it is: its held-out loss falls by 30 %, within the two minutes that it promises."""
+"""`make demo` as it is: its held-out loss falls by 30 % in the two minutes that it promises."""
 
 import time
 

@@ -65,7 +65,7 @@ CASES = [(world_size, *case) for world_size in (2, 4) for case in cases_at(world
 
 
 def run_the_page(rank, page):
-    """The block of docs/pipelines.md over `Whole` in two stages; fp32 weights of this rank's stage."""
+    """The block of docs/pipelines.md over `Whole` in two stages; fp32 weights of its stage."""
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     whole = Whole()
     names = {
