@@ -53,7 +53,7 @@ from bench.support.machine import MALLOC_ENVIRONMENT, write_result
 from gemini.nvme import default_folder
 from gemini.nvme.files.file import free_bytes
 from gemini.optim.rules.state_layout import KINDS
-from gemini.placement.timetable.updates import AUTO, UPDATES
+from gemini.placement.timetable.updates import TAIL, UPDATES
 from gemini.plan.models import build
 from gemini.units import format_bytes, parse_bytes
 
@@ -264,7 +264,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="default: 4, or 6 with --qlora")
     parser.add_argument("--qlora", action="store_true")
     parser.add_argument("--rss-limit", action="append", help="as in 6GiB; may be given twice")
-    parser.add_argument("--update", choices=[*UPDATES, AUTO], default="both")
+    parser.add_argument("--update", choices=UPDATES, default=TAIL)
     parser.add_argument(
         "--max-norm", action="append", type=float, help="gradients are clipped to it; as above"
     )

@@ -61,8 +61,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nvme-fraction", type=float, default=0.0, help="of the optimizer state")
     parser.add_argument("--state", default="fp32", help="of moments: fp32, bf16 or 8bit")
     parser.add_argument(
-        "--update", choices=["serial", "tail", "speculate", "both", "auto"], default="serial",
-        help="tail: state on disk is updated behind the next forward; speculate: in backward",
+        "--update", choices=["serial", "tail"], default="serial",
+        help="tail: state on disk is updated behind the next forward",
     )  # fmt: skip
     parser.add_argument("--max-norm", type=float, default=1.0, help="gradients are clipped to it")
     parser.add_argument("--nvme-dir", help="default: a temporary folder on a disk")

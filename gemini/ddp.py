@@ -23,7 +23,7 @@ from gemini.optim.rules.clipping import asked_norm
 from gemini.optim.target import changes, reads
 from gemini.placement.homes.budgets import first_that_fits
 from gemini.placement.policy import Placement, parse_placement
-from gemini.placement.timetable.updates import AUTO, BEHIND, UPDATES
+from gemini.placement.timetable.updates import TAIL, current_update
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import check_stages, connect, is_pipeline, stage_of
@@ -106,11 +106,7 @@ class GeminiDDP(ModuleFace):
         and nothing else there, or state in host memory with a device. The bits are the same. An
         error of a disk is then raised by the next backward, or by an earlier read of weights or
         state.
-        `"speculate"`: blocks are updated in backward as soon as their gradient is final, with the
-        inputs that the step is expected to agree on, and again if it agrees on others; the rest is
-        updated in `step()`, and with `"both"` while the next forward runs. `"auto"`: the one of
-        these for which the plan predicts the shortest iteration. See
-        docs/adr/0002-when-a-step-counts.md.
+        See docs/adr/0002-when-a-step-counts.md.
 
     The other arguments are the fields of `gemini.PrecisionPolicy`, `gemini.ChunkSearch`,
     `gemini.options.Communication` and `gemini.options.Wrapping`, each by its own name, or all of a
@@ -136,7 +132,7 @@ class GeminiDDP(ModuleFace):
         super().__init__()
         check_module(module)
         precision_settings = precision.settings(max_norm, norm_type)
-        _check_update(update)
+        update = current_update(update)
         placement = parse_placement(placement_policy)
         check_travelling(precision_settings, placement.budgets())
         self._dtype = DTYPES[precision_settings.dtype]
@@ -192,7 +188,7 @@ class GeminiDDP(ModuleFace):
             name=type(module).__name__, max_prefetch=communication.max_prefetch,
             precision_settings=precision_settings,
             overlap_allgather=communication.overlap_allgather,
-            tail_communicator=comm.for_thread() if update in (*BEHIND, AUTO) else None,
+            tail_communicator=comm.for_thread() if update == TAIL else None,
             update=update, together=together,
         )  # fmt: skip
         leave_behind(self.engine, memory)
@@ -462,11 +458,6 @@ def _tell_dtype(module: nn.Module, precision: PrecisionPolicy, rank: int) -> Non
             "meant",
             type(module).__name__,
         )
-
-
-def _check_update(update: str) -> None:
-    if update not in (*UPDATES, AUTO):
-        raise ValueError(f"update={update!r}; expected one of {[*UPDATES, AUTO]}")
 
 
 def _values(

@@ -78,13 +78,12 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
         """Its tail has ended, as a backward came behind it."""
         if before[0] is None or "update" not in job.options:
             return {}
-        tail, early = before[0].behind.wait(), before[0].speculation
+        tail = before[0].behind.wait()
         hidden = max(0.0, tail.seconds - tail.waited_seconds)
         assert before[0].grad_norm is not None
         return {"hidden_seconds": hidden, "waited_seconds": tail.waited_seconds,
                 "clipped": float(before[0].grad_norm > job.max_norm),
-                "committed": float(tail.committed), "speculated": float(early.speculated),
-                "held": float(early.held), "redone": float(early.redone)}  # fmt: skip
+                "committed": float(tail.committed)}  # fmt: skip
 
     def rest() -> None:
         if before[0] is not None:

@@ -14,7 +14,7 @@ WARMUP_STEPS = 2  # of each process: the first allocates, and we plan with what 
 PARTS = ("step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
 # of rows whose updates are beside a pass
 BESIDE = (
-    "hidden_seconds", "waited_seconds", "clipped", "committed", "speculated", "held", "redone"
+    "hidden_seconds", "waited_seconds", "clipped", "committed"
 )  # fmt: skip
 
 EXPLICIT = "the best of ours/zero*"  # the placement that a user would have to name
@@ -180,11 +180,6 @@ def _beside(row: dict[str, Any]) -> str:
     clipped = row["spread"].get("clipped", (0.0, 1.0))
     if clipped[0] == clipped[1]:
         said.append(f"{'every' if clipped[0] else 'no'} step is clipped")
-    if row.get("speculated"):
-        said.append(
-            f"{row['speculated']:.0f} blocks a step are updated in backward, {row['held']:.0f} "
-            f"held, {row['redone']:.0f} redone"
-        )
     if row["hidden_seconds"] + row["waited_seconds"]:
         said.append(
             f"{row['hidden_seconds']:.2f} s a step of the tail are hidden, and "

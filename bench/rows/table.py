@@ -47,10 +47,7 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
         *([Row("ours/host", ours, "offload", {"host": True})] if cuda else []),
         Row("ours/half-nvme", ours, "offload", {"nvme_fraction": 0.5}),
         Row("ours/nvme", ours, "offload", {"nvme_fraction": 1.0}),
-        *(
-            Row(f"ours/nvme-{update}", ours, "offload", {"nvme_fraction": 1.0, "update": update})
-            for update in ("tail", "speculate", "both")
-        ),
+        Row("ours/nvme-tail", ours, "offload", {"nvme_fraction": 1.0, "update": "tail"}),
         Row("ours/resident-8bit", ours, "resident", {"state": "8bit"}),
         *(
             Row(

@@ -1,7 +1,7 @@
 """Digests of short runs: wherever their state lives, and whenever it is updated.
 
-{resident, host, stream, nvme} x {serial, tail, speculate, both} x what happens in a run: of each
-there is one digest of weights and state in a precision. `host`: state in memory beside a simulated
+{resident, host, stream, nvme} x {serial, tail} x what happens in a run: of each there is one
+digest of weights and state in a precision. `host`: state in memory beside a simulated
 device, updated there; `stream`: it travels to the device, whose kernels run in Triton's
 interpreter. On the others the update is compiled, as its loop has the kernels' bits
 (docs/numerics.md).
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +23,9 @@ import gemini
 from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
 from gemini.optim import HybridAdam, LossScale, NvmeConfig, StepReport
-from gemini.placement.timetable.allowed import EARLY, TAIL
-from gemini.placement.timetable.updates import BEHIND, IN_BACKWARD, UPDATES
-from gemini.runtime.parts import against_part
+from gemini.placement.timetable.updates import SERIAL, TAIL, UPDATES
+from gemini.runtime.parts import against_tail_of
 
-PAUSE_SECONDS = 0.03  # in which blocks are updated that so short a backward would leave to the step
 NUM_STEPS = 4
 MAX_NORM = 0.1  # gradients have norms of about 1
 # by tier: what computes, and the shares of the state in host memory and on NVMe
@@ -88,8 +85,6 @@ class Run:
         for _ in range(parts):
             x = torch.randn(5, 33, generator=self.generator)
             self.model(x, aside).float().square().mean().backward()
-        if self.options[2] in IN_BACKWARD:
-            time.sleep(PAUSE_SECONDS)
         if clip:
             assert float(self.model.clip_grad_norm_(MAX_NORM)) > MAX_NORM
         self.optimizer.step()
@@ -123,23 +118,14 @@ class Run:
         Raises AssertionError where steps were not as that says.
         """
         update, engine = self.options[2], self.model.engine
-        no_tail = against_part(engine, TAIL)
+        no_tail = against_tail_of(engine)
         for report in self.reports:
             has_tail = report.behind.wait().seconds > 0
             # where a device decides, what it skips is given to it all the same
             is_skipped = report.skipped and report.update_path != "triton"
-            expected = update in BEHIND and no_tail is None and not is_skipped
+            expected = update == TAIL and no_tail is None and not is_skipped
             assert has_tail == expected, report
-        if update not in IN_BACKWARD:
-            return None if update == "serial" else no_tail
-        reason = against_part(engine, EARLY)
-        assert reason is None or not self.num_speculated
-        return reason or (no_tail if update in BEHIND else None)
-
-    @property
-    def num_speculated(self) -> int:
-        """Blocks that were updated in backward, in all steps together."""
-        return sum(report.speculation.speculated for report in self.reports)
+        return None if update == SERIAL else no_tail
 
     def digest(self) -> str:
         """Of weights, planes of state, and step counts."""
@@ -215,15 +201,14 @@ class Cell:
     schedule: str
     sha256: str
     less_as: str | None = None
-    num_speculated: int = 0
 
 
 def cell(precision: str, tier: str, update: str, schedule: Callable[[Run], Run]) -> Cell:
     with tempfile.TemporaryDirectory() as folder:
         run = schedule(Run(precision, tier, update, Path(folder)))
         try:
-            name, reason, speculated = schedule.__name__, run.less_as, run.num_speculated
-            return Cell(precision, tier, update, name, run.digest(), reason, speculated)
+            name, reason = schedule.__name__, run.less_as
+            return Cell(precision, tier, update, name, run.digest(), reason)
         finally:
             run.optimizer.close()
 
@@ -259,7 +244,5 @@ def table(found: Sequence[Cell]) -> str:
         digests = "".join(f"{row[name].sha256[:12]:>14}" for name in SCHEDULES)
         rules = {one.less_as for one in row.values()} - {None}
         said = f"  less, as {', '.join(sorted(map(str, rules)))}" if rules else ""
-        if speculated := sum(one.num_speculated for one in row.values()):
-            said = f"  {speculated} blocks in backward"
         lines.append(f"{tier + ' ' + update:18}{digests}{said}")
     return "\n".join(lines)

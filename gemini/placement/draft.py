@@ -16,7 +16,7 @@ from gemini.placement.homes.budget_fill import (
     host_overflows,
     missing_for_everything,
 )
-from gemini.placement.timetable.allowed import TAIL, OverlapFacts, against, allowed, facts_of
+from gemini.placement.timetable.allowed import OverlapFacts, against_tail, facts_of
 from gemini.placement.timetable.clock import Work, price
 from gemini.placement.timetable.gathers import GatherSteps, gather_steps
 from gemini.placement.timetable.moves import leaving_bytes, moves_of
@@ -29,8 +29,8 @@ from gemini.placement.timetable.steps import (
     room_ahead,
     schedule_gathers,
 )
-from gemini.placement.timetable.updates import UPDATES, OverlapCost, best_update
-from gemini.units import BLOCK_NUMEL, BUFFERS_AHEAD, BlockId, ChunkId, Moment
+from gemini.placement.timetable.updates import SERIAL, TAIL, OverlapCost, best_update
+from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, Moment
 
 from .cost import StepCost, compute_seconds_of, estimate, predict_step
 from .plan import Forecast, Plan, ShardPlan, UpdatePath
@@ -74,7 +74,7 @@ class PlanInputs:
     # of all blocks whose state is not on the device: one path, that of the backend
     off_device: UpdatePath = UpdatePath.STREAM
     depth: int = 2  # blocks read ahead of their update
-    num_ahead: int = 0  # more buffers, for blocks that are updated before their step
+    num_ahead: int = 0  # more buffers, for blocks that are updated after their step
     waiting: Waiting = NOT_WAITING  # elements that wait for other blocks of their step
     max_prefetch: int = 1  # payloads begun before their use
     nvme_state_frac: float = 0.0  # share of the state's bytes that must be on NVMe
@@ -120,26 +120,26 @@ class PlanResult:
     @property
     def against_tail(self) -> str | None:
         """Reason why no step may have a tail; None: it may."""
-        return against(TAIL, self.facts)
+        return against_tail(self.facts)
 
     @cached_property
     def overlapped(self) -> dict[str, OverlapCost]:
         """An iteration with each `update` that overlaps a pass, of those that may."""
-        may = [update for update in UPDATES[1:] if allowed(update, self.facts) == update]
-        return price(self.work(), may) if may and self.work is not None else {}
+        may = self.work is not None and self.against_tail is None
+        return price(self.work(), [TAIL]) if may and self.work is not None else {}
 
     @property
     def seconds_by_update(self) -> dict[str, float]:
         """Predicted seconds of an iteration, for every `update=` that has a price."""
         seconds = {update: cost.seconds for update, cost in self.overlapped.items()}
-        return {"serial": self.cost.seconds, **seconds}
+        return {SERIAL: self.cost.seconds, **seconds}
 
     @property
     def best_update(self) -> str:
-        """Choice of `update="auto"`. Where nobody has timed a pass, as for a policy of fractions,
-        it is both, and what the steps measure decides (ADR 0002)."""
+        """The `update` that is predicted to be fastest; a tail, if it may be, where nobody has
+        timed a pass, as for a policy of fractions."""
         is_priced = self.work is not None or self.against_tail is not None
-        return best_update(self.seconds_by_update) if is_priced else "both"
+        return best_update(self.seconds_by_update) if is_priced else TAIL
 
 
 class Draft:
@@ -298,12 +298,12 @@ class Draft:
         has_room = self.inputs.num_ahead > 0 or not has_budgets(self.policy)
         facts = facts_of(
             plan, judged, self.calls, self._backward,
-            has_masters=self.inputs.state.has_master, has_buffers=has_room,
+            has_buffers=has_room,
         )  # fmt: skip
         is_timed = plan.kind == "train" and any(self.compute[: self._backward])
         work = partial(
             Work, plan, links, self.compute, self.calls, self._backward,
-            depth=self.inputs.depth, num_ahead=self.inputs.num_ahead or BUFFERS_AHEAD,
+            depth=self.inputs.depth, num_ahead=self.inputs.num_ahead,
         )  # fmt: skip
         return PlanResult(plan, profile, cost, steps, facts, work if is_timed else None)
 

@@ -157,7 +157,7 @@ def fit_within(plan: Plan, inputs: PlanInputs, policy: Placement, *, is_measured
 
 
 def with_ahead(fitted: Callable[[int], Fitted], num_ahead: int) -> Fitted:
-    """Plan of `fitted` with `num_ahead` more buffers, for blocks that are updated before their
+    """Plan of `fitted` with `num_ahead` more buffers, for blocks that are updated after their
     step: only where they cost no smaller blocks, and nothing of what activations are assumed to
     take."""
     without = fitted(0)

@@ -60,7 +60,7 @@ class PlacementProblem:
     fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
     floor: Homes | None = None  # homes that exist already, below which nothing goes
     ceiling: Homes | None = None  # the same, above which nothing goes but gradients
-    num_ahead: int = 0  # more buffers, for blocks that are updated before their step
+    num_ahead: int = 0  # more buffers, for blocks that are updated after their step
     num_waiting: int = 0  # more buffers, for blocks that wait for others of their step
     original_home: Tier = Tier.HOST  # of the fp32 originals of frozen chunks, all of them
     average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights

@@ -19,7 +19,7 @@ from gemini.optim.rules.state_layout import WEIGHT_DTYPE
 from gemini.optim.sgd import SGDRule
 from gemini.placement.homes.budgets import first_that_fits
 from gemini.placement.sizes import BudgetError, StateBytes, wider_chunks
-from gemini.placement.timetable.updates import AUTO
+from gemini.placement.timetable.updates import TAIL
 
 from . import models
 from .activations import Activations, activations_of, constant_activations
@@ -45,7 +45,7 @@ class Training:
     precision: of `DTYPES`. optimizer: of `LAYOUTS`. state: as `HybridAdam` takes it.
     nvme_fraction: of the optimizer's state, at least, on NVMe.
     activation_bytes: of one sample, where nothing can be traced.
-    update: of `GeminiDDP`; `auto` is the fastest as predicted.
+    update: of `GeminiDDP`.
     by_trl: as `python -m gemini train` does it: with trl's loss, a frozen base in 16 bits.
     ema: home of an average of the weights, as `gemini.EMA` has it; None: there is none.
     trust_remote_code: whether the code of the model's own folder is run, which its config names.
@@ -61,7 +61,7 @@ class Training:
     nvme_fraction: float = 0.0
     activation_bytes: int | None = None
     accumulate: int = 1
-    update: str = AUTO
+    update: str = TAIL
     by_trl: bool = False
     ema: str | None = None
     state: str = "fp32"

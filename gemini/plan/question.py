@@ -25,8 +25,8 @@ from gemini.placement.policy import AutoPlacement, has_budgets
 from gemini.placement.problem import average_bytes
 from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.allowed import buffers_ahead, kept_for_updates
-from gemini.placement.timetable.updates import AUTO, BEHIND
+from gemini.placement.timetable.allowed import allowed, buffers_ahead, kept_for_updates
+from gemini.placement.timetable.updates import SERIAL, TAIL
 from gemini.units import BLOCK_NUMEL, Bytes, ChunkId
 
 from .machine import Hardware
@@ -97,7 +97,7 @@ class Question:
     with_originals: frozenset[ChunkId] = frozenset()  # chunks of parameters that came in fp32
     state: StateBytes = ADAM
     flops_per_token: float = 0.0
-    update: str = AUTO
+    update: str = TAIL
     ema: str | None = None  # where an average of the weights is: `AVERAGES`
     experts: int = 0  # of all layers
     experts_share: float = 1.0  # of a token's rows that one of them gets, on average
@@ -225,9 +225,9 @@ class Question:
         if self.machine.device == "cpu":
             products = costs.product * min(KEPT_PRODUCTS, self.products * self.lengths)
         objects = costs.parameter * len(self.layout.params)
-        thread = costs.thread if self._update(result) != "serial" else 0
+        thread = costs.thread if self.runs(result) != SERIAL else 0
         held = 0
-        if self._update(result) in BEHIND and not result.plan.has_host_tier:
+        if thread and not result.plan.has_host_tier:
             held = self._kept_bytes(result)
         experts = self.expert_bytes(iterations)
         set_up = self._set_up_bytes(result) - peak - products - experts - thread - held
@@ -283,12 +283,13 @@ class Question:
         most = max(a + b for a, b in zip(totals, kept, strict=False))
         return max(0, most - max(totals))
 
-    def _update(self, result: PlanResult) -> str:
-        return result.best_update if self.update == AUTO else self.update
+    def runs(self, result: PlanResult) -> str:
+        """The `update` that runs with this plan."""
+        return allowed(self.update, result.facts)
 
     def seconds(self, result: PlanResult) -> float:
         """Seconds of a step, with all its forwards and backwards."""
-        times, update = result.seconds_by_update, self._update(result)
+        times, update = result.seconds_by_update, self.runs(result)
         more = (self.accumulate - 1) * result.cost.busy["compute"]
         return times.get(update, result.cost.seconds) + more
 

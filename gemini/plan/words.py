@@ -11,7 +11,7 @@ from gemini.placement.planner import PlanResult
 from gemini.placement.sizes import UNLIMITED, BudgetError
 from gemini.placement.start import wear
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.updates import AUTO, blocks_in_words, priced_in_words
+from gemini.placement.timetable.updates import TAIL, priced_in_words
 from gemini.units import format_bytes
 
 from . import changes
@@ -40,7 +40,7 @@ class Answer:
     peaks: by tier, at the moment when it holds most: also staging and activations.
     process: RAM beyond the peaks.
     seconds: of a step: its forwards, backwards and update, with `best_update`.
-    best_update: what is asked for; of `auto` the fastest.
+    best_update: the `update` that runs: what is asked for, unless a rule is against it.
     change: flags of the cheapest change with which it fits; None where it does.
     faster: flags that take less time, each with its seconds.
     why: what is missing; None where it fits.
@@ -75,12 +75,10 @@ def answer(question: Question, assumed: tuple[str, ...] = ()) -> Answer:
         asked = changes.cheapest(question)
         result = asked.planned()
     faster = [] if why else list(changes.faster(asked, result))
-    best = asked.update
-    if best == AUTO:
-        best = result.best_update
-        if best == SERIAL:  # which needs no buffers of a thread's
-            asked = replace(asked, update=best)
-            result = asked.planned()
+    best = asked.runs(result)
+    if best != asked.update:  # a step needs no buffers of a thread's
+        asked = replace(asked, update=best)
+        result = asked.planned()
     budgets = asked.machine.budgets()
     return Answer(
         why is None, homes(result), {t.value: result.profile.peak(t) for t in Tier},
@@ -90,7 +88,7 @@ def answer(question: Question, assumed: tuple[str, ...] = ()) -> Answer:
         changes.in_words(question, asked) if why else None,
         tuple((changes.flags(question, one), seconds) for one, seconds in faster), why,
         (*assumed, *question.machine.assumptions(_mattered(asked.machine, result))),
-        replace(asked, update=best), result,
+        asked, result,
     )  # fmt: skip
 
 
@@ -139,7 +137,7 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
         f"a step: {plan.seconds:.3g} s for {ranks}{times}{asked.batch} x {asked.seq} tokens, "
         f"{tokens / plan.seconds:,.0f} tokens/s"
     )
-    yield f'bound by {plan.bound_by.replace("_", " ")}; fastest with update="{plan.best_update}"'
+    yield f'bound by {plan.bound_by.replace("_", " ")}; update="{plan.best_update}"'
     for flags, seconds in plan.faster:
         yield f"with {flags} a step takes about {seconds:.3g} s"
     yield "assumptions:"
@@ -199,7 +197,7 @@ def train_arguments(plan: Answer, optim: str) -> str:
 
 def update_in_words(planned: PlanResult) -> str:
     """Words for what a tail hides of an update, or the rule against one."""
-    tail = planned.overlapped.get("tail")
+    tail = planned.overlapped.get(TAIL)
     if tail is None:
         return f"serial, as {planned.against_tail or 'nothing is computed'}"
     where = "" if planned.plan.has_host_tier else "where no budget is given, "
@@ -213,9 +211,7 @@ def as_json(plan: Answer) -> dict[str, Any]:
     """Answer in plain values."""
     planned = plan.result
     moved = planned.plan.bytes_moved()
-    tail = planned.overlapped.get("tail")
-    early = planned.overlapped.get("both") or planned.overlapped.get("speculate")
-    num_blocks = len(planned.plan.blocks_on(Tier.NVME))
+    tail = planned.overlapped.get(TAIL)
     return {
         "fits": plan.fits,
         "peaks": dict(plan.peaks),
@@ -228,7 +224,6 @@ def as_json(plan: Answer) -> dict[str, Any]:
         "update": update_in_words(planned),
         "seconds_by_update": planned.seconds_by_update,
         "best_update": plan.best_update,
-        "updated_in_backward": early and blocks_in_words(early.num_early, num_blocks),
         "largest_batch": plan.largest_batch,
         "suggestion": plan.change,
         "faster": dict(plan.faster),
@@ -273,8 +268,6 @@ def all_lines(plan: Answer) -> Iterator[str]:
         f"bound by {plan.bound_by}"
     )
     yield f"update: {told['update']}"
-    if "tail" in plan.result.overlapped:
+    if TAIL in plan.result.overlapped:
         yield priced_in_words(plan.result.seconds_by_update)
-    if told["updated_in_backward"]:
-        yield f'with update="both", in backward: {told["updated_in_backward"]}'
     yield f"{told['num_chunks']} chunks"

@@ -21,8 +21,7 @@ from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.target import Target, new_lock
 from gemini.placement.plan import Plan
-from gemini.placement.timetable.allowed import OverlapFacts, against, allowed
-from gemini.placement.timetable.updates import AUTO
+from gemini.placement.timetable.allowed import OverlapFacts, against_tail, allowed
 from gemini.runtime.comm.ballot import Agreement, Scope
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.links import Links
@@ -86,11 +85,6 @@ class Attached(Protocol):
     @property
     def needs_wholes(self) -> bool:
         """Whether updates need more than one rank's part of a parameter."""
-        ...
-
-    @property
-    def num_held(self) -> int | None:
-        """Blocks of the last step that were updated in backward; None: no speculation or step."""
         ...
 
     def read_master(self, chunk: Chunk) -> Tensor:
@@ -274,19 +268,14 @@ def taking_turns(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate
     return holding
 
 
-def asked_update(parts: Parts) -> str:
-    """Value of `update=` that the user asked for or the plan chooses; the same on all ranks."""
-    return parts.planning.result.best_update if parts.update == AUTO else parts.update
-
-
 def update_of(parts: Parts) -> str:
     """Value of `update=` that runs; the same on all ranks."""
-    return allowed(asked_update(parts), _facts_of(parts))
+    return allowed(parts.update, _facts_of(parts))
 
 
-def against_part(parts: Parts, part: str) -> str | None:
-    """Rule that is against `TAIL` or `EARLY`, the same on all ranks; None: none is."""
-    return against(part, _facts_of(parts))
+def against_tail_of(parts: Parts) -> str | None:
+    """Rule that is against a tail, the same on all ranks; None: none is."""
+    return against_tail(_facts_of(parts))
 
 
 def _facts_of(parts: Parts) -> OverlapFacts:

@@ -13,6 +13,7 @@ from gemini.memtracer.monitor import resident_bytes
 from gemini.nvme.files.file import free_bytes
 from gemini.placement.fit import usual_speeds
 from gemini.placement.homes.budgets import USABLE
+from gemini.placement.timetable.updates import current_update
 from gemini.plan.ask import Training
 from gemini.plan.machine import TYPICAL_PROCESS, Hardware
 from gemini.plan.words import OPTIMIZERS
@@ -35,7 +36,7 @@ def training_of(config: TrainConfig, world_size: int) -> Training:
         batch=config.batch_of_rank(world_size) * sequences, seq=config.seq, lora=config.lora,
         lora_targets=config.targets, quantize=config.quantize,
         checkpointing=config.checkpointing, optimizer=optimizer, state=state,
-        accumulate=config.accumulate, update=config.update, by_trl=True,
+        accumulate=config.accumulate, update=current_update(config.update), by_trl=True,
         trust_remote_code=config.trust_remote_code,
     )  # fmt: skip
 

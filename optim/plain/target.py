@@ -38,7 +38,7 @@ from gemini.optim.state.state_stream import (
 )
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.step.cpu_step import CpuStep
-from gemini.optim.step.driver import TargetStep, take
+from gemini.optim.step.driver import Step, take
 from gemini.optim.step.executor import Executor, step_counts
 from gemini.optim.step.triton_step import TritonStep
 from gemini.optim.target import AmpInputs, Group, Target
@@ -182,10 +182,10 @@ class PlainTarget:
         amp: AmpInputs | None,
         *,
         may_fail: bool = True,
-    ) -> TargetStep:
+    ) -> Step:
         """Begin a step, for a driver. may_fail: `undo` may follow."""
         updater = self._executor.begin_amp(hypers, views.active, amp, may_fail=may_fail)
-        return TargetStep(self._tiered_state, updater, views, self._num_steps + 1)
+        return Step(self._tiered_state, updater, views, self._num_steps + 1)
 
     def end(self, views: PlainViews) -> None:
         """Count a step that was taken, and write copies back to parameters."""

@@ -13,7 +13,6 @@ log = logging.getLogger("gemini")
 
 MOST_SKIPPED = 64  # steps in a row, at the least loss scale: by then no batch is to blame
 LEAST_SCALE = 1.0  # of torch's GradScaler, which knows none: below it there is nothing to be won
-QUIET_STEPS = 8  # in a row, after which updates begin in backward again
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +67,6 @@ class TailResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Speculated:
-    """Blocks on disk that were updated in backward, on this rank, since the last step.
-
-    held: the step agreed on what was assumed. redone: it did not, or they were dropped before the
-    step. quiet_steps: in a row that were neither clipped nor skipped nor mostly done again, this
-    one too; from `needed_quiet_steps` on the next backward updates.
-    """
-
-    speculated: int = 0
-    held: int = 0
-    redone: int = 0
-    quiet_steps: int = 0
-    needed_quiet_steps: int = QUIET_STEPS
-
-
-@dataclass(frozen=True, slots=True)
 class StepReport:
     """Report that every `step()` leaves at `optimizer.last_report`. Its traffic is that of the
     call; `behind` has that of the tail, and waits for it."""
@@ -94,14 +77,13 @@ class StepReport:
     nvme_written_total: int = 0  # bytes, since the state was made: what wears the disk
     update_path: str = "cpu"  # or "cpu-compiled", or "triton"
     behind: Ticket[TailResult] = field(default_factory=lambda: Done(TailResult()))
-    speculation: Speculated = field(default_factory=Speculated)
 
     def as_dict(self) -> dict[str, float]:
         """Numbers for a log, flat: bytes by link, seconds, counts. Waits until all of it has ended.
 
         A norm that nobody asked for, or that is not finite, is left out.
         """
-        outcome, behind, ahead = self.outcome.wait(), self.behind.wait(), self.speculation
+        outcome, behind = self.outcome.wait(), self.behind.wait()
         moved = asdict(self.traffic + behind.traffic)
         norm = outcome.grad_norm
         return {
@@ -111,9 +93,6 @@ class StepReport:
             "hidden_seconds": max(0.0, behind.seconds - behind.waited_seconds),
             "skipped": int(outcome.skipped),
             "loss_scale": outcome.loss_scale,
-            "speculated_blocks": ahead.speculated,
-            "held_blocks": ahead.held,
-            "redone_blocks": ahead.redone,
             **({} if norm is None or not math.isfinite(norm) else {"grad_norm": norm}),
         }
 

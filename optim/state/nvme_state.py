@@ -1,6 +1,6 @@
-"""State blocks on disk, and the executor of their moves: `optim.state.machine` chooses these.
+"""State blocks on disk: a flow of spans carried out on their store (`optim.state.flow`).
 
-Updates see a block's planes; all others see it with whole masters (`optim.state.disk.forms`).
+Updates see a block's planes; all others see it with whole masters (`optim.state.disk.records`).
 
 [Note: undo] A step with state on disk can fail in its middle: a read comes up short, a checksum
 does not match. State is safe, because every block keeps its last version. A 16-bit parameter is
@@ -30,32 +30,21 @@ from gemini.nvme import (
     RollbackError,
     WriteBehind,
     read_ahead,
-    settle,
 )
 from gemini.optim.rules.config import NvmeConfig
-from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Columns, StateLayout
+from gemini.optim.rules.state_layout import ALL_COLUMNS, Columns, StateLayout
 from gemini.ranges import named
 from gemini.units import BlockId, format_bytes
 
 from .deferred_signals import DeferredSignals
-from .disk.forms import BlockForms
 from .disk.pinned_state import PinnedState
+from .disk.records import Filed, Records, open_store
 from .disk.state_version import StateVersion
-from .disk.transfers import BlockTransfers, open_store
-from .machine import (
-    ENDS_WITH,
-    Do,
-    Event,
-    Phase,
-    Row,
-    Stage,
-    State,
-    next_action,
-    note,
-    num_buffers,
-)
+from .flow import Flow, Span, num_buffers
 from .pieces import Planes
 from .space import Block, StateSpace
+
+Save = Callable[[Block, Callable[[], Tensor]], bool]
 
 
 def _in_order(blocks: Collection[Block]) -> tuple[Block, ...]:
@@ -88,26 +77,25 @@ class NvmeState:
         columns: Columns = ALL_COLUMNS,
     ) -> None:
         """blocks: those of the space that are on disk now. num_ahead: more buffers, for blocks
-        that are updated before their step. num_waiting: for blocks that wait for others of the
+        that are updated after their step. num_waiting: for blocks that wait for others of the
         step. columns: which planes a block has."""
         self.blocks = _in_order(blocks)
         self._layout = layout
-        self._forms = BlockForms(space.blocks, layout, split, undo=undo, columns=columns)
-        digest, there = space.digest() + self._forms.name, self._forms.in_file(blocks)
-        self.store = open_store(digest, self._forms.nbytes, config, label, there)
-        self._transfers = BlockTransfers(self.store, self._forms)
-        self._step_bytes = self._transfers.bytes_of(self.blocks)
+        self._records = Records(space.blocks, layout, split, undo=undo, columns=columns)
+        digest, there = space.digest() + self._records.name, self._records.in_file(blocks)
+        self.store = open_store(digest, self._records.nbytes, config, label, there)
+        self._records.serve(self.store)
+        self._step_bytes = self._bytes_of(self.blocks)
         try:
             self._check_budget(config.write_budget)
         except ValueError:
             self.store.close()
             raise
-        self._num_ahead, self._num_waiting, self._pin = num_ahead, num_waiting, pin
-        self.state = State([Row(block) for block in self.blocks], config.depth)
-        self._reserve()
+        self._more_buffers, self._num_waiting, self._pin = num_ahead, num_waiting, pin
+        self.flow = Flow([Span(record) for record in self._records.of(self.blocks)], config.depth)
+        self.flow.free = self._reserve()
         self._undo: dict[BlockId, Tensor] = {}  # [n] fp32, what weights were; see [Note: undo]
         self._undo_slab = torch.empty(0)  # [depth, N] fp32
-        self._lost: list[NvmeError] = []  # of an undo
         self._in_order = True  # the next step begins with the first block
         self.stalled_seconds = 0.0  # waited for the disk so far
 
@@ -116,31 +104,28 @@ class NvmeState:
         # two pools of staging would pass the host's budget
         self._pool.empty()
         self.blocks = _in_order(blocks)
-        self._step_bytes = self._transfers.bytes_of(self.blocks)
-        state = self.state
-        known = {row.id: row for row in state.rows}
-        state.rows = [known.get(block.id) or Row(block) for block in self.blocks]
-        there = {block.id for block in self.blocks}
-        kept = [row for row in state.order if row.id in there]
-        state.order = kept + [row for row in state.rows if row.id not in known]
-        self._reserve()
+        self._step_bytes = self._bytes_of(self.blocks)
+        known = {span.id: span for span in self.flow.spans}
+        spans = [known.get(record.id) or Span(record) for record in self._records.of(self.blocks)]
+        self.flow.change(spans, self._reserve())
 
-    def _reserve(self) -> None:
+    def _reserve(self) -> list[Buffer]:
         """Reserve buffers for the blocks that are there: as many and as large as they need."""
         num_blocks = len(self.blocks)
-        count = num_buffers(self.state.depth, num_blocks) + self._num_ahead
+        count = num_buffers(self.flow.depth, num_blocks) + self._more_buffers
         count += min(self._num_waiting, num_blocks)
-        self._pool = BufferPool(count, self._forms.buffer_nbytes(self.blocks), self._pin)
-        self._transfers.forget_views()
-        # The machine does not have the buffer for weights that do not count yet: it is asked for
-        # whatever rows are doing.
-        self._spare = [self._pool.take() for _ in range(1 if self._num_ahead else 0)]
-        self.state.free = [self._pool.take() for _ in range(count - len(self._spare))]
+        self._pool = BufferPool(count, self._records.buffer_nbytes(self.blocks), self._pin)
+        self._records.forget_views()
+        return [self._pool.take() for _ in range(count)]
+
+    def _bytes_of(self, blocks: Sequence[Block]) -> int:
+        """Bytes that a step writes of these blocks."""
+        return sum(map(self.store.buffer_nbytes, self._records.in_file(blocks)))
 
     @property
     def num_in_use(self) -> int:
         """Number of buffers that hold a block."""
-        return self._pool.count - len(self._spare) - len(self.state.free)
+        return self._pool.count - len(self.flow.free)
 
     @property
     def staging_bytes(self) -> int:
@@ -159,11 +144,6 @@ class NvmeState:
     @property
     def written_bytes_per_step(self) -> int:
         return self._step_bytes
-
-    @property
-    def held_share(self) -> float:
-        """Share of a step's traffic that is left where all blocks were written before it."""
-        return self._transfers.held_share(self.blocks)
 
     def _check_budget(self, budget: int | None) -> None:
         if budget is not None and budget < self.written_bytes_per_step:
@@ -198,101 +178,66 @@ class NvmeState:
                     self.store.rollback()
                 raise
 
-    # -- moves; see `optim.state.machine` --
+    # -- a step; see `optim.state.flow` --
 
-    def carry_out(self, do: Do, row: Row) -> None:
-        """Begin a transfer, wait for one, or forget a version. Errors are noted, not raised."""
-        if do is Do.WAIT:
-            self.end(row)
-            return
-        # What goes wrong is an event and not an exception: in the middle of a step other transfers
-        # use buffers, and only the machine knows what must end first.
-        try:
-            if do is Do.READ:
-                with named("read", "block", row.id):
-                    row.ticket = self._transfers.read(row.block, row.buffer)
-            elif do is Do.FETCH:
-                with named("read", "block", row.id):
-                    row.ticket = self._transfers.read_written(row.block, row.buffer, row.checksum)
-            elif do is Do.WRITE:
-                with named("write", "block", row.id):
-                    row.ticket = self._transfers.write(
-                        row.block, row.buffer, with_undo=not row.is_early
-                    )
-            else:
-                assert do is Do.DROP
-                self._transfers.take_back(row.block)
-        except BaseException as error:
-            note(self.state, Event.FAILED, row, error)
+    def next(self) -> Span[Filed] | None:
+        """The next span of the step, whose buffer has the last version; None: there is none.
 
-    def end(self, row: Row) -> None:
-        """Wait for a row's transfer."""
-        assert row.ticket is not None
+        Waits for it, and raises what went wrong, there or in a write before.
+        """
+        while (span := self.flow.waits_for()) is not None:
+            self._end(span)
+        return self.flow.take()
+
+    def drain(self) -> None:
+        """Wait until all writes are on disk. Raises what went wrong."""
+        while self.flow.writes:
+            self._end(self.flow.writes[0])
         started = time.perf_counter()
-        event, error = ENDS_WITH[row.stage], None
-        try:
-            with named("wait for", "block", row.id):
-                row.ticket.wait()
-        except BaseException as raised:
-            event, error = Event.FAILED, raised
+        with named("wait for", "writes"):
+            self.store.flush()
         self.stalled_seconds += time.perf_counter() - started
-        note(self.state, event, row, error)
 
-    def collect(self) -> None:
-        """End writes that have ended, in their order. Never waits."""
-        # in order, up to the first that is not ready: an older failure must be told first
-        for row in list(self.state.under_way):
-            if row.stage is Stage.WRITING:
-                if row.ticket is None or not row.ticket.ready():
-                    return
-                self.end(row)
+    def _end(self, span: Span[Filed]) -> None:
+        """Wait for a span's transfer."""
+        started = time.perf_counter()
+        try:
+            with named("wait for", "block", span.id):
+                self.flow.end(span)
+        finally:
+            self.stalled_seconds += time.perf_counter() - started
 
     def prefetch(self) -> None:
         """Begin to read the first blocks of the next step. Never waits."""
         with DeferredSignals():
-            note(self.state, Event.AHEAD)
-            self._go_on()
-
-    def drop_early(self) -> None:
-        """Drop what was done before the step. Waits for what is under way of it."""
-        if self.state.error is None and not any(row.is_early for row in self.state.rows):
-            return
-        with DeferredSignals():
-            note(self.state, Event.DROPPED)
-            self._go_on()
+            self._check_at_rest()
+            self.flow.read_ahead()
 
     def _look(self) -> None:
         """Bring the state to rest: nothing is under way, and no buffer holds a block."""
         self.store.check_process()
         with DeferredSignals():
-            note(self.state, Event.LOOK)
-            self._go_on()
+            self._check_at_rest()
+            self.flow.rest()
             self._check_at_rest(in_use=True)
 
     def _check_at_rest(self, *, in_use: bool = False) -> None:
         """Raise RuntimeError where something has cut a step or a read off in its middle."""
         self._take_back()
         held = self.num_in_use if in_use else 0
-        if held or self.state.phase is not Phase.PASS:
+        if held or self.flow.in_step:
             raise RuntimeError(
                 "a step or a read of state on disk was cut off in its middle "
-                f"({self.state.phase.name}, {held} buffers in use), by an exception that another "
-                "thread raised in this one, say; the disk has the last whole step: close the "
-                "optimizer with keep_masters=False, make another and load a checkpoint"
+                f"({'in a step' if self.flow.in_step else 'between steps'}, {held} buffers in "
+                "use), by an exception that another thread raised in this one, say; the disk has "
+                "the last whole step: close the optimizer with keep_masters=False, make another "
+                "and load a checkpoint"
             )
 
     def _take_back(self) -> None:
         """Take buffers back that a signal kept a read from giving back: it came on the way out."""
         while self._pool.num_free:
-            self.state.free.append(self._pool.take())
-
-    def _go_on(self) -> None:
-        """Carry out actions between steps: reads and drops, and the end of what does not count."""
-        self._check_at_rest()
-        while (action := next_action(self.state)) is not None:
-            do, row, _ = action
-            assert row is not None
-            self.carry_out(do, row)
+            self.flow.free.append(self._pool.take())
 
     def check_step(self) -> None:
         """Check the write budget. Raises WriteBudgetError where a step has no room."""
@@ -300,43 +245,22 @@ class NvmeState:
             self._take_back()
         self.store.check_step(self.written_bytes_per_step)
 
-    def planes(self, row: Row) -> Planes:
-        """Planes of a row that was read, as an update takes them; where masters are split, with
-        room for its new `WEIGHT`."""
-        return self._transfers.planes(row.block, row.buffer)
-
-    def fetched(self, row: Row) -> Tensor:
-        """[n]: its new weights, or masters."""
-        if self._forms.is_split(row.block):
-            return self._transfers.undo_plane(row.block, row.buffer)
-        return self._transfers.planes(row.block, row.buffer)[MASTER]
-
-    def save(self, row: Row, save: Callable[[Block, Callable[[], Tensor]], bool]) -> None:
+    def save(self, span: Span[Filed], save: Save) -> None:
         """Save parameters before their update: `save` copies them into [n] that holds their values,
         and answers whether they need to be restored when the step fails."""
-        if self._forms.has_undo:
-            save(row.block, partial(self._transfers.undo_plane, row.block, row.buffer))
-            row.is_touched = True
+        record = span.record
+        if self._records.has_undo:
+            save(record.block, partial(record.kept_plane, span.buffer))
+            span.is_touched = True
         else:
-            undo = partial(self._early_undo, row.block)
-            row.is_touched = not row.was_read or save(row.block, undo)
+            undo = partial(self._early_undo, record.block)
+            span.is_touched = not span.was_read or save(record.block, undo)
 
-    def save_weight(self, row: Row, save: Callable[[Block, Callable[[], Tensor]], bool]) -> None:
+    def save_weight(self, span: Span[Filed], save: Save) -> None:
         """Save weights after their update: where masters are split they are written with the
         state."""
-        if self._forms.is_split(row.block):
-            save(row.block, partial(self._transfers.undo_plane, row.block, row.buffer))
-
-    def remember(self, row: Row) -> None:
-        """Remember a checksum before an early write: the step knows by this what it reads again."""
-        row.checksum = self._transfers.checksum(row.block, row.buffer)
-
-    def flush(self) -> None:
-        """Wait until all writes are on disk. Raises what went wrong."""
-        started = time.perf_counter()
-        with named("wait for", "writes"):
-            self.store.flush()
-        self.stalled_seconds += time.perf_counter() - started
+        if span.record.is_split:
+            save(span.record.block, partial(span.record.kept_plane, span.buffer))
 
     def commit(self, step: int, *, in_order: bool) -> None:
         """Make the step count: all blocks at once, and durably. Does not raise after a `flush`.
@@ -351,37 +275,25 @@ class NvmeState:
         self.stalled_seconds += time.perf_counter() - started
         self._undo.clear()
         self._in_order = in_order
-        note(self.state, Event.COMMITTED, None, in_order)
+        self.flow.committed(in_order=in_order)
 
-    def restore(self, row: Row, restore: Callable[[Block, Planes], None]) -> None:
-        """Restore the weights of a row: `restore` gets its planes as the last commit left them, or
-        only `param_undo`."""
-        # Memory before the disk: the failure that is undone may be the disk's.
-        known = self._undo.get(row.id)
-        if known is None and self._forms.has_undo and row.buffer is not None:
-            known = self._transfers.undo_plane(row.block, row.buffer)
-        if known is not None:
-            restore(row.block, {"param_undo": known})
-            return
-        # The machine is undoing, so nothing is under way and some buffer is free.
-        lent = row.buffer is None
-        if lent:
-            row.buffer = self.state.free.pop()
-        try:
-            restore(row.block, self._transfers.read_undo(row.block, row.buffer))
-        except NvmeError as error:
-            self._lost.append(error)
-        if lent:
-            self.state.free.append(row.buffer)
-            row.buffer = None
+    def undo(self, restore: Callable[[Block, Planes], None]) -> None:
+        """Restore parameters and state of the last step, however far this one came.
 
-    def rollback(self) -> None:
-        """Forget all that was written. Raises RollbackError if the parameters of some block could
-        not be read back."""
+        `restore` gets the planes of a block as the last commit left them, or only `param_undo`.
+        Raises RollbackError if the parameters of some block could not be read back.
+        """
+        self.store.check_process()
+        lost: list[NvmeError] = []
+        for span in self.flow.undo():
+            try:
+                self._restore(span, restore)
+            except NvmeError as error:
+                lost.append(error)
+            self.flow.give(span)
         self.store.rollback()
         self._undo.clear()
-        note(self.state, Event.ROLLED_BACK)
-        lost, self._lost = self._lost, []
+        self.flow.in_step = False
         if lost:
             raise RollbackError(
                 f"the step failed, and so did reading back the weights of {len(lost)} of "
@@ -389,24 +301,26 @@ class NvmeState:
                 f"checkpoint. First error: {lost[0]}"
             ) from lost[0]
 
-    def has_room_for_early(self, also_bytes: int) -> bool:
-        """Whether the write budget has room for blocks that are written twice, for `also_bytes`
-        elsewhere, and for the step; such blocks have a master."""
-        nbytes = 2 * self.written_bytes_per_step + also_bytes
-        return not self._forms.has_undo and self.store.has_room_for(nbytes)
-
-    @property
-    def spare(self) -> Buffer:
-        """Buffer for weights that do not count yet, of blocks that are updated before their
-        step."""
-        return self._spare[0]
+    def _restore(self, span: Span[Filed], restore: Callable[[Block, Planes], None]) -> None:
+        """Restore the weights of one block."""
+        record = span.record
+        # Memory before the disk: the failure that is undone may be the disk's.
+        known = self._undo.get(span.id)
+        if known is None and self._records.has_undo and span.buffer is not None:
+            known = record.kept_plane(span.buffer)
+        if known is not None:
+            restore(record.block, {"param_undo": known})
+            return
+        if span.buffer is None:  # nothing is under way, so some buffer is free
+            span.buffer = self.flow.free.pop()
+        restore(record.block, record.read_undo(span.buffer))
 
     def _early_undo(self, block: Block) -> Tensor:
         """Memory for the parameters of a block that was read before the step began."""
         if not self._undo_slab.numel():
             largest = max(block.numel for block in self.blocks)
-            depth = self.state.depth
-            self._undo_slab = torch.empty(depth, largest, dtype=DTYPES[self._layout.dtype])
+            shape = self.flow.depth, largest
+            self._undo_slab = torch.empty(*shape, dtype=DTYPES[self._layout.dtype])
         self._undo[block.id] = self._undo_slab[len(self._undo)][: block.numel]
         return self._undo[block.id]
 
@@ -416,9 +330,9 @@ class NvmeState:
     def _lent(self) -> Iterator[WriteBehind]:
         """All buffers, for blocks that pass through them one after the other."""
         self._look()
-        pool, free = self._pool, self.state.free
+        pool, free = self._pool, self.flow.free
         writes = WriteBehind(pool)
-        # The machine's buffers go to the pool and back whole: signals in between would lose one
+        # The flow's buffers go to the pool and back whole: signals in between would lose one
         try:
             with DeferredSignals():
                 while free:
@@ -441,7 +355,9 @@ class NvmeState:
         at: as this commit has them.
         """
         with self._lent():
-            reads = read_ahead(self._pool, blocks, partial(self._transfers.read_all, at=at))
+            reads = read_ahead(
+                self._pool, self._records.of(blocks), lambda record, b: record.read_all(b, at)
+            )
             try:
                 while True:
                     # Ctrl-C comes between two blocks, else a buffer is lost
@@ -449,8 +365,8 @@ class NvmeState:
                         read = next(reads, None)
                     if read is None:
                         return
-                    block, buffer, _ = read
-                    visit(block, self._forms.shown(buffer, block))
+                    record, buffer, _ = read
+                    visit(record.block, record.shown(buffer))
             finally:
                 with DeferredSignals():
                     reads.close()
@@ -475,18 +391,19 @@ class NvmeState:
         with self._lent():
             buffer = self._pool.take()
             try:
-                for block in self.blocks if self._forms.has_undo else ():
-                    if self._transfers.read_weights(block, buffer, commits):
-                        visit(block, self._transfers.undo_plane(block, buffer))
+                for record in self._records.of(self.blocks) if self._records.has_undo else ():
+                    if record.read_weights(buffer, commits):
+                        visit(record.block, record.kept_plane(buffer))
             finally:
                 self._pool.give(buffer)
 
     def version(self, index: Index) -> StateVersion:
         """Version of all blocks at this commit."""
-        blocks = tuple((block.numel, self._forms.is_split(block)) for block in self.blocks)
+        records = self._records.of(self.blocks)
+        blocks = tuple((record.block.numel, record.is_split) for record in records)
         paths = tuple(str(path) for path in self.store.paths)
-        columns = self._forms.columns_of(self.blocks)
-        return StateVersion(paths, index, self._layout, blocks, self._forms.has_undo, columns)
+        columns = self._records.columns_of(self.blocks)
+        return StateVersion(paths, index, self._layout, blocks, self._records.has_undo, columns)
 
     def rewind(self, steps: int) -> None:
         """Make the commit of `steps` steps before the last one again; no block is written."""
@@ -523,12 +440,12 @@ class NvmeState:
     ) -> None:
         """Write the next version of a block. is_new: no use is made of the last one, and `fill`
         gets zeros."""
-        buffer = writes.take()
+        buffer, record = writes.take(), self._records[block]
         try:
             if not is_new:
-                self._transfers.read_all(block, buffer).wait()
-            self._forms.change(buffer, block, fill, is_new=is_new)
-            ticket = self._transfers.write(block, buffer, with_undo=False)
+                record.read_all(buffer).wait()
+            record.change(buffer, fill, is_new=is_new)
+            ticket = record.write(buffer, record.committed)
         except BaseException:
             self._pool.give(buffer)
             raise
@@ -537,14 +454,13 @@ class NvmeState:
     def _count(self, step: int, writes: WriteBehind) -> None:
         """Commit what was written. The next step begins with the first block."""
         writes.drain()
-        self.flush()
+        self.drain()
         self.commit(step, in_order=True)
-        note(self.state, Event.RESIDENT)
 
     def forget(self, blocks: Sequence[Block]) -> None:
         """Forget blocks that live elsewhere from now on: their space on disk is given back."""
         self._look()
-        self.store.forget(self._forms.in_file(blocks))
+        self.store.forget(self._records.in_file(blocks))
         gone = {block.id for block in blocks}
         self._set_blocks([block for block in self.blocks if block.id not in gone])
 
@@ -554,9 +470,9 @@ class NvmeState:
         Between steps. On an error nothing has changed.
         """
         self._look()
-        self.store.check_step(self._transfers.bytes_of(blocks), "state that leaves memory")
+        self.store.check_step(self._bytes_of(blocks), "state that leaves memory")
         before = self.blocks
-        self.store.remember(self._forms.in_file(blocks))
+        self.store.remember(self._records.in_file(blocks))
         try:
             self._set_blocks([*before, *blocks])
             self._write_all(blocks, fill, self.store.committed_step, is_new=True)
@@ -567,16 +483,16 @@ class NvmeState:
 
     def has_place_for(self, blocks: Sequence[Block]) -> bool:
         """Whether blocks are of the space that this was made for."""
-        return all(block in self._forms for block in blocks)
+        return all(block in self._records for block in blocks)
 
     def pin(self) -> PinnedState:
         """Pin all blocks as they were committed last, until they have been shown."""
         self.store.check_process()
         # the step after the next writes over them, in this order
-        order = self.state.order if self._in_order else self.state.order[::-1]
-        blocks = [row.block for row in order]
-        parts = [part for block in blocks for part in self._forms.committed_ids(block)]
-        return PinnedState(blocks, self._forms, self.store.pin(parts))
+        order = self.flow.order if self._in_order else self.flow.order[::-1]
+        records = [span.record for span in order]
+        parts = [part.block for record in records for part in record.committed]
+        return PinnedState(records, self.store.pin(parts))
 
     def empty_staging(self) -> None:
         """Forget what was read ahead and give the memory of the buffers back to the system."""
@@ -587,6 +503,5 @@ class NvmeState:
     def close(self) -> None:
         """Wait for transfers and remove the files."""
         if self.store.is_ours:
-            for row in self.state.under_way:
-                settle(row.ticket)
+            self.flow.settle()
         self.store.close()

@@ -26,7 +26,7 @@ from gemini.optim.rules.config import NvmeConfig
 from gemini.tickets import Ticket
 from gemini.units import PAGE_BYTES, BlockId, align_up
 
-from .disk.transfers import open_store
+from .disk.records import open_store
 from .pinning import pages_of
 
 Where = Literal["nvme", "host"]

@@ -5,8 +5,7 @@
     (vote)     all ranks and targets: the whole step counts, or nothing of it
     confirm    versions on disk are committed, and blocks in memory are updated; or `undo`
 
-The machine chooses the next action (`optim.state.machine`). Up to `confirm` nothing that counts has
-changed (ADR 0002).
+Up to `confirm` nothing that counts has changed (ADR 0002).
 """
 
 from __future__ import annotations
@@ -16,20 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from gemini.optim.matrices.updater import MatrixUpdater
 from gemini.optim.rules.report import StepReport, Traffic
 from gemini.optim.state.deferred_signals import DeferredSignals
-from gemini.optim.state.machine import (
-    Do,
-    Event,
-    Phase,
-    Row,
-    State,
-    next_action,
-    note,
-)
+from gemini.optim.state.disk.records import Filed
+from gemini.optim.state.flow import Span
 from gemini.optim.state.nvme_state import NvmeState
 from gemini.optim.state.pieces import Updater
 from gemini.optim.state.space import Block
@@ -66,14 +57,13 @@ def at_once(blocks: Iterator[Block]) -> None:
     deque(blocks, maxlen=0)
 
 
-class TargetStep:
+class Step:
     """One step of one target's state. `number` counts from 1.
 
     `files` are committed before the state: `nvme.recover` finds the step before in either file.
 
     in_order: the next step begins with the first block; else with the last of this one, which is
-    still in memory. held: blocks whose early update stands. follow: sets the parameters of a held
-    block to its new weights or masters [n].
+    still in memory.
     """
 
     def __init__(
@@ -85,8 +75,6 @@ class TargetStep:
         files: Versions | None = None,
         *,
         in_order: bool = False,
-        held: frozenset[BlockId] = frozenset(),
-        follow: Callable[[Block, Tensor], None] | None = None,
     ) -> None:
         self._tiered_state = tiered_state
         self._nvme = tiered_state.nvme
@@ -94,51 +82,28 @@ class TargetStep:
         self._views = views
         self._number = number
         self._files = files
-        # Ranks exchange buckets of matrices in one order, so their blocks come in it, too.
-        self._in_order = in_order or isinstance(updater, MatrixUpdater)
-        self._held = held
-        self._follow = follow
-        self._state = State([]) if self._nvme is None else self._nvme.state
         self._matrices = updater if isinstance(updater, MatrixUpdater) else None
-        self._rows = {} if self._matrices is None else {row.id: row for row in self._state.rows}
-        self.num_done = 0  # of the blocks that are held, such as nothing is left to do for
+        # Ranks exchange buckets of matrices in one order, so their blocks come in it, too.
+        self._in_order = in_order or self._matrices is not None
 
     @property
     def updater(self) -> Updater | MatrixUpdater:
         return self._updater
 
-    @property
-    def phase(self) -> Phase:
-        return self._state.phase
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks on disk."""
-        return len(self._state.rows)
-
-    @property
-    def num_held(self) -> int:
-        """Number of blocks on disk that were updated before the step."""
-        return len(self._held)
-
     def submit(self) -> None:
         """Begin the step; call `undo` if this raises.
 
-        Raises where the disk's budget has no room for the step, and an error from before it.
+        Raises where the disk's budget has no room for the step.
         """
-        state, nvme = self._state, self._nvme
-        if state.error is not None:
-            raise state.error
+        nvme = self._nvme
         if self._files is not None:
             self._files.check_step(0 if nvme is None else nvme.written_bytes_per_step)
         # Asked before anything is begun, and before ranks vote: a budget that is passed is an error
         # on all ranks, with nothing to undo.
         if nvme is not None:
             nvme.check_step()
-            expected = [row.block for row in state.order if row.id not in self._held]
-            self._views.expect(expected)
-            self.num_done = sum(row.is_complete for row in state.rows if row.id in self._held)
-        note(state, Event.ASKED, None, self._held)
+            self._views.expect([span.record.block for span in nvme.flow.order])
+            nvme.flow.begin()
 
     def prepare(
         self,
@@ -150,123 +115,77 @@ class TargetStep:
         signals: a deferred one ends the step. watch: told of every block whose parameters are now
         those of this step.
         """
-        state, nvme = self._state, self._nvme
-        if watch is not None:
-            for complete in state.rows:
-                if complete.is_complete:
-                    watch(complete.id)
-        error = self._begin_matrices()
-        if error is not None:
-            note(state, Event.FAILED, None, error)
-        self._look_for(signals)
-        while (action := next_action(state)) is not None:
-            do, row, said = action
-            if do is Do.VOTE:
-                error = said
-                break
-            assert nvme is not None and row is not None
-            # Updates run here and not in the executor: their errors are those of this step, whose
-            # views and updater they use.
-            if do is Do.UPDATE or do is Do.PLACE:
-                if self._update(nvme, row, do) and watch is not None:
-                    watch(row.id)
-                self._look_for(signals)
-                # Writes that have ended have buffers that the next read can take without waiting.
-                if not (state.free or state.cached):
-                    nvme.collect()
-            else:
-                nvme.carry_out(do, row)
-        assert error is not None or state.phase is Phase.VOTING or nvme is None
-        return error or self._settled()
-
-    def join(self) -> None:
-        """Take part in exchanges of matrices that others wait for, in a step that failed here."""
-        if self._matrices is not None:
-            self._matrices.join()
-
-    def _begin_matrices(self) -> BaseException | None:
-        """Begin all matrices, those without a block on this disk too. Returns the error."""
-        matrices, state = self._matrices, self._tiered_state
-        if matrices is None:
-            return None
-        try:
-            on_disk = [row.block for row in self._state.rows]
-            matrices.begin(on_disk, state.resting(), self._views)
-            matrices.ready(self._views)
-        except BaseException as error:
-            return error
-        return None
-
-    def _look_for(self, signals: DeferredSignals | None) -> None:
-        """Fail the step if a signal was deferred and blocks are left."""
-        state = self._state
-        if signals is not None and signals.pending and (state.todo or state.reads):
-            error = InterruptedError("the step was interrupted and undone")
-            note(state, Event.FAILED, None, error)
-
-    def _update(self, nvme: NvmeState, row: Row, do: Do) -> bool:
-        """Update one block, or place its weight. Returns whether it worked."""
-        block, views = row.block, self._views
-        try:
-            if do is Do.PLACE:
-                assert self._follow is not None
-                row.is_touched = True
-                self._follow(block, nvme.fetched(row))
-                event = Event.PLACED
-            else:
-                nvme.save(row, views.save)
-                if not self._updater.update_staged(block, nvme.planes(row), views):
-                    event = Event.UNCHANGED
-                elif self._matrices is not None and self._matrices.is_waiting(block):
-                    event = Event.WAITING
-                else:
-                    nvme.save_weight(row, views.save)
-                    event = Event.UPDATED
-            note(self._state, event, row)
-            if self._matrices is not None:
-                for done in self._matrices.ready(views):
-                    note(self._state, Event.UPDATED, self._rows[done.id])
-        except BaseException as error:
-            note(self._state, Event.FAILED, row, error)
-            return False
-        return True
-
-    def _settled(self) -> BaseException | None:
-        """Wait until all prepared versions are on disk. Returns the error.
-
-        Copies of parameters are ordered before later work of the device, as blocks in memory may be
-        updated much later.
-        """
         # Returned and not raised: the caller must take part in the vote first, for which the other
         # ranks wait.
+        nvme = self._nvme
         try:
+            self._begin_matrices()
+            if nvme is not None:
+                self._update_on_disk(nvme, signals, watch)
+            # Copies of parameters are ordered before later work of the device, as blocks in memory
+            # may be updated much later.
             self._views.end()
-            if self._nvme is not None:
-                self._nvme.flush()
+            if nvme is not None:
+                nvme.drain()
             if self._files is not None:
                 self._files.flush()
         except BaseException as error:
             return error
         return None
 
+    def join(self) -> None:
+        """Take part in exchanges of matrices that others wait for, in a step that failed here."""
+        if self._matrices is not None:
+            self._matrices.join()
+
+    def _begin_matrices(self) -> None:
+        """Begin all matrices, those without a block on this disk too."""
+        if self._matrices is not None:
+            nvme = self._nvme
+            on_disk = [] if nvme is None else [span.record.block for span in nvme.flow.spans]
+            self._matrices.begin(on_disk, self._tiered_state.resting(), self._views)
+            self._matrices.ready(self._views)
+
+    def _update_on_disk(
+        self,
+        nvme: NvmeState,
+        signals: DeferredSignals | None,
+        watch: Callable[[BlockId], None] | None,
+    ) -> None:
+        """Update every block on disk, in its buffer."""
+        flow, views, matrices = nvme.flow, self._views, self._matrices
+        spans = {} if matrices is None else {span.id: span for span in flow.spans}
+        while True:
+            if signals is not None and signals.pending and (flow.todo or flow.reads):
+                raise InterruptedError("the step was interrupted and undone")
+            span = nvme.next()
+            if span is None:
+                return
+            block, updated = span.record.block, list[Span[Filed]]()
+            nvme.save(span, views.save)
+            if not self._updater.update_staged(block, span.record.planes(span.buffer), views):
+                flow.give(span)  # no gradient: it stays as it is
+                if watch is not None:
+                    watch(span.id)
+            elif matrices is None or not matrices.is_waiting(block):
+                nvme.save_weight(span, views.save)
+                updated.append(span)
+            if matrices is not None:  # those that waited for others of the step
+                updated += [spans[done.id] for done in matrices.ready(views)]
+            for done in updated:
+                if watch is not None:
+                    watch(done.id)
+                flow.put(done)
+
     def confirm(self, in_memory: InMemory = at_once) -> None:
         """Commit the versions on disk, and let `in_memory` update the blocks in memory."""
-        state, nvme = self._state, self._nvme
-        note(state, Event.VOTED)
-        while (action := next_action(state)) is not None:
-            do, row, _ = action
-            if do is Do.COMMIT:
-                self._commit()
-            elif do is Do.RESIDENT:
-                # Torn or whole, the pass is over: a phase that stayed RESIDENT would refuse to load
-                # the checkpoint that mends it.
-                try:
-                    in_memory(self._updates_in_memory())
-                finally:
-                    note(state, Event.RESIDENT)
-            else:
-                assert nvme is not None and row is not None
-                nvme.carry_out(do, row)
+        if self._files is not None:
+            self._files.commit(self._number)
+        if self._nvme is not None:
+            self._nvme.commit(self._number, in_order=self._in_order)
+            # before updates in memory: the disk would have nothing to do
+            self._nvme.flow.read_ahead()
+        in_memory(self._updates_in_memory())
 
     def _updates_in_memory(self) -> Iterator[Block]:
         state, views = self._tiered_state, self._views
@@ -279,36 +198,14 @@ class TargetStep:
         yield from updater.update_in_memory(state.resting(), views)
         views.end()
 
-    def _commit(self) -> None:
-        if self._files is not None:
-            self._files.commit(self._number)
-        if self._nvme is not None:
-            self._nvme.commit(self._number, in_order=self._in_order)
-        else:
-            note(self._state, Event.COMMITTED, None, self._in_order)
-
     def undo(self) -> None:
         """Restore parameters and state of the last step, however far this one came."""
-        state, nvme = self._state, self._nvme
         # First return borrowed buffers: restoring reads through them.
         self._views.abandon()
         if self._files is not None:
             self._files.rollback()
-        if nvme is None:
-            return
-        nvme.store.check_process()
-        note(state, Event.UNDO)
-        while (action := next_action(state)) is not None:
-            do, row, _ = action
-            if do is Do.ROLLBACK:
-                nvme.rollback()
-            elif do is Do.RESTORE:
-                assert row is not None
-                nvme.restore(row, self._views.restore)
-                note(state, Event.RESTORED, row)
-            else:
-                assert row is not None
-                nvme.carry_out(do, row)
+        if self._nvme is not None:
+            self._nvme.undo(self._views.restore)
 
     def moved(self) -> tuple[Traffic, float]:
         """Bytes and seconds of waiting since the state was made."""
@@ -331,7 +228,7 @@ def alone(error: BaseException | None) -> None:
 
 @torch.no_grad()
 def take(
-    steps: Sequence[TargetStep],
+    steps: Sequence[Step],
     signals: DeferredSignals,
     agree: Callable[[BaseException | None], None] = alone,
     in_memory: InMemory = at_once,

@@ -25,7 +25,7 @@ from gemini.optim.state.deferred_signals import TailSignals
 from gemini.optim.state.space import Block
 from gemini.units import BlockId
 
-from .driver import TargetStep, alone
+from .driver import Step, alone
 
 
 class Gate:
@@ -123,7 +123,7 @@ class Tail:
 
     def __init__(
         self,
-        step: TargetStep,
+        step: Step,
         agree: Callable[[BaseException | None], None],
         watcher: Watcher,
         signals: TailSignals,
@@ -131,7 +131,6 @@ class Tail:
     ) -> None:
         self.error: BaseException | None = None
         self.is_torn = False
-        self.seconds = 0.0  # until every block on disk was prepared
         self._step = step
         self._agree = agree
         self._agree_in_memory = agree_in_memory or alone
@@ -174,9 +173,7 @@ class Tail:
         _under_way.pop(self, None)
 
     def _carry_out(self) -> None:
-        started = clock()
         error = self._step.prepare(watch=self._watcher.updated)
-        self.seconds = clock() - started
         if error is not None:
             self._watcher.ended()  # before the vote, which may take long: no module waits for that
         self._agree(error)

@@ -1,7 +1,6 @@
 """Whether updates may overlap a pass: one table of rules, each with its reason. Pure.
 
-An `update=` has two parts: a tail goes on during the next forward (ADR 0002), and early updates are
-made in backward (ADR 0002). A rule is against one of them, or both; without them a step does all.
+A tail goes on during the next forward (ADR 0002). Where a rule is against it, a step does all.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from gemini.placement.sizes import UNLIMITED
 from gemini.placement.tiers import Tier
 from gemini.units import BUFFERS_AHEAD, ChunkId
 
-from .updates import BEHIND, IN_BACKWARD
+from .updates import SERIAL, TAIL
 
-TAIL, EARLY = "tail", "early"
 NO_ROOM = "gradients that live into a forward have no room on the device"
 NO_BUFFERS = "its budget has no room for blocks of files under way"
 
@@ -28,8 +26,7 @@ class OverlapFacts:
     state_homes: frozenset[Tier]
     has_files: bool  # some parameters or gradients live on NVMe
     has_host_tier: bool  # the device has memory of its own
-    has_masters: bool  # of weights, in fp32
-    has_buffers: bool  # for blocks that are updated before or after their step
+    has_buffers: bool  # for blocks that are updated after their step
     has_room: bool  # on the device, for gradients that live into the next forward
     # of a run: a plan knows none of these
     is_gathered: bool = False
@@ -39,40 +36,32 @@ class OverlapFacts:
     needs_wholes: bool = False
 
 
-Rule = tuple[tuple[str, ...], str, Callable[[OverlapFacts], bool]]
+Rule = tuple[str, Callable[[OverlapFacts], bool]]
 RULES: tuple[Rule, ...] = (
-    ((TAIL,), "all state is on the device", lambda f: f.state_homes <= {Tier.DEVICE}),
-    ((TAIL,), "the device has memory of its own, and parameters or gradients are on NVMe",
+    ("all state is on the device", lambda f: f.state_homes <= {Tier.DEVICE}),
+    ("the device has memory of its own, and parameters or gradients are on NVMe",
      lambda f: f.has_host_tier and f.has_files),
-    ((TAIL,), "the device has memory of its own, and state is only on NVMe",
+    ("the device has memory of its own, and state is only on NVMe",
      lambda f: f.has_host_tier and Tier.HOST not in f.state_homes),
-    ((TAIL,), NO_BUFFERS, lambda f: f.has_files and not f.has_buffers),
-    ((TAIL,), NO_ROOM, lambda f: not f.has_room),
-    ((EARLY,), "weights have no fp32 masters", lambda f: not f.has_masters),
-    ((EARLY,), "no state is on NVMe", lambda f: Tier.NVME not in f.state_homes),
-    ((EARLY,), "the device has memory of its own", lambda f: f.has_host_tier),
-    ((EARLY,), "its budget has no room for blocks under way", lambda f: not f.has_buffers),
+    (NO_BUFFERS, lambda f: f.has_files and not f.has_buffers),
+    (NO_ROOM, lambda f: not f.has_room),
     # what is kept gathered over ranks would be gathered again by the step itself
-    ((TAIL, EARLY), "chunks are kept gathered", lambda f: f.is_gathered),
-    ((TAIL, EARLY), "the module is a part of a pipeline", lambda f: f.is_stage),
-    ((TAIL, EARLY), "torch has split parameters", lambda f: f.is_split),
-    ((TAIL, EARLY), "its optimizer steps several modules", lambda f: f.is_joint),
-    ((TAIL, EARLY), "its optimizer updates parameters as a whole", lambda f: f.needs_wholes),
+    ("chunks are kept gathered", lambda f: f.is_gathered),
+    ("the module is a part of a pipeline", lambda f: f.is_stage),
+    ("torch has split parameters", lambda f: f.is_split),
+    ("its optimizer steps several modules", lambda f: f.is_joint),
+    ("its optimizer updates parameters as a whole", lambda f: f.needs_wholes),
 )  # fmt: skip
 
 
-def against(part: str, facts: OverlapFacts) -> str | None:
-    """Rule that is against `TAIL` or `EARLY`; None: none is."""
-    return next((reason for parts, reason, holds in RULES if part in parts and holds(facts)), None)
+def against_tail(facts: OverlapFacts) -> str | None:
+    """Rule that is against a tail; None: none is."""
+    return next((reason for reason, holds in RULES if holds(facts)), None)
 
 
 def allowed(update: str, facts: OverlapFacts) -> str:
-    """Part of an `update` that the rules leave: itself, one of its parts, or `serial`."""
-    has_tail = update in BEHIND and against(TAIL, facts) is None
-    is_early = update in IN_BACKWARD and against(EARLY, facts) is None
-    if has_tail:
-        return "both" if is_early else "tail"
-    return "speculate" if is_early else "serial"
+    """An `update` as the rules leave it: itself, or `SERIAL`."""
+    return update if update == SERIAL or against_tail(facts) is None else SERIAL
 
 
 def facts_of(
@@ -81,7 +70,6 @@ def facts_of(
     calls: Sequence[Sequence[ChunkId] | None],
     backward: int,
     *,
-    has_masters: bool,
     has_buffers: bool,
 ) -> OverlapFacts:
     """Facts of a plan.
@@ -98,7 +86,6 @@ def facts_of(
         state_homes=frozenset(home for shard in plan.shards for home in shard.state_homes),
         has_files=any(Tier.NVME in (shard.param_home, shard.grad_home) for shard in plan.shards),
         has_host_tier=plan.has_host_tier,
-        has_masters=has_masters,
         has_buffers=has_buffers,
         has_room=has_room,
     )
@@ -125,7 +112,7 @@ def kept_for_updates(
 
 
 def buffers_ahead(update: str, *, has_masters: bool, has_host_tier: bool, has_budgets: bool) -> int:
-    """Number of buffers for blocks that are updated before or after their step. A tail alone needs
-    them only where parameters or gradients are in files, as a budget may put them."""
-    in_thread = update != "serial" and has_masters and not has_host_tier
-    return BUFFERS_AHEAD if in_thread and (update != "tail" or has_budgets) else 0
+    """Number of buffers for blocks that are updated after their step: a tail needs them where
+    parameters or gradients are in files, as a budget may put them."""
+    in_thread = update == TAIL and has_masters and not has_host_tier
+    return BUFFERS_AHEAD if in_thread and has_budgets else 0

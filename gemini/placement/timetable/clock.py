@@ -1,7 +1,7 @@
-"""Cost of an iteration whose updates overlap a pass: the step machine on a clock. Pure.
+"""Cost of an iteration whose updates overlap a pass: a step's flow on a clock. Pure.
 
     trainer   forward and backward, and what they move; waits for weights that come late
-    worker    carries out what `optim.state.machine` chooses: reads, updates and writes
+    worker    the flow of a step (`optim.state.flow`): reads, updates and writes
 
 Each is a generator of what it waits for: a time, or a condition. Links work in the order of issue.
 Where one processor trains and updates, an update takes its seconds from the pass.
@@ -11,27 +11,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
 
-from gemini.optim.state.machine import (
-    ENDS_WITH,
-    Do,
-    Event,
-    Phase,
-    Row,
-    Stage,
-    State,
-    next_action,
-    note,
-    num_buffers,
-)
+from gemini.optim.state.flow import Flow, Span, num_buffers
 from gemini.placement.cost import PlannedLinks, Walk, update_seconds_of
 from gemini.placement.plan import Move, MoveKind, Plan, UpdatePath
-from gemini.placement.sizes import FP32_BYTES, Bandwidths, BlockBytes
+from gemini.placement.sizes import Bandwidths, BlockBytes
 from gemini.placement.tiers import Tier
 from gemini.units import BlockId, ChunkId
 
-from .updates import BEHIND, IN_BACKWARD, OverlapCost
+from .updates import TAIL, OverlapCost
 
 Calls = Sequence[Sequence[ChunkId] | None]  # by moment the chunks of the call that begins
 Wait = float | Callable[[], bool]  # until then; until it is true
@@ -55,8 +44,7 @@ class Work:
         num_ahead: int,
     ) -> None:
         """compute_seconds, calls: by moment of the trace. backward: its first moment. depth: blocks
-        read ahead of their update. num_ahead: more buffers, one of which is for weights that do not
-        count yet."""
+        read ahead of their update. num_ahead: more buffers."""
         self.plan, self.bandwidths = plan, bandwidths
         self.compute_seconds, self.calls, self.backward = compute_seconds, calls, backward
         self.depth, self.num_ahead = depth, num_ahead
@@ -93,15 +81,6 @@ class Work:
         for gather in plan.gathers:
             if gather.chunk not in self.alone:
                 self.gathers[gather.begin].append(gather.chunk)
-        # chunks whose gradient is final when a moment begins, or when its call is done with them
-        self.final: dict[tuple[int, ChunkId | None], list[ChunkId]] = defaultdict(list)
-        for reduction in plan.forecast.reductions:
-            chunk, reduces = reduction.chunk, plan.chunks[reduction.chunk].reduces
-            final = reduction.end if reduces else reduction.last
-            if final < plan.num_trace_moments:  # else the step's
-                in_call = not reduces and chunk in (calls[final - 1] or ())
-                self.final[(final - 1, chunk) if in_call else (final, None)].append(chunk)
-
         self.pass_seconds = self._seconds_of_pass()
 
     def _is_of_pass(self, move: Move) -> bool:
@@ -128,26 +107,48 @@ class Work:
         return max(walk.reach(self.plan.num_trace_moments, now), links.end)
 
 
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """Record of a block on a clock, and the ticket of its last transfer."""
+
+    block: BlockBytes
+    clock: StepClock
+
+    @property
+    def id(self) -> BlockId:
+        return self.block.id
+
+    def begin(self, buffer: int) -> _Timed:
+        self.clock.reads(self.block)
+        return self
+
+    def put(self, buffer: int) -> _Timed:
+        self.clock.writes(self.block)
+        return self
+
+    def ready(self) -> bool:
+        return self.clock.has_ended(self.block)
+
+    def wait(self) -> None:
+        assert self.ready()
+
+
 class StepClock:
     """Clock of iterations with one `update`, of which the last one is measured."""
 
     def __init__(self, work: Work, update: str) -> None:
         self._work, self._plan = work, work.plan
-        self._has_tail, self._speculates = update in BEHIND, update in IN_BACKWARD
+        self._has_tail = update == TAIL
         by_host = work.plan.has_host_tier and work.plan.off_device is UpdatePath.CPU
         self._shares = not by_host  # one processor trains and updates
         self._links = PlannedLinks(work.bandwidths, work.plan.has_host_tier)
         self._walk = Walk(work.plan, self._links, work.moves)
-        count = num_buffers(work.depth, len(work.on_disk)) + max(0, work.num_ahead - 1)
-        # of a block the machine knows the id alone
-        rows = [Row(cast(Any, block)) for block in work.on_disk]
-        self._state = State(rows, work.depth, list(range(count)), is_ahead=True)
-        self._rows_of: dict[ChunkId, list[Row]] = defaultdict(list)
-        for row, block in zip(rows, work.on_disk, strict=True):
-            self._rows_of[block.chunk].append(row)
+        count = num_buffers(work.depth, len(work.on_disk)) + work.num_ahead
+        spans = [Span(_Timed(block, self)) for block in work.on_disk]
+        self._flow = Flow(spans, work.depth, list(range(count)))
         self._now = 0.0
         self._waits: list[Wait] = [0.0, 0.0]
-        self._is_parked = False  # the worker has nothing to do
+        self._is_asked = False  # the worker has a step to take
         self._is_computing = False
         self._update_ends = 0.0  # of the one under way
         self._ends: dict[BlockId, float] = {}  # of the last transfer
@@ -157,7 +158,6 @@ class StepClock:
         # of the last iteration
         self._began: list[float] = []
         self._asked = self._update_seconds = 0.0
-        self._num_early = 0
         self._kept_bytes: list[int] = []
 
     def run(self) -> OverlapCost:
@@ -175,9 +175,7 @@ class StepClock:
                 break
         seconds = self._began[-1] - self._began[-2]
         waited = max(0.0, seconds - self._work.pass_seconds)
-        return OverlapCost(
-            seconds, self._update_seconds, waited, self._num_early, tuple(self._kept_bytes)
-        )
+        return OverlapCost(seconds, self._update_seconds, waited, tuple(self._kept_bytes))
 
     # -- who trains --
 
@@ -201,18 +199,13 @@ class StepClock:
             yield from self._reach(moment)
             if moment < work.backward:
                 self._kept_bytes.append(self._held)
-            self._final(moment, None)
             for chunk, seconds in work.shares(moment):
                 if chunk is not None:
                     yield from self._gate(chunk)
                 yield from self._compute(seconds)
-                if chunk is not None:
-                    self._final(moment, chunk)
         yield from self._reach(self._plan.num_trace_moments)
 
     def _begin_backward(self) -> None:
-        if self._speculates:
-            note(self._state, Event.BACKWARD)
         for block in self._work.on_host[: max(0, self._work.depth - len(self._work.on_disk))]:
             self._send(block, self._work.state)
 
@@ -237,104 +230,71 @@ class StepClock:
             yield lambda: not any(move.end <= moment for move in self._late)
         yield self._walk.reach(moment, self._now)
 
-    def _final(self, moment: int, chunk: ChunkId | None) -> None:
-        final_chunks = self._work.final.get((moment, chunk), ()) if self._speculates else ()
-        for final in final_chunks:
-            note(self._state, Event.FINAL, None, self._rows_of[final])
-            self._is_parked = False
-
     def _compute(self, seconds: float) -> Thread:
         self._is_computing = True
         yield max(self._now, self._update_ends) + seconds
         self._is_computing = False
 
     def _step(self) -> Thread:
-        state = self._state
+        flow = self._flow
         self._asked = self._now
-        if self._speculates:
-            note(state, Event.STOPPED)
-            self._is_parked = False
-            # `step()` waits for early updates under way before it asks: blocks that are not done by
-            # then are the step's
-            yield lambda: self._is_parked
-        assumed = frozenset(state.assumed)
-        self._num_early = len(assumed)
         self._left.update(self._work.num_blocks)
         self._held = sum(self._work.gradients.values())
-        note(state, Event.ASKED, None, assumed)
-        for row in state.rows:
-            if row.is_complete:
-                self._is_updated(self._work.blocks[row.id])
-            elif row.was_read:
-                self._send(self._work.blocks[row.id], self._work.inputs)
-        self._is_parked = False
+        for span in flow.reads:
+            self._send(span.record.block, self._work.inputs)
+        flow.begin()
+        self._is_asked = True
         if not self._has_tail:
             yield self._has_settled
-        elif state.rows and self._plan.has_host_tier and self._shares:  # no thread: streams
-            yield lambda: state.phase in (Phase.RESIDENT, Phase.PASS)
+        elif flow.spans and self._plan.has_host_tier and self._shares:  # no thread: streams
+            yield lambda: not flow.in_step
 
     def _has_settled(self) -> bool:
-        return self._state.phase is Phase.PASS
+        return not self._is_asked
 
     # -- who updates --
 
     def _update_all(self) -> Thread:
-        state = self._state
+        flow = self._flow
+        flow.read_ahead()
         while True:
-            action = next_action(state)
-            if action is None:
-                self._is_parked = True
-                yield lambda: not self._is_parked
-                continue
-            do, row, _ = action
-            if row is not None:
-                yield from self._carry_out(do, row)
-            elif do is Do.VOTE:
-                note(state, Event.VOTED)
-            elif do is Do.COMMIT:
-                note(state, Event.COMMITTED, None, True)
-            else:
-                yield from self._update_in_memory()
-                note(state, Event.RESIDENT)
-                self._update_seconds = self._now - self._asked
-
-    def _carry_out(self, do: Do, row: Row) -> Thread:
-        work, block = self._work, self._work.blocks[row.id]
-        if do is Do.WAIT:
-            yield max(self._now, self._ends[block.id])
-            note(self._state, ENDS_WITH[row.stage], row)
-        elif do is Do.UPDATE:
-            yield max(self._now, self._ends[block.id])  # of its inputs that are no state
-            yield from self._update(work.updates[block.id])
-            in_file = self._plan.shards[block.chunk].param_home is Tier.NVME
-            row.is_complete = row.is_early and in_file  # nothing is left to the step
-            note(self._state, Event.UPDATED, row)
-            if not row.is_early:
+            yield lambda: self._is_asked
+            while True:
+                while (busy := flow.waits_for()) is not None:
+                    yield from self._end(busy)
+                span = flow.take()
+                if span is None:
+                    break
+                block = span.record.block
+                yield max(self._now, self._ends[block.id])  # of its inputs that are no state
+                yield from self._update(self._work.updates[block.id])
                 self._is_updated(block)
-            self._collect()
-        elif do is Do.PLACE:
-            note(self._state, Event.PLACED, row)
-            self._is_updated(block)
-        elif do is Do.READ:
-            self._send(block, work.state)
-            if row.is_early or self._state.phase is Phase.PREPARING:
-                self._send(block, work.inputs)
-        elif do is Do.WRITE:
-            self._send(block, work.results)
-        elif do is Do.FETCH:
-            nbytes = block.undo_bytes or block.numel * FP32_BYTES
-            self._ends[block.id] = self._links.send(Tier.NVME, Tier.DEVICE, nbytes, self._now)
+                flow.put(span)
+            while flow.writes:
+                yield from self._end(flow.writes[0])
+            flow.committed(in_order=True)
+            flow.read_ahead()
+            yield from self._update_in_memory()
+            self._update_seconds = self._now - self._asked
+            self._is_asked = False
 
-    def _collect(self) -> None:
-        """Take back the buffers of writes that have ended, as in `NvmeState.collect`."""
-        state = self._state
-        # Only when a buffer is needed: a written block that keeps its buffer is not read again
-        if not (state.free or state.cached):
-            for row in list(state.under_way):
-                if row.stage is Stage.WRITING:
-                    if self._ends[row.id] > self._now:
-                        return
-                    note(state, Event.WRITTEN, row)
+    def _end(self, span: Span[_Timed]) -> Thread:
+        yield max(self._now, self._ends[span.id])
+        self._flow.end(span)
+
+    def reads(self, block: BlockBytes) -> None:
+        """Begin to read a block's state, and in a step what else its update needs."""
+        self._send(block, self._work.state)
+        if self._flow.in_step:
+            self._send(block, self._work.inputs)
+
+    def writes(self, block: BlockBytes) -> None:
+        """Begin to write a block's state."""
+        self._send(block, self._work.results)
+
+    def has_ended(self, block: BlockBytes) -> bool:
+        """Whether the last transfer of a block has ended by now."""
+        return self._ends[block.id] <= self._now
 
     def _update_in_memory(self) -> Thread:
         """Update blocks on the device, as one launch, then blocks in host memory one by one."""

@@ -2,19 +2,17 @@
 
 serial     all in `step()`
 tail       after the step, during the next forward (ADR 0002)
-speculate  in backward, and the rest in `step()` (ADR 0002)
-both       in backward, and the rest during the next forward
-auto       the best of these for the plan
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-UPDATES = ("serial", "tail", "speculate", "both")  # the simplest first
-AUTO = "auto"
-BEHIND, IN_BACKWARD = ("tail", "both"), ("speculate", "both")
+SERIAL, TAIL = "serial", "tail"
+UPDATES = (SERIAL, TAIL)  # the simplest first
+RETIRED = ("speculate", "both", "auto")  # of earlier versions: run as `TAIL`
 SAME_SECONDS = 0.02  # of an iteration: no prediction tells them apart
 
 
@@ -25,11 +23,28 @@ class OverlapCost:
     seconds: float
     update_seconds: float  # from the call of `step()` until all is updated
     waited_seconds: float  # by so much the pass is longer than without updates
-    num_early: int  # blocks on NVMe that are updated in backward
     kept_bytes: tuple[int, ...]  # of gradients that blocks still need, at every moment of forward
 
     def __str__(self) -> str:
         return said(self.update_seconds, self.waited_seconds)
+
+
+def current_update(update: str) -> str:
+    """The `update=` of today: a retired one is `TAIL`, with a warning that each is given once.
+
+    Raises ValueError for what no version knew.
+    """
+    if update in RETIRED:
+        warnings.warn(
+            f'update="{update}" is no longer offered and runs as update="tail": blocks are not '
+            'updated during backward. The bits are the same; write update="tail"',
+            FutureWarning,
+            stacklevel=2,
+        )
+        return TAIL
+    if update not in UPDATES:
+        raise ValueError(f"update={update!r}; expected one of {[*UPDATES]}")
+    return update
 
 
 def said(update_seconds: float, waited_seconds: float) -> str:
@@ -39,11 +54,6 @@ def said(update_seconds: float, waited_seconds: float) -> str:
         f"{update_seconds:.3g} s: {hidden:.3g} s hidden during the next forward, "
         f"{waited_seconds:.3g} s waited for"
     )
-
-
-def blocks_in_words(num_early: int, num_blocks: int) -> str:
-    """Words for the blocks that are updated in backward, as predicted or as measured."""
-    return f"{num_early} of {num_blocks} blocks on NVMe"
 
 
 def best_update(seconds: Mapping[str, float]) -> str:

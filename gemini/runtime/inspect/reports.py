@@ -26,15 +26,8 @@ from gemini.placement.predict import KINDS, TIERS
 from gemini.placement.start import Start
 from gemini.placement.tiers import Tier
 from gemini.placement.timeline import planned_timeline
-from gemini.placement.timetable.allowed import EARLY, TAIL
-from gemini.placement.timetable.updates import (
-    BEHIND,
-    IN_BACKWARD,
-    blocks_in_words,
-    priced_in_words,
-    said,
-)
-from gemini.runtime.parts import Parts, against_part, asked_update, update_of
+from gemini.placement.timetable.updates import SERIAL, TAIL, priced_in_words, said
+from gemini.runtime.parts import Parts, against_tail_of, update_of
 from gemini.units import format_bytes
 
 log = logging.getLogger("gemini")
@@ -117,22 +110,15 @@ def _update_lines(parts: Parts) -> list[str]:
     result = parts.planning.result
     costs, update = result.overlapped, update_of(parts)
     prices = [priced_in_words(result.seconds_by_update)] if costs else []
-    if parts.update == "serial":
-        if against_part(parts, TAIL) is not None or "tail" not in costs:
+    if parts.update == SERIAL:
+        if against_tail_of(parts) is not None or TAIL not in costs:
             return []
-        said_of_tail = f'with update="tail" it would be predicted to take {costs["tail"]}'
+        said_of_tail = f'with update="tail" it would be predicted to take {costs[TAIL]}'
         return [f"update: serial; {said_of_tail}", *prices]
-    cost = costs.get(update)
     lines = [f"update: {when_updated(parts)}", *prices]
-    if update in IN_BACKWARD and parts.target is not None:
-        num_blocks = len(parts.plan.blocks_on(Tier.NVME))
-        if cost is not None:
-            lines.append(f"predicted in backward: {blocks_in_words(cost.num_early, num_blocks)}")
-        if (num_held := parts.target.num_held) is not None:
-            lines.append(f"held by the last step: {blocks_in_words(num_held, num_blocks)}")
-    if update not in BEHIND:
+    if update == SERIAL:
         return lines
-    if cost is not None:
+    if (cost := costs.get(update)) is not None:
         lines.append(f"predicted of the update: {cost}")
     behind = parts.updating.behind
     if behind.ready() and (last := behind.wait()).seconds:
@@ -141,19 +127,11 @@ def _update_lines(parts: Parts) -> list[str]:
 
 
 def when_updated(parts: Parts) -> str:
-    """Time of the update of state off the device, in words, with the rule against `update=` if one
-    applies."""
-    asked, update = asked_update(parts), update_of(parts)
-    has_tail, is_early = update in BEHIND, update in IN_BACKWARD
-    rest = "behind the next forward" if has_tail else "in step()"
-    why = f", as {against_part(parts, TAIL)}" if asked in BEHIND and not has_tail else ""
-    if is_early:
-        return f"in backward, and the rest {rest}{why}"
-    if why:
-        return f"serial{why}"
-    if asked in IN_BACKWARD:
-        return f"{rest}, and none in backward, as {against_part(parts, EARLY)}"
-    return rest
+    """Time of the update of state off the device, in words, with the rule against a tail that was
+    asked for, if one applies."""
+    if update_of(parts) == TAIL:
+        return "behind the next forward"
+    return "in step()" if parts.update == SERIAL else f"serial, as {against_tail_of(parts)}"
 
 
 def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str:

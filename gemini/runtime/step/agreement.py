@@ -9,7 +9,7 @@ import torch
 
 from gemini.optim.rules.report import Outcome, StepReport, Traffic
 from gemini.optim.state.deferred_signals import DeferredSignals
-from gemini.optim.step.driver import InMemory, TargetStep, at_once, take
+from gemini.optim.step.driver import InMemory, Step, at_once, take
 from gemini.optim.step.executor import Executor
 from gemini.runtime.comm.ballot import Agreement, Ballot
 from gemini.runtime.comm.communicator import Communicator
@@ -34,7 +34,7 @@ class AgreedStep:
     executor: Executor
     count: Callable[[Sequence[ParamId]], None]
     gathered_since: Callable[[], Traffic]
-    step: TargetStep
+    step: Step
     views: ShardViews
     taken: Sequence[ParamId]
     outcome: Outcome

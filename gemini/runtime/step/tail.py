@@ -17,19 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter as clock
 
 from gemini.chunk.storage import Chunk
 from gemini.optim.rules.report import TailResult
-from gemini.optim.rules.speculation import TailTimes
 from gemini.optim.state.deferred_signals import DeferredSignals, TailSignals
 from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import TieredState
-from gemini.optim.step.driver import TargetStep
+from gemini.optim.step.driver import Step
 from gemini.optim.step.side_stream import SideStreamUpdates
 from gemini.optim.step.tail import Ended, Gate, Tail
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.updates import BEHIND
+from gemini.placement.timetable.updates import TAIL
 from gemini.ranges import named
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.leaving import ask_at_the_end, was_asked
@@ -45,26 +43,10 @@ from .weights import after_step
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
     tail: Tail
-    step: TargetStep
+    step: Step
     state: TieredState
     taken: Sequence[ParamId]
     forget: Callable[[], None]  # what was counted when `step()` returned
-    gates: _Gates
-    num_blocks: int  # on disk
-    held_share: float  # of a block's traffic: what is left where its early update is held
-    began: float
-
-    def times(self, asked: float) -> TailTimes:
-        """Times of a finished tail. asked: when the first caller began to wait for it."""
-        forward = asked - self.began - self.gates.waited_seconds
-        return TailTimes.measured(
-            forward,
-            self.tail.seconds,
-            blocks=self.num_blocks,
-            num_held=self.step.num_held,
-            num_done=self.step.num_done,
-            held_share=self.held_share,
-        )
 
 
 class StepTail:
@@ -77,16 +59,15 @@ class StepTail:
             None  # deferred, or whose handlers the main thread is to put back
         )
         self.side_stream: SideStreamUpdates | None = None  # where kernels update
-        self.times = TailTimes()  # of the last one
 
     @property
     def applies(self) -> bool:
         """Whether steps of this plan have a tail."""
-        return update_of(self._parts) in BEHIND
+        return update_of(self._parts) == TAIL
 
     def begin(
         self,
-        step: TargetStep,
+        step: Step,
         views: ShardViews,
         tiered_state: TieredState,
         chunks: Sequence[Chunk],
@@ -109,10 +90,7 @@ class StepTail:
             in_memory = Vote(parts.tail_communicator, raise_what_tore)
         tail = Tail(step, vote, gates, signals, in_memory)
 
-        share = 0.0 if tiered_state.nvme is None else tiered_state.nvme.held_share
-        self._under_way = _UnderWay(
-            tail, step, tiered_state, taken, forget, gates, step.num_blocks, share, clock()
-        )
+        self._under_way = _UnderWay(tail, step, tiered_state, taken, forget)
         self._signals = signals
         # A program may end with this step; then its exit asks whether the step failed.
         ask_at_the_end(id(self), partial(_failure_of, tail.behind))
@@ -123,7 +101,7 @@ class StepTail:
 
     def begin_on_side_stream(
         self,
-        step: TargetStep,
+        step: Step,
         views: ShardViews,
         tiered_state: TieredState,
         chunks: Sequence[Chunk],
@@ -163,7 +141,7 @@ class StepTail:
         if under_way is None:
             self._put_signals_back()
             return
-        asked, tail = clock(), under_way.tail
+        tail = under_way.tail
         with named("wait for", "tail"):
             tail.behind.wait()
         if tail.error is not None and has_pass_elsewhere(self._parts):
@@ -171,7 +149,6 @@ class StepTail:
                 "the last step failed, and is undone where another thread trains: read again "
                 f"then. It ended with {type(tail.error).__name__}: {tail.error}"
             ) from tail.error
-        self.times = under_way.times(asked)
         self._put_signals_back()
         # An undo that a signal cuts off would leave weights of two steps.
         with DeferredSignals():

@@ -22,29 +22,24 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
-from gemini.optim.matrices.updater import MatrixUpdater
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome, Skips, StepReport, Traffic
 from gemini.optim.rules.rule import NormRule, UpdateRule
 from gemini.optim.state.deferred_signals import TailSignals
-from gemini.optim.step.cpu_step import CpuStep
-from gemini.optim.step.driver import InMemory, TargetStep, at_once
+from gemini.optim.step.driver import InMemory, Step, at_once
 from gemini.optim.step.executor import AnyUpdater, Executor
 from gemini.optim.step.triton_step import TritonStep
 from gemini.optim.target import AmpInputs, Group, Target
-from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from gemini.runtime.comm.ballot import Agreement
 from gemini.runtime.parts import Parts
 from gemini.tickets import Done
-from gemini.units import BlockId, ParamId
+from gemini.units import ParamId
 
 from .agreement import AgreedStep, carry_out, raise_what_any_rank_raised
-from .early_views import EarlyShardViews
 from .executors import planned_staging
 from .gradients import StepGradients, check_any
-from .speculation import Assumed, StepSpeculation
 from .state.norms import with_norms
 from .state.saved_state import SavedShards, param_groups_of
 from .state.shard_state import StepCalls
@@ -78,11 +73,6 @@ class ShardTarget(SavedShards):
         settings = parts.precision_settings  # ranks skip together, and one of them tells
         most, least = settings.most_skipped
         self._skips = Skips(most, least, tells=parts.comm.rank == 0)
-        self._groups: Sequence[Group] = groups  # of the last step: the user may change them since
-        if parts.update in (*IN_BACKWARD, AUTO):
-            self.speculation = StepSpeculation(
-                parts, self._tail, self._tiered_state, self._chunks, self._assume
-            )
         self.joint: Target | None = None  # with which it steps, where several modules do
         self.device_may_decide = True  # False: hosts read and agree in every step
 
@@ -96,11 +86,6 @@ class ShardTarget(SavedShards):
         """Executor that measures gradients and updates shards."""
         return self._executor
 
-    @property
-    def num_held(self) -> int | None:
-        """Blocks of the last step that were updated in backward; None: no speculation or step."""
-        return None if self.speculation is None else self.speculation.num_held
-
     def _staging_bytes(self) -> int:
         """Bytes of staging on the device."""
         return 0 if self._executor.staging is None else self._executor.staging.nbytes
@@ -113,7 +98,6 @@ class ShardTarget(SavedShards):
 
     def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
         self.check_step(amp)
-        self._groups = groups
         hypers, chunks = self.hypers(groups), self.gradients.reduced()
         device, pending = self._deciding_device, self._parts.pending_clip
         decided = pending is not None and pending.clip.fixed_factor is not None
@@ -121,8 +105,6 @@ class ShardTarget(SavedShards):
             report = self._step_on_device(device, chunks, hypers)
         else:
             report = self._step_agreed(chunks, hypers)
-            if self.speculation is not None:
-                report = self._taught(self.speculation, report)
         self.gradients.used()
         return self.reported(report)
 
@@ -168,7 +150,7 @@ class ShardTarget(SavedShards):
             return self._begin_tail(step, agree)
         return self._with_tail(carry_out([step], agree, self._in_memory(step.step, step.views)))
 
-    def _in_memory(self, step: TargetStep, views: ShardViews) -> InMemory:
+    def _in_memory(self, step: Step, views: ShardViews) -> InMemory:
         """Choose what updates blocks in memory: this call, or the device on its side stream."""
         if not (self._tail.applies and isinstance(self._executor, TritonStep)):
             return at_once
@@ -183,32 +165,6 @@ class ShardTarget(SavedShards):
             return report
         behind = side_stream.work
         return replace(report, traffic=report.traffic - behind.traffic, behind=behind)
-
-    def _taught(self, speculation: StepSpeculation, report: StepReport) -> StepReport:
-        """Report with early updates; the speculation learns from this step."""
-        found, moved = speculation.learn(
-            self.gradients.pending_clip.clip, was_skipped=report.skipped
-        )
-        return replace(report, speculation=found, traffic=report.traffic + moved)
-
-    def _assume(self, taken: Sequence[ParamId]) -> Assumed | None:
-        """Predicted inputs of the next step (no clip; `taken` updated), or None if unknown."""
-        executor, parts = self._executor, self._parts
-        if not isinstance(executor, CpuStep):
-            return None
-        try:
-            hypers = self.hypers(self._groups)
-        except (TypeError, ValueError):  # the step says so
-            return None
-        views = EarlyShardViews(
-            self._chunks,
-            self._hyper_by_param(hypers, taken),
-            executor.next_steps(),
-            parts.storage,
-            parts.backend,
-            merges=executor.merges_parameters,
-        )
-        return Assumed(executor.assumed(parts.precision_settings.clip.max_value), views)
 
     def _begin_tail(
         self, agreed: AgreedStep, agree: Callable[[BaseException | None], None]
@@ -289,10 +245,8 @@ class ShardTarget(SavedShards):
             hypers = [one or least for one in by_param]  # a row for every parameter
         updater = self._executor.begin(hypers, taken, agreement.power_sum, clip)
         outcome = Outcome(grad_norm=clip.norm(agreement.power_sum) / scale, loss_scale=scale)
-        views, held = self._views(by_param), frozenset[BlockId]()
-        if self.speculation is not None and not isinstance(updater, MatrixUpdater):
-            held = self.speculation.judge(updater, views, taken)
-        step = self._new_step(updater, views, held)
+        views = self._views(by_param)
+        step = self._new_step(updater, views)
         return AgreedStep(
             self._parts,
             self._executor,
@@ -391,15 +345,12 @@ class ShardTarget(SavedShards):
         before, self._moved = self._moved, self._parts.storage.traffic()
         return self._moved - before
 
-    def _new_step(
-        self, updater: AnyUpdater, views: ShardViews, held: frozenset[BlockId] = frozenset()
-    ) -> TargetStep:
+    def _new_step(self, updater: AnyUpdater, views: ShardViews) -> Step:
         files = self._parts.storage.params if views.files is None else views.files.params
         # In order, the first blocks are read ahead; their gradients are the last to be final.
-        in_order = self._tail.applies or (self.speculation is not None and self.speculation.applies)
-        return TargetStep(
+        return Step(
             self._tiered_state, updater, views, self._num_steps + 1, files,
-            in_order=in_order, held=held, follow=views.follow,
+            in_order=self._tail.applies,
         )  # fmt: skip
 
     def count(self, taken: Sequence[ParamId]) -> None:
@@ -456,8 +407,6 @@ class ShardTarget(SavedShards):
 
     def _close(self) -> None:
         self._tail.end()
-        if self.speculation is not None:
-            self.speculation.close()
         self._parts.events.keeping.leave(self._follow_payload)
         self._parts.ledger.forget_state()
         if self.kept_steps is not None:

@@ -1,8 +1,6 @@
-"""Files of gradients and parameters, as updates in backward and in a tail use them."""
+"""Files of gradients and parameters, as updates in a tail use them."""
 
 from __future__ import annotations
-
-from collections.abc import Container
 
 import torch
 
@@ -10,7 +8,7 @@ from gemini.runtime.memory.files.blocks import FileBlocks, Staged
 from gemini.runtime.memory.files.tensor_files import TensorFiles
 from gemini.runtime.memory.gradient_homes import FileBlock, GradientBlock
 from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.units import BUFFERS_AHEAD, BlockId, ChunkId
+from gemini.units import BUFFERS_AHEAD, ChunkId
 
 Place = tuple[ChunkId, int]  # a chunk, and which block of it
 
@@ -18,15 +16,11 @@ Place = tuple[ChunkId, int]  # a chunk, and which block of it
 class UpdateFiles:
     """Blocks of files, through staging buffers of its own: the thread that trains has others.
 
-    New parameters are a new version in their file, which the step commits or drops. So where the
-    step holds an early update of such a block, nothing is left to do for it.
-
-    written: blocks of state whose new parameters were written, or are on their way.
+    New parameters are a new version in their file, which the step commits or drops.
     params: None where no parameter lives in files; versions as of `optim.step.driver.Versions`.
     """
 
     def __init__(self, storage: ShardStorage) -> None:
-        self.written: dict[BlockId, Place] = {}
         self._gradients = storage.gradient_files
         self._blocks: dict[TensorFiles, FileBlocks] = {}
         self.params = None if storage.params is None else self._of(storage.params)
@@ -44,24 +38,10 @@ class UpdateFiles:
         """Whether a buffer is free for one more read."""
         return self._gradients_of(place, dtype).has_buffer
 
-    def write_param(self, block: BlockId, place: Place, staged: Staged) -> None:
+    def write_param(self, place: Place, staged: Staged) -> None:
         """Begin to write the parameters of a block of state."""
         assert self.params is not None
         self.params.write_block(*place, staged)
-        self.written[block] = place
-
-    def end(self) -> None:
-        """Wait for writes under way; the step is told of those that failed."""
-        for blocks in self._blocks.values():
-            blocks.end_writes()
-
-    def drop(self, but: Container[BlockId] = ()) -> None:
-        """Drop the new versions of all blocks except `but`. Call `end` first."""
-        for block, place in self.written.items():
-            if block not in but:
-                assert self.params is not None
-                self.params.take_back(*place)
-        self.written.clear()
 
     def _gradients_of(self, place: Place, dtype: torch.dtype) -> FileBlocks:
         assert self._gradients is not None

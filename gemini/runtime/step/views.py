@@ -138,15 +138,6 @@ class ShardViews:
         dropped = (kept.grad for kept, chunk in pairs if kept.grad is not chunk.grad)
         return sum(grad.nbytes for grad in dropped if grad is not None)
 
-    def inputs_of(self, block: Block) -> tuple[tuple[object, int] | None, ...]:
-        """Hyperparameters and step number of each segment; None where the step leaves it alone."""
-        params = [part.param for part in block.segments]
-        hypers = [self._hyper[param] for param in params]
-        return tuple(
-            None if hyper is None else (hyper, self._step[param])
-            for param, hyper in zip(params, hypers, strict=True)
-        )
-
     def expect(self, blocks: Sequence[Block]) -> None:
         self._coming = [  # what no gradient updates never has a turn, and its shard may be let go
             block
@@ -203,13 +194,6 @@ class ShardViews:
             for run in runs
         ]
 
-    def follow(self, block: Block, values: Tensor) -> None:
-        """Set the block's parameters that this step updates to `values` [n], rounded."""
-        param = self._param_of(block, {MASTER: values})
-        for run in self._runs(block):
-            copy_alone(param[run.start : run.end], values[run.start : run.end])
-        self.updated(block)
-
     def _runs(self, block: Block) -> list[_PieceRange]:
         """Runs of a block: neighbours of one group and one step count are one, gaps included.
 
@@ -264,7 +248,7 @@ class ShardViews:
 
     def _write_param(self, block: Block, staged: Staged) -> None:
         if self.files is not None:
-            self.files.write_param(block.id, self._place(block), staged)
+            self.files.write_param(self._place(block), staged)
         else:
             self._param_files.write_block(*self._place(block), staged)
 

@@ -35,7 +35,7 @@ from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.units import PARAM_ALIGN_NUMEL, BlockId
 
-from .forms import BlockForms
+from .records import Part, Records
 
 _TEXT_BYTES = 1 << 16  # of names and planes, at most
 _SHOWN = ("float32", "float64")  # dtypes of planes that are shown
@@ -53,7 +53,7 @@ class StateVersion:
     index: Index
     layout: StateLayout  # as it is shown
     blocks: tuple[tuple[int, bool], ...]  # of each: elements, and whether its masters are split
-    has_undo: bool  # see `BlockForms`
+    has_undo: bool  # see `Records`
     columns: Columns = ALL_COLUMNS  # which planes a block has, by its position
     starts: tuple[int, ...] = field(init=False, compare=False)  # bytes; of each block, and the end
 
@@ -75,10 +75,10 @@ class StateVersion:
         """Layout of the shown planes of a block."""
         return self.columns.of({i}, self.layout)
 
-    def forms(self) -> BlockForms:
-        """Forms of the blocks, by position."""
+    def records(self) -> Records:
+        """Records of the blocks, by position."""
         split = {BlockId(i) for i, (_, is_split) in enumerate(self.blocks) if is_split}
-        return BlockForms(
+        return Records(
             self.all_blocks(), self.layout, split, undo=self.has_undo, columns=self.columns
         )
 
@@ -166,13 +166,13 @@ class VersionReader:
     def __init__(self, version: StateVersion, files: Recovered) -> None:
         """Raises StoreFormatError where files have other blocks, OSError where they cannot be
         opened."""
-        self._version, self._files, self._forms = version, files, version.forms()
-        if tuple(self._forms.nbytes) != files.layout.block_nbytes:
+        self._version, self._files, self._records = version, files, version.records()
+        if tuple(self._records.nbytes) != files.layout.block_nbytes:
             raise StoreFormatError(f"{version.paths[0]} has other blocks than are pinned in it")
         # not through the page cache: a load may write to other extents of the same file meanwhile
         self._open = [open_direct(Path(path)) for path in version.paths]
         self._engine = ThreadEngine()
-        self._buffer = BufferPool(1, self._forms.buffer_nbytes(version.all_blocks())).take()
+        self._buffer = BufferPool(1, self._records.buffer_nbytes(version.all_blocks())).take()
         self._shown: tuple[int, Planes] | None = None
 
     def close(self) -> None:
@@ -184,22 +184,19 @@ class VersionReader:
     def block(self, i: int) -> Planes:
         """Shown planes of block i; good until the next call. Raises NvmeError."""
         if self._shown is None or self._shown[0] != i:
-            block, forms = self._version.block(i), self._forms
+            record = self._records[self._version.block(i)]
             self._shown = None
-            views = [forms.state_view(self._buffer, block)]
-            if forms.is_split(block):
-                views.append(forms.undo_view(self._buffer, block))
-            parts = list(zip(forms.committed_ids(block), views, strict=True))
-            tickets = [self._engine.read(self._transfer(part, view)) for part, view in parts]
-            for (part, _), ticket in zip(parts, tickets, strict=True):
-                if ticket.wait() != self._files.index.entries[part].checksum:
-                    raise ChecksumError(f"block {part} of a recovered store does not verify")
-            self._shown = i, forms.shown(self._buffer, block)
+            tickets = [self._engine.read(self._transfer(part)) for part in record.committed]
+            for part, ticket in zip(record.committed, tickets, strict=True):
+                if ticket.wait() != self._files.index.entries[part.block].checksum:
+                    raise ChecksumError(f"block {part.block} of a recovered store does not verify")
+            self._shown = i, record.shown(self._buffer)
         return self._shown[1]
 
-    def _transfer(self, part: BlockId, view: memoryview) -> Transfer:
-        extent = self._files.extent(part)
-        return Transfer(self._open[extent.file], extent.offset, view[: extent.nbytes], True)
+    def _transfer(self, part: Part) -> Transfer:
+        extent = self._files.extent(part.block)
+        view = self._buffer.view[part.start : part.start + extent.nbytes]
+        return Transfer(self._open[extent.file], extent.offset, view, True)
 
     def read(self, at: int, numel: int) -> Tensor:
         """[numel] of one plane of one block; good until the next call. Raises ValueError for bytes

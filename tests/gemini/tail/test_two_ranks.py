@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from optim.rules.speculation import Habit
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.shared.models import token_loss
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement
-from optim.rules.speculation import Habit
 from tests.support.disks.faults import failing
 from tests.support.disks.waiting import waiting
 from tests.support.loops.budgets import SHARED, within

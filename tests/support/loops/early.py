@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
+from optim.step.speculation import Speculation
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -25,7 +26,6 @@ from gemini import AutoPlacement
 from gemini.placement.draft import PlanResult
 from gemini.placement.timetable.updates import AUTO
 from optim.rules.report import Speculated
-from optim.step.speculation import Speculation
 from tests.support.loops.budgets import MIXED, in_files, within
 from tests.support.loops.tails import (
     Schedule,

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from optim.rules.speculation import Habit
 from torch import Tensor, nn
 
 from bench.shared.models import Tower, token_batches, token_loss
@@ -19,7 +20,6 @@ from gemini import GeminiDDP, StaticPlacement
 from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from gemini.tickets import Done
 from optim import HybridAdam, LossScale, NvmeConfig
-from optim.rules.speculation import Habit
 from optim.update.triton_update import TritonUpdater
 from optim.update.updaters import CpuUpdater
 from tests.support.disks.waiting import when_waited

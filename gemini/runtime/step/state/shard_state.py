@@ -26,7 +26,6 @@ from gemini.placement.tiers import Tier
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.memory.user_writes import follow_shard
 from gemini.runtime.parts import Parts
-from gemini.runtime.step.speculation import StepSpeculation
 from gemini.runtime.step.tail import StepTail
 from gemini.units import BlockId, ChunkId
 
@@ -61,7 +60,6 @@ class ShardState:
         self._parts = parts
         self._calls = calls
         self._tail = StepTail(parts)
-        self.speculation: StepSpeculation | None = None
         self._chunks = [chunk for chunk in parts.chunks if chunk.spec.trainable]
         self._names = [spec.name for spec in parts.layout.params]
         master_weights = parts.precision_settings.master_weights
@@ -243,10 +241,8 @@ class ShardState:
         return self._tiered_state
 
     def _settle_state(self) -> None:
-        """End the last step, and drop what was done for the next one."""
+        """End the last step."""
         self._tail.settle()
-        if self.speculation is not None:
-            self.speculation.drop()
 
     def settle(self) -> None:
         """Wait until the last step counts. Raises what ended it; then it is undone."""

@@ -1,0 +1,224 @@
+"""Flow of spans between a file and a few buffers, from one step to the next. Pure.
+
+A span is a run of elements that is updated together. Its record brings it into a buffer and takes
+it back, and only the record knows where its bytes are. Nothing here reads a clock, a disk or a
+tensor: tickets are asked, and whoever carries a flow out waits for them (`optim.state.nvme_state`
+for a disk, `gemini.placement.timetable.clock` for a price). One thread at a time.
+
+    begin        a step begins: spans that were read ahead come first
+    waits_for    reads are begun; the transfer that must end before the next span is there
+    end          a transfer has ended
+    take, put    the next span, to be updated; its new version is on its way to the file
+    committed    the step counts: the next one begins with what is still in a buffer
+    settle, undo    whatever is under way ends; the spans whose weights must be restored
+
+A new version lies beside the last one, which counts until a commit: so a step is undone by
+forgetting what was written, and by restoring weights that were changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from gemini.tickets import Ticket
+from gemini.units import BlockId
+
+
+class Record(Protocol):
+    """Place of a span's bytes outside of its buffer."""
+
+    @property
+    def id(self) -> BlockId:
+        """The block whose bytes these are."""
+        ...
+
+    def begin(self, buffer: Any) -> Ticket[object]:
+        """Begin to read the last version."""
+        ...
+
+    def put(self, buffer: Any) -> Ticket[object]:
+        """Begin to write the next version."""
+        ...
+
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(slots=True, eq=False)
+class Span(Generic[R]):
+    """Run of elements that is updated together, and its buffer while it has one."""
+
+    record: R
+    buffer: Any = None  # a `nvme.Buffer`
+    ticket: Ticket[object] | None = None  # of its transfer; None: it has ended
+    was_read: bool = False  # its read was begun before the step
+    is_touched: bool = False  # its weights may not be those of the last step
+    id: BlockId = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id = self.record.id
+
+
+def num_buffers(depth: int, num_spans: int) -> int:
+    """Number of buffers of a flow: of spans that are read, of one that is updated and one that is
+    written."""
+    return min(depth + 2, num_spans + 1)
+
+
+class Flow(Generic[R]):
+    """Spans of one file, in and out of `free` buffers; `depth` are read before their update.
+
+    Invariant: buffers that spans have and free ones are those there are.
+    """
+
+    def __init__(self, spans: Sequence[Span[R]], depth: int, free: list[Any] | None = None) -> None:
+        self.spans = list(spans)
+        self.order = list(spans)  # of the next step
+        self.depth = depth
+        self.free: list[Any] = [] if free is None else free
+        self.in_step = False  # between `begin` and the commit or the undo
+        self.todo: deque[Span[R]] = deque()  # of the step, not begun
+        self.reads: deque[Span[R]] = deque()  # begun or there, in order: the first of `order`
+        self.writes: deque[Span[R]] = deque()  # in order
+        self.cached: deque[Span[R]] = deque()  # written, with a buffer that may be taken
+
+    def change(self, spans: Sequence[Span[R]], free: list[Any]) -> None:
+        """Have other spans and other buffers. Nothing is under way; the order of known ones
+        stays."""
+        there = {span.id for span in spans}
+        kept = [span for span in self.order if span.id in there]
+        known = {span.id for span in kept}
+        self.order = kept + [span for span in spans if span.id not in known]
+        self.spans, self.free = list(spans), free
+
+    # -- a step --
+
+    def begin(self) -> None:
+        """Begin a step of all spans."""
+        self.in_step = True
+        for span in self.reads:
+            span.was_read = True
+        self.todo = deque(self.order[len(self.reads) :])
+
+    def waits_for(self) -> Span[R] | None:
+        """Begin the reads that have room, and tell the span whose transfer must end before `take`;
+        None: none must."""
+        while self.todo and len(self.reads) < self.depth and self._has_buffer(self.todo[0]):
+            span = self.todo.popleft()
+            self.reads.append(span)
+            span.ticket = span.record.begin(span.buffer)
+        if self.reads:
+            return None if self.reads[0].ticket is None else self.reads[0]
+        return self.writes[0] if self.todo else None
+
+    def take(self) -> Span[R] | None:
+        """The next span, which is there; None: there is none."""
+        return self.reads.popleft() if self.reads else None
+
+    def put(self, span: Span[R]) -> None:
+        """Begin to take an updated span back."""
+        self.writes.append(span)
+        span.ticket = span.record.put(span.buffer)
+
+    def end(self, span: Span[R]) -> None:
+        """Wait for a span's transfer, of writes the first. Raises its error.
+
+        What was read ahead failed in nobody's call: it is read again, and that may fail.
+        """
+        ticket, span.ticket = span.ticket, None
+        assert ticket is not None
+        if self.writes and self.writes[0] is span:
+            self.cached.append(self.writes.popleft())
+        try:
+            ticket.wait()
+        except Exception:
+            if not span.was_read:
+                raise
+            span.was_read = False
+            span.record.begin(span.buffer).wait()
+
+    def _has_buffer(self, span: Span[R]) -> bool:
+        """Take a buffer for a span if there is one. Never waits."""
+        # Only where one is needed: a written span that keeps its buffer is not read again.
+        while not (self.free or self.cached) and self.writes:
+            ticket = self.writes[0].ticket
+            if ticket is None or not ticket.ready():
+                return False
+            self.end(self.writes[0])
+        if self.free:
+            span.buffer = self.free.pop()
+        elif self.cached:
+            other = self.cached.popleft()
+            span.buffer, other.buffer = other.buffer, None
+        return span.buffer is not None
+
+    def give(self, span: Span[R]) -> None:
+        """Take the buffer of a span back: its weights and its file are those of the last step."""
+        if span.buffer is not None:
+            self.free.append(span.buffer)
+        span.buffer = None
+        span.was_read = span.is_touched = False
+
+    def committed(self, *, in_order: bool) -> None:
+        """Note that the step counts.
+
+        in_order: the next one begins with the first span; else with the last of this one, whose
+            buffer has it already.
+        """
+        self.in_step = False
+        self.order = list(self.spans) if in_order else self.order[::-1]
+        for span in self.spans:
+            span.was_read = span.is_touched = False
+        while self.cached:
+            span = self.cached.pop()
+            place = len(self.reads)
+            if place < self.depth and span is self.order[place]:
+                self.reads.append(span)
+            else:
+                self.give(span)
+
+    # -- between steps --
+
+    def read_ahead(self) -> None:
+        """Begin to read the first spans of the next step. Never waits, and raises nothing: the step
+        reads again what failed."""
+        while len(self.reads) < min(self.depth, len(self.order)):
+            span = self.order[len(self.reads)]
+            if not self._has_buffer(span):
+                return
+            try:
+                span.ticket = span.record.begin(span.buffer)
+            except Exception:
+                self.give(span)
+                return
+            self.reads.append(span)
+
+    def settle(self) -> None:
+        """Wait for all transfers, whatever becomes of them."""
+        for span in (*self.reads, *self.writes):
+            ticket, span.ticket = span.ticket, None
+            if ticket is not None:
+                with suppress(Exception):
+                    ticket.wait()
+
+    def rest(self) -> None:
+        """Come to rest: nothing is under way, and no buffer has a span that is not touched."""
+        self.settle()
+        for queue in (self.todo, self.reads, self.writes, self.cached):
+            queue.clear()
+        for span in self.spans:
+            if not span.is_touched:
+                self.give(span)
+
+    def undo(self) -> list[Span[R]]:
+        """Begin to undo a step, however far it came: the spans whose weights must be restored.
+
+        Those come first whose buffer knows the weights of before; each gives it back by `give`.
+        """
+        self.rest()
+        touched = [span for span in self.spans if span.is_touched]
+        return sorted(touched, key=lambda span: span.buffer is None)
