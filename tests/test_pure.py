@@ -35,7 +35,7 @@ PURE = [
     "gemini.runtime.comm.ballot",
     "optim.rules.loss_scale",
     "optim.rules.clipping",
-    "optim.state.machine",
+    "optim.state.flow",
     "gemini.runtime.wrap.precision",
     "kernels_triton.control_fields",
     "nvme",

@@ -68,7 +68,7 @@ def test_every_limit_is_run_clipped_and_not_beside_the_disk_of_that_time(tmp_pat
     assert [row["max_norm"] for row in rows] == [1.0, 1.0, *[capacity.NEVER_CLIPS] * 2] * 2
     assert [row["state"] for row in rows] == ["fp32", "8bit"] * 4
     assert [row["mixed_disk_gb_per_s"] for row in rows] == [2.0 * i for i in range(1, 9)]
-    assert result["update"] == "both"
+    assert result["update"] == "tail"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = [
     "torch/adamw-bf16", "torch/adamw-autocast", "fsdp2/w1", "fsdp2/w2", "fsdp2/w2-keep",
     "ddp/zero1", "deepspeed/zero3", "deepspeed/zero3-cpu", "deepspeed/zero3-nvme", "ours/resident",
-    "ours/half-nvme", "ours/nvme", "ours/nvme-tail", "ours/nvme-speculate",
+    "ours/half-nvme", "ours/nvme", "ours/nvme-tail",
     "ours/nvme-both", "ours/resident-8bit", "ours/nvme-bf16", "ours/nvme-bf16-tail",
     "ours/nvme-8bit", "ours/nvme-8bit-tail", "ours/w2", "ours/zero1", "ours/zero2", "ours/zero3",
     "ours/auto-1.5GiB",

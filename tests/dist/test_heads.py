@@ -115,8 +115,8 @@ def same_updates(uses, no_sync=False, min_numel=TWO_CHUNKS, precision="fp32", up
 @pytest.mark.parametrize(
     ("world_size", "no_sync", "update", "precision"),
     [
-        (2, False, "serial", "bf16"), (2, True, "both", "fp32"), (3, False, "tail", "fp32"),
-        (4, True, "speculate", "fp32"),
+        (2, False, "serial", "bf16"), (2, True, "tail", "fp32"), (3, False, "tail", "fp32"),
+        (4, True, "tail", "fp32"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("route", ROUTES)
@@ -140,7 +140,7 @@ def programs(draw):
         draw(st.booleans()),
         draw(st.sampled_from([ONE_CHUNK, TWO_CHUNKS])),
         "fp32",
-        draw(st.sampled_from(["serial", "tail", "speculate", "both"])),
+        draw(st.sampled_from(["serial", "tail"])),
     )
 
 

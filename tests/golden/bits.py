@@ -21,7 +21,7 @@ from gemini import AutoPlacement, GeminiDDP
 from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from optim import HybridAdam, HybridLion, HybridSGD, LossScale, NvmeConfig
-from tests.support.loops.tails import PRECISIONS, SMALL, on_host, update_early
+from tests.support.loops.tails import PRECISIONS, SMALL, on_host
 from tests.support.rules import CASES
 
 SHAPES = ((37, 190), (61,), (8, 1290), (1,), (93, 93), (257,), (5, 2100))
@@ -86,7 +86,7 @@ HOMES: dict[str, Callable[[], dict[str, Any]]] = {
     "host, parameters and gradients": lambda: on_host("cpu", params=0.5, grads=True),
     "host and disk": lambda: on_host("cpu", state=0.8, disk=0.4),
 }
-UPDATES = ("serial", "tail", "speculate", "both")
+UPDATES = ("serial", "tail")
 
 
 def made(kind: str, home: str, update: str) -> tuple[Any, Any]:
@@ -103,8 +103,6 @@ def made(kind: str, home: str, update: str) -> tuple[Any, Any]:
         # the bits of the formula, on any machine; there is one path for rounding at random
         cpu_path="eager" if precision == "rounded" else "compile",
     )
-    if update in ("speculate", "both"):
-        update_early(model, optimizer)
     return model, optimizer
 
 

@@ -9,7 +9,6 @@ import pytest
 from bench.shared.workers import run_ranks
 from tests.golden.bits import HOMES, KINDS, UPDATES, bits
 from tests.golden.prices import PLANS, prices
-from tests.support.loops.early import patient
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
 CELLS = [(kind, home, update) for kind in KINDS for home in HOMES for update in UPDATES]
@@ -17,17 +16,10 @@ CELLS = [(kind, home, update) for kind in KINDS for home in HOMES for update in 
 OF_SHARDS = [cell for cell in CELLS if cell[0] != "rounded"]
 
 
-@pytest.fixture(autouse=True)
-def early():
-    """Blocks that may be updated in backward are."""
-    with patient():
-        yield
-
-
 @pytest.mark.parametrize(
     "home, update",
     [
-        pytest.param(home, update, marks=[pytest.mark.ci] if update in ("tail", "both") else [])
+        pytest.param(home, update, marks=[pytest.mark.ci] if update == "tail" else [])
         for home, update in itertools.product(HOMES, UPDATES)
     ],
 )

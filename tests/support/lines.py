@@ -32,11 +32,10 @@ import torch.distributed as dist
 
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement
-from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from optim.state.deferred_signals import TailSignals
 from tests.support.corpus import Find, keep
 from tests.support.loops.sides import Net, depth_at, loss_of, wrapped
-from tests.support.loops.tails import differences, everything, update_early
+from tests.support.loops.tails import differences, everything
 
 ROOT = Path(__file__).resolve().parents[2]
 # a device's own bookkeeping, which torch has in C++: Python delivers nothing there
@@ -54,8 +53,6 @@ PRECISIONS = ("bf16", "fp32")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Nothing is updated in backward without fp32 masters, and at fp32 there are none."""
-
     update: str
     home: str
     precision: str
@@ -72,9 +69,8 @@ PLACES = {
         *itertools.product(("serial",), HOMES, PRECISIONS),
         *itertools.product(("tail",), ("cpu", "nvme"), PRECISIONS),
         ("tail", "files", "bf16"),
-        *itertools.product(("speculate", "both", AUTO), ("nvme", "files"), ("bf16",)),
         *itertools.product(("serial",), ("resident", "host", "nvme", "files"), ("bf16",), (2,)),
-        *itertools.product(("tail", "speculate", "both"), ("nvme", "files"), ("bf16",), (2,)),
+        *itertools.product(("tail",), ("nvme", "files"), ("bf16",), (2,)),
     )
 }
 ROOM = 144 * 1024  # bytes of a rank: parameters are in files, and blocks are updated beside a pass
@@ -214,15 +210,12 @@ def ctrl_c(
 
 
 def made(place: str, build: Callable[..., Any] = Net) -> tuple[Any, Any]:
-    """A wrapped module at a place, and its optimizer, which updates early whatever it may."""
+    """A wrapped module at a place, and its optimizer."""
     one = PLACES[place]
     options: dict[str, Any] = {"update": one.update, "precision": one.precision}
     if one.home == "files" and one.update != "serial":
         options["placement_policy"] = AutoPlacement(ROOM * one.ranks)
-    pair = wrapped(build, HOMES[one.home], **options)
-    if one.update in (*IN_BACKWARD, AUTO):
-        update_early(*pair)
-    return pair
+    return wrapped(build, HOMES[one.home], **options)
 
 
 def step(model: Any, optimizer: Any, number: int) -> None:

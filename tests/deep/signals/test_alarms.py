@@ -12,10 +12,9 @@ import torch
 import optim
 from gemini import GeminiDDP, save_checkpoint
 from gemini.checkpoint import CheckpointError
-from gemini.placement.timetable.updates import IN_BACKWARD
 from optim import NvmeConfig
 from tests.support.loops.sides import SMALL, Net, loss_of
-from tests.support.loops.tails import differences, everything, update_early
+from tests.support.loops.tails import differences, everything
 
 pytestmark = pytest.mark.timeout(0)
 SECONDS = 22  # of one life
@@ -54,8 +53,6 @@ def made(kind: str, update: str) -> tuple[Any, Any]:
     params = model if make is optim.HybridMuon else model.parameters()
     nvme = NvmeConfig(block_numel=1024, **disk)
     optimizer = make(params, **options, nvme_offload_fraction=1.0, nvme=nvme)
-    if update in IN_BACKWARD:
-        update_early(model, optimizer)
     return model, optimizer
 
 
@@ -73,7 +70,7 @@ def step(model: Any, optimizer: Any) -> None:
     ("kind", "update"),
     [
         *itertools.product(KINDS, ["serial"]),
-        *itertools.product(["adam", "8-bit", "kept versions"], ["tail", "both"]),
+        *itertools.product(["adam", "8-bit", "kept versions"], ["tail"]),
     ],
 )
 def test_a_life_of_random_alarms_has_the_bits_of_no_alarm(kind, update, tmp_path):

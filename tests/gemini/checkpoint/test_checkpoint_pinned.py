@@ -59,7 +59,7 @@ FORMS = [
     {"precision": "bf16", "state": "8bit"},
     {"precision": "fp16", "state": "bf16", "update": "tail"},
     {"precision": "fp32", "max_norm": 0.05},
-    {"precision": "bf16", "update": "both", "max_norm": 0.05},
+    {"precision": "bf16", "update": "tail", "max_norm": 0.05},
 ]
 
 

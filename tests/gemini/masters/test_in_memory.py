@@ -112,7 +112,7 @@ CASES = {  # how masters may lie
     "device": {"device": "sim"},
     "host": {"device": "sim", "placement": StaticPlacement(1.0, offload_optim_frac=1.0)},
     "a part on disk": {"fraction": 0.4},
-    "a part on disk, with a tail": {"fraction": 0.4, "update": "both"},
+    "a part on disk, with a tail": {"fraction": 0.4, "update": "tail"},
     "fp32 beside it": {"keep_fp32": keeps_one},
 }
 

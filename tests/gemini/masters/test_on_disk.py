@@ -3,7 +3,7 @@
 import errno
 import functools
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -19,7 +19,7 @@ from optim import HybridLion, NvmeConfig
 from optim.rules.split_master import join, tie_sign
 from optim.rules.state_layout import StateLayout
 from tests.support.disks.faults import failing
-from tests.support.loops.early import Sometimes, interrupted, outcome, patient
+from tests.support.loops.schedules import Sometimes, interrupted, outcome
 from tests.support.loops.tails import (
     BLOCK,
     SCHEDULES,
@@ -32,7 +32,7 @@ from tests.support.loops.tails import (
     wrapped,
 )
 
-UPDATES = ("serial", "tail", "speculate", "both")
+UPDATES = ("serial", "tail")
 
 
 @contextmanager
@@ -106,13 +106,13 @@ def wrapped_now(update, **options):
 
 @pytest.mark.parametrize("name", ["skips", "writes"])
 def test_every_schedule_has_the_bits_of_whole_masters(name):
-    check_same(SCHEDULES[name], updates=("serial", "both"))
+    check_same(SCHEDULES[name], updates=("serial", "tail"))
 
 
 @pytest.mark.ci
 def test_and_whatever_is_done_behind_a_step_and_before_it():
-    for i, name in enumerate(SCHEDULES):
-        check_same(SCHEDULES[name], updates=("serial", UPDATES[1 + i % 3]))
+    for name in SCHEDULES:
+        check_same(SCHEDULES[name], updates=("serial", "tail"))
 
 
 def test_where_parts_of_blocks_have_no_gradient():
@@ -121,14 +121,14 @@ def test_where_parts_of_blocks_have_no_gradient():
 
 def test_where_a_part_of_the_state_is_in_memory_and_fp32_is_kept():
     check_same(
-        SCHEDULES["skips"], updates=("serial", "both"), fraction=0.4, max_norm=0.1,
+        SCHEDULES["skips"], updates=("serial", "tail"), fraction=0.4, max_norm=0.1,
         keep_fp32=lambda name, module: name == "layers.1.1",
     )  # fmt: skip
 
 
 def test_what_happens_between_backward_and_step():
     names = ("writes a weight", "reads masters", "reads state", "scales one")
-    check_same(interrupted(*names), updates=("speculate", "both"))
+    check_same(interrupted(*names), updates=("serial", "tail"))
 
 
 def test_behind_the_next_forward_of_two_modules_at_once():
@@ -173,7 +173,7 @@ def writes_in_turn(model, optimizer):
 
 
 def test_an_element_that_was_written_has_the_value_and_all_others_keep_their_master():
-    check_same(writes_in_turn, updates=("serial", "both"))
+    check_same(writes_in_turn, updates=("serial", "tail"))
 
 
 def test_a_write_that_changes_nothing_keeps_every_master():
@@ -189,44 +189,32 @@ def test_a_write_that_changes_nothing_keeps_every_master():
 
 
 def moved(update):  # of blocks with planes of 5 pages and weights of 1
-    """Of the last step: bytes read and written; elements of the state, and of blocks that held."""
+    """Of the last step: bytes read and written; elements of the state."""
     torch.manual_seed(0)
     layers = [nn.Linear(64, 64, bias=False) for _ in range(6)]
-    early = patient() if update == "speculate" else nullcontext()
     model, optimizer = wrapped(update, module=nn.Sequential(*layers), nvme=NvmeConfig(
         block_numel=BLOCK
     ))  # fmt: skip
     numel = sum(block.numel for block in optimizer.targets[0].tiered_state.space.blocks)
-    with early:
-        for _ in range(4):
-            model(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for _ in range(4):
+        model(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     report, plan = optimizer.last_report, model.engine.planning.plan
     store = optimizer.targets[0].tiered_state.nvme
     assert store.staging_bytes <= plan.device_staging.nbytes
     traffic = report.traffic + report.behind.wait().traffic
     assert traffic.nvme_write == store.written_bytes_per_step
-    held = report.speculation.held * BLOCK if report.speculation else 0
     optimizer.close()
-    return traffic.nvme_read, traffic.nvme_write, numel, held
+    return traffic.nvme_read, traffic.nvme_write, numel
 
 
 def test_a_step_reads_10_bytes_an_element_and_writes_12():
     with whole_masters():
-        read, written, numel, _ = moved("tail")
+        read, written, numel = moved("tail")
         assert (read, written) == (12 * numel, 12 * numel)
-    read, written, numel, _ = moved("tail")
+    read, written, numel = moved("tail")
     assert (read, written) == (10 * numel, 12 * numel)
-
-
-def test_a_block_that_is_held_reads_2_bytes_an_element_again():
-    with whole_masters():
-        read, _, _, held = moved("speculate")
-        was = read - 4 * held
-    read, written, numel, again = moved("speculate")
-    assert held == again > numel / 2 and written == 12 * numel
-    assert read - 2 * held == was * 10 // 12
 
 
 def test_lion_and_fp16_and_parameters_in_files_keep_whole_masters(tmp_path):
@@ -310,7 +298,7 @@ def test_what_a_killed_process_leaves_has_whole_masters():
                 assert torch.equal(join(weight, remainder, second), want[i])
 
 
-@pytest.mark.parametrize("update", ["serial", "both"])
+@pytest.mark.parametrize("update", ["serial", "tail"])
 def test_a_save_sees_the_masters_of_its_step_while_others_go_on(update):
     with wrapped_now(update) as (model, optimizer):
         data = batches(4)
@@ -332,7 +320,7 @@ def test_a_save_sees_the_masters_of_its_step_while_others_go_on(update):
         assert len(found) == sum("/" in name for name in want)
 
 
-@pytest.mark.parametrize("update", ["serial", "both"])
+@pytest.mark.parametrize("update", ["serial", "tail"])
 def test_a_step_that_is_undone_restores_weights_and_masters(update):
     """The last write of it fails: all blocks but one were updated, and weights with them."""
     with wrapped_now(update) as (model, optimizer):
@@ -415,6 +403,6 @@ def test_a_checkpoint_of_whole_masters_is_loaded_to_the_bit(tmp_path):
     found = go_on(*save(tmp_path / "split"))
     assert differences(found, want) == []
     for folder in ("whole", "split"):
-        assert differences(go_on(*load(tmp_path / folder, "both")), want) == []
+        assert differences(go_on(*load(tmp_path / folder, "tail")), want) == []
     with whole_masters():
         assert differences(go_on(*load(tmp_path / "split", "serial")), want) == []

@@ -1,62 +1,69 @@
 """Which updates overlap a pass: every rule alone, with its reason, and what it leaves."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
 
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.allowed import EARLY, RULES, TAIL, OverlapFacts, against, allowed
-from gemini.placement.timetable.updates import UPDATES
+from gemini.placement.timetable.allowed import RULES, OverlapFacts, against_tail, allowed
+from gemini.placement.timetable.updates import RETIRED, SERIAL, TAIL, UPDATES, current_update
 
 ON_DISK = OverlapFacts(
     state_homes=frozenset({Tier.NVME}),
     has_files=False,
     has_host_tier=False,
-    has_masters=True,
     has_buffers=True,
     has_room=True,
 )
 ON_HOST = replace(ON_DISK, state_homes=frozenset({Tier.HOST, Tier.NVME}), has_host_tier=True)
 IN_FILES = replace(ON_DISK, has_files=True)
 
-# facts, the parts that a rule is against, and a word of its reason
+# facts, and a word of the reason against a tail
 CASES = [
-    (replace(ON_DISK, state_homes=frozenset({Tier.DEVICE})), (TAIL, EARLY), "device|NVMe"),
-    (replace(ON_DISK, state_homes=frozenset()), (TAIL, EARLY), "device|NVMe"),
-    (replace(ON_HOST, has_files=True), (TAIL, EARLY), "memory of its own"),
-    (replace(ON_HOST, state_homes=frozenset({Tier.NVME})), (TAIL, EARLY), "memory of its own"),
-    (ON_HOST, (EARLY,), "memory of its own"),
-    (replace(IN_FILES, has_buffers=False), (TAIL, EARLY), "no room for blocks"),
-    (replace(ON_DISK, has_buffers=False), (EARLY,), "no room for blocks"),
-    (replace(ON_DISK, has_room=False), (TAIL,), "live into a forward"),
-    (replace(ON_DISK, has_masters=False), (EARLY,), "masters"),
-    (replace(ON_DISK, state_homes=frozenset({Tier.HOST})), (EARLY,), "no state is on NVMe"),
-    (replace(ON_DISK, is_gathered=True), (TAIL, EARLY), "kept gathered"),
-    (replace(ON_DISK, is_stage=True), (TAIL, EARLY), "pipeline"),
-    (replace(ON_DISK, is_split=True), (TAIL, EARLY), "split"),
-    (replace(ON_DISK, is_joint=True), (TAIL, EARLY), "several modules"),
-    (replace(ON_DISK, needs_wholes=True), (TAIL, EARLY), "as a whole"),
+    (replace(ON_DISK, state_homes=frozenset({Tier.DEVICE})), "all state is on the device"),
+    (replace(ON_DISK, state_homes=frozenset()), "all state is on the device"),
+    (replace(ON_HOST, has_files=True), "parameters or gradients are on NVMe"),
+    (replace(ON_HOST, state_homes=frozenset({Tier.NVME})), "state is only on NVMe"),
+    (replace(IN_FILES, has_buffers=False), "no room for blocks"),
+    (replace(ON_DISK, has_room=False), "live into a forward"),
+    (replace(ON_DISK, is_gathered=True), "kept gathered"),
+    (replace(ON_DISK, is_stage=True), "pipeline"),
+    (replace(ON_DISK, is_split=True), "split"),
+    (replace(ON_DISK, is_joint=True), "several modules"),
+    (replace(ON_DISK, needs_wholes=True), "as a whole"),
 ]
 
 
-@pytest.mark.parametrize(("facts", "parts", "words"), CASES)
-def test_a_rule_leaves_what_it_is_not_against(facts, parts, words):
-    for part in (TAIL, EARLY):
-        reason = against(part, facts)
-        assert (reason is not None) == (part in parts), reason
-        assert reason is None or any(word in reason for word in words.split("|"))
-    has_tail, is_early = TAIL not in parts, EARLY not in parts
-    names = {(True, True): "both", (True, False): "tail", (False, True): "speculate"}
-    assert allowed("both", facts) == names.get((has_tail, is_early), "serial")
-    assert allowed("tail", facts) == ("tail" if has_tail else "serial")
-    assert allowed("speculate", facts) == ("speculate" if is_early else "serial")
+@pytest.mark.parametrize(("facts", "words"), CASES)
+def test_a_rule_against_a_tail_leaves_a_serial_step(facts, words):
+    reason = against_tail(facts)
+    assert reason is not None and words in reason
+    assert allowed(TAIL, facts) == allowed(SERIAL, facts) == SERIAL
 
 
-@pytest.mark.parametrize("facts", [ON_DISK, IN_FILES])
+@pytest.mark.parametrize("facts", [ON_DISK, ON_HOST, IN_FILES, replace(ON_DISK, has_buffers=False)])
 def test_without_a_rule_an_update_is_as_it_was_asked_for(facts):
     assert [allowed(update, facts) for update in UPDATES] == list(UPDATES)
 
 
 def test_every_rule_is_the_reason_of_some_case():
-    told = {against(part, facts) for facts, parts, _ in CASES for part in parts}
-    assert {reason for _, reason, _ in RULES} == told
+    assert {reason for reason, _ in RULES} == {against_tail(facts) for facts, _ in CASES}
+
+
+@pytest.mark.parametrize("update", RETIRED)
+def test_an_update_of_earlier_versions_is_a_tail_and_says_so_once(update):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        warned = [current_update(update) for _ in range(3)]
+    assert warned == [TAIL] * 3
+    (one,) = told
+    assert one.category is FutureWarning and f'update="{update}" is no longer' in str(one.message)
+
+
+def test_an_update_of_today_is_itself_without_a_word_and_others_are_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [current_update(update) for update in UPDATES] == list(UPDATES)
+    with pytest.raises(ValueError, match="expected one of .'serial', 'tail'."):
+        current_update("late")

@@ -6,7 +6,7 @@ import pytest
 
 from gemini import AutoPlacement, BudgetWarning
 from gemini.placement.tiers import Tier
-from tests.support.loops.early import ENOUGH, RISING, same
+from tests.support.loops.schedules import ENOUGH, RISING, same
 from tests.support.loops.tails import SCHEDULES, late_updates, wrapped
 
 

@@ -1,5 +1,4 @@
-"""What a tail, and updates in backward, are predicted to hide: worked out by hand, and held within
-what none can pass."""
+"""What a tail is predicted to hide: worked out by hand, and held within what none can pass."""
 
 from dataclasses import replace
 
@@ -7,14 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini.chunk.layout import ParamSpec
 from gemini.memtracer.trace import TraceMoment, sequential_trace
 from gemini.placement.plan import UpdatePath
 from gemini.placement.planner import make_plan
 from gemini.placement.policy import AutoPlacement, StaticPlacement
 from gemini.placement.sizes import Bandwidths, Budgets, StateBytes
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.allowed import NO_ROOM, TAIL, against, facts_of
+from gemini.placement.timetable.allowed import NO_ROOM, against_tail, facts_of
 from gemini.placement.timetable.clock import price
 from gemini.placement.timetable.updates import best_update
 from gemini.units import ChunkId, ParamId
@@ -271,119 +269,29 @@ def test_parameters_in_files_beside_a_device_are_against_a_tail():
     for home in ({"param_home": Tier.NVME}, {"grad_home": Tier.NVME}):
         shards = tuple(replace(shard, **home) for shard in plan.shards)
         in_files = replace(plan, shards=shards)
-        facts = facts_of(in_files, [], [], 0, has_masters=True, has_buffers=True)
-        assert against(TAIL, facts) == reason
+        facts = facts_of(in_files, [], [], 0, has_buffers=True)
+        assert against_tail(facts) == reason
 
 
-# -- updates in backward --
-
-AGAIN = READ / 3  # of a block that is held, its new master
-
-
-def in_backward(numels, forward, **options):
-    """Its price with the rest in the step, and with the rest in a tail."""
-    costs = make_plan(asked(numels, forward, **options)).overlapped
-    return costs.get("speculate"), costs.get("both")
-
-
-def test_a_block_is_updated_in_backward_once_its_gradient_is_final():
-    """10 s a module, of which a block takes 5. The first two are read ahead of the step."""
-    left = 8 * AGAIN + 2 * WRITE
-    for forward in (0.1, 40.0):
-        serial, tail = in_backward(TEN, forward)
-        assert serial.num_early == tail.num_early == 8
-        assert tail.update_seconds == pytest.approx(left)
-        assert serial.seconds == pytest.approx(10 * forward + 100 + left)
-        # what is read last is waited for by the last module
-        assert tail.seconds == pytest.approx(100 + max(left + forward, 10 * forward))
-
-
-def test_a_backward_that_is_over_leaves_the_rest_to_the_step():
-    """2 s a module, and 2 blocks in memory for the step. Reads of others end at 4, 9, 11, 16, and,
-    too late, at 21 s: the backward ends at 20. The last write ends at 24."""
-    _, tail = in_backward(TEN, 40.0, backward=20.0)
-    assert tail.num_early == 4
-    assert tail.update_seconds == pytest.approx(4 + 4 * READ + 6 * WRITE + 4 * AGAIN)
-    assert in_backward(TEN, 40.0, backward=1.0)[1].num_early == 0
-
-
-def test_a_read_that_comes_too_late_holds_the_disk_up():
-    """It began behind those of the step, which end 2 s behind the backward, and takes 2 more."""
-    planned = make_plan(asked(TEN, 4.0, backward=2.0))
-    both, tail = planned.overlapped["both"], planned.overlapped["tail"]
-    assert both.num_early == 0
-    assert both.update_seconds - tail.update_seconds == pytest.approx(READ)
-
-
-def test_updates_take_the_time_of_the_backward():
-    """8 s each, on the processor of the backward."""
-    updates = replace(DISK, device_memory=28 * BLOCK / 8.0)
-    computed, left = 500 + 10 * 8.0, 8 * AGAIN + 2 * WRITE
-    for cost in in_backward(TEN, 40.0, bandwidths=updates):
-        assert cost.num_early == 8
-        assert computed <= cost.seconds <= computed + left
-
-
-def test_a_module_has_its_gradients_when_its_backward_ends():
-    assert in_backward([3 * BLOCK], 40.0)[0].num_early == 0
-    assert in_backward([BLOCK, 3 * BLOCK], 40.0)[0].num_early == 2  # one is read for the step
-
-
-@pytest.mark.parametrize("seconds, num_early", [(100.0, 8), (20.0, 4), (9.5, 2), (1.0, 0)])
-def test_a_call_of_many_chunks_has_their_gradients_one_after_the_other(seconds, num_early):
-    """As that of a whole module has, where nothing is gathered: as with a module for each."""
-    whole = sequential_trace([ParamSpec(f"all.p{i}", (BLOCK,), "bfloat16") for i in range(10)])
-    assert len(whole.moments) == 4
-    together, _ = in_backward(TEN, 400.0, backward=10 * seconds, trace=whole)  # of one call in ten
-    apart, _ = in_backward(TEN, 40.0, backward=seconds)
-    assert together.num_early == apart.num_early == num_early
-
-
-def test_a_gradient_that_is_final_at_the_end_is_the_steps():
-    """Where ranks reduce their gradients, and all of them at the end of backward."""
-    policy = StaticPlacement(shard_grads=False)
-    planned = make_plan(asked([8 * BLOCK] * 3, 40.0, world_size=2), policy)
-    assert len(planned.plan.blocks_on(Tier.NVME)) == 12
-    assert planned.overlapped["speculate"].num_early == 0
-
-
-def test_split_blocks_are_read_again_as_their_weights():
-    split = StateBytes(12, True, split_on_disk=frozenset(ChunkId(i) for i in range(10)))
-    numels, links = [1 << 20] * 10, Bandwidths(nvme_read=10.0, nvme_write=12.0)
-    whole = {"block_numel": 1 << 20, "bandwidths": links, "backward": 1e9}
-    _, tail = in_backward(numels, 1e9, state=split, **whole)
-    seconds = 1 << 20  # of a read of state, and of a write with its weight
-    assert tail.num_early == 8
-    assert tail.update_seconds == pytest.approx(2 * seconds + 8 * seconds / 5)
-
-
-def test_there_is_no_price_without_masters_nor_beside_a_device_with_its_own_memory():
-    assert in_backward(TEN, 1.0, state=StateBytes(8, False)) == (None, None)
+def test_there_is_no_price_where_nothing_is_off_the_device():
+    assert priced(TEN, 1.0, nvme_state_frac=0.0) is None
+    assert priced(TEN, 1.0, state=StateBytes(8, False)) is not None  # without masters
     assert priced_on_host(TEN, 1.0).overlapped.keys() == {"tail"}
-    assert in_backward(TEN, 1.0, nvme_state_frac=0.0) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("forward", "backward", "best"),
-    [
-        (40.0, 100.0, "tail"),
-        (0.1, 100.0, "speculate"),
-        (1.0, 100.0, "both"),
-        (1e-6, 1e-6, "serial"),
-    ],
-)
-def test_the_simplest_of_the_fastest_is_chosen(forward, backward, best):
-    """A long forward hides the disk alone; a short one hides nothing that backward does not."""
-    seconds = make_plan(asked(TEN, forward, backward=backward)).seconds_by_update
-    assert list(seconds) == ["serial", "tail", "speculate", "both"]
+@pytest.mark.parametrize(("forward", "best"), [(40.0, "tail"), (1.0, "tail"), (1e-6, "serial")])
+def test_the_simplest_of_the_fastest_is_chosen(forward, best):
+    """A short forward hides nothing that a prediction could tell."""
+    seconds = make_plan(asked(TEN, forward)).seconds_by_update
+    assert list(seconds) == ["serial", "tail"]
     assert best_update(seconds) == best
     assert seconds[best] <= 1.02 * min(seconds.values())
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_no_update_in_backward_passes_its_bounds(data):
-    """At least all that is computed; and no more blocks than there are."""
+def test_no_tail_passes_its_bounds(data):
+    """At least all that is computed, and at most what a serial step takes and a late read more."""
     numels = data.draw(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
     inputs = asked(
         numels, data.draw(st.floats(0.1, 30)), backward=data.draw(st.floats(0, 200)),
@@ -392,17 +300,14 @@ def test_no_update_in_backward_passes_its_bounds(data):
         bandwidths=replace(DISK, device_memory=data.draw(st.sampled_from([1e2, 1e4, 1e9]))),
     )  # fmt: skip
     planned = make_plan(inputs, StaticPlacement())
-    costs = planned.overlapped
-    assert ("tail" in costs) == ("speculate" in costs) == ("both" in costs)
     computed = sum(m.seconds for m in inputs.trace.moments) + planned.cost.busy["update"]
-    for cost in costs.values():
-        assert 0 <= cost.num_early <= len(planned.plan.blocks_on(Tier.NVME))
+    for cost in planned.overlapped.values():
         assert cost.seconds >= computed * (1 - 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_serial_step_of_the_machine_costs_what_the_walk_through_its_plan_says(data):
+def test_a_serial_step_of_the_flow_costs_what_the_walk_through_its_plan_says(data):
     """All state on disk, whose first blocks a long backward has time to read; and buffers enough,
     as a walk knows of none. Where updates take long the walk has one more read beside each."""
     numels = data.draw(st.lists(st.integers(2 * BLOCK, 5000), min_size=4, max_size=8))

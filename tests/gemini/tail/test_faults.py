@@ -15,30 +15,25 @@ from tests.support.disks.waiting import waiting, when_waited
 from tests.support.loops.endings import behind_steps, faults
 from tests.support.loops.tails import batches, differences, everything, stepped
 
-TOLD_BY = {"tail": {"backward"}, "speculate": {"step"}, "both": {"step", "backward"}}
 
-
-def check_told(found, update, home):
+def check_told(found, home):
     assert found.wrong == [] and found.all_told
-    assert set(found.told_by) == TOLD_BY[update] or home == "files"
+    assert set(found.told_by) == {"backward"} or home == "files"
 
 
-@pytest.mark.parametrize(
-    "update, home, every", [("tail", "disk", 7), ("tail", "files", 7), ("both", "disk", 9)]
-)
-def test_a_transfer_that_fails_undoes_the_step_and_the_next_backward_says_so(update, home, every):
-    """Some of the reads and writes of a step that has a tail, or begins in backward, one by one."""
-    check_told(faults(update, home, every=every), update, home)
+@pytest.mark.parametrize("home", ["disk", "files"])
+def test_a_transfer_that_fails_undoes_the_step_and_the_next_backward_says_so(home):
+    """Some of the reads and writes of a step that has a tail, one by one."""
+    check_told(faults("tail", home, every=7), home)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("update, home, options", [
-    ("tail", "disk", {"max_norm": 0.1}), ("tail", "disk", {"precision": "fp32"}),
-    ("tail", "partly on disk", {}), ("tail", "files", {}), ("speculate", "disk", {}),
-    ("both", "disk", {}),
+@pytest.mark.parametrize("home, options", [
+    ("disk", {"max_norm": 0.1}), ("disk", {"precision": "fp32"}), ("partly on disk", {}),
+    ("files", {}),
 ])  # fmt: skip
-def test_every_transfer_that_fails_undoes_the_step(update, home, options):
-    check_told(faults(update, home, **options), update, home)
+def test_every_transfer_that_fails_undoes_the_step(home, options):
+    check_told(faults("tail", home, **options), home)
 
 
 def test_a_step_that_another_rank_votes_against_counts_nowhere(monkeypatch):

@@ -17,7 +17,7 @@ from nvme import BlockStore
 from tests.support.disks.faults import failing
 from tests.support.disks.waiting import when_waited
 from tests.support.loops.budgets import stores, within
-from tests.support.loops.early import same
+from tests.support.loops.schedules import same
 from tests.support.loops.tails import (
     SCHEDULES,
     batches,

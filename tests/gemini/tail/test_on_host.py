@@ -24,7 +24,7 @@ from optim import NvmeConfig
 from optim.rules.state_layout import KINDS
 from tests.support.apart import Apart
 from tests.support.disks.waiting import when_waited
-from tests.support.loops.early import BETWEEN, Iteration, Sometimes, program
+from tests.support.loops.schedules import BETWEEN, Iteration, Sometimes, program
 from tests.support.loops.tails import (
     PRECISIONS,
     SCHEDULES,

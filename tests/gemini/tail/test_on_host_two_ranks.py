@@ -7,7 +7,7 @@ import pytest
 import gemini
 from bench.shared.models import token_loss
 from bench.shared.workers import run_ranks
-from tests.support.loops.early import Sometimes
+from tests.support.loops.schedules import Sometimes
 from tests.support.loops.tails import (
     absent,
     batches,

@@ -1,12 +1,9 @@
-"""Steps with a tail, or that begin in backward, at two ranks: gathers wait, each rank decides alone
-what it does in backward, all learn of a disk that fails, and undo the step."""
+"""Steps with a tail at two ranks: gathers wait, all learn of a disk that fails, and undo the step."""
 
 import errno
-from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
-from optim.rules.speculation import Habit
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.shared.models import token_loss
@@ -15,24 +12,20 @@ from gemini import AutoPlacement
 from tests.support.disks.faults import failing
 from tests.support.disks.waiting import waiting
 from tests.support.loops.budgets import SHARED, within
-from tests.support.loops.early import (
-    UPDATES,
+from tests.support.loops.endings import check_told, faults
+from tests.support.loops.schedules import (
     Iteration,
     Sometimes,
     interrupted,
-    num_early,
-    patient,
     program,
     same,
 )
-from tests.support.loops.endings import behind_steps, check_told, faults
 from tests.support.loops.tails import (
     SCHEDULES,
     absent,
     batches,
     differences,
     everything,
-    one_step,
     stepped,
     wrapped,
 )
@@ -70,19 +63,19 @@ def rows():
     """Every schedule on a disk, and in files or elsewhere. All pairs at one rank: test_bits.py."""
     others = ("partly on disk", "host", "budget", "host, parameters", "host, gradients")
     for i, what in enumerate(WHAT):
-        for k, home in enumerate(("disk", "files" if i % 2 else others[i // 2 % len(others)])):
+        for home in ("disk", "files" if i % 2 else others[i // 2 % len(others)]):
             if not (home == "files" and what == "absent"):
-                yield what, ("tail", *UPDATES)[(i + k) % 3], home
-    yield "plain", "tail", "replicas"
-    yield "plain", "auto", "untimed"  # passes that no plan has seen
+                yield what, home
+    yield "plain", "replicas"
+    yield "plain", "untimed"  # passes that no plan has seen
 
 
 def every_schedule(rank):
     found = {}
-    for what, update, home in rows():
+    for what, home in rows():
         options = {**placed(home), **({"module": Sometimes} if what == "absent" else {})}
-        got = same(WHAT[what], update, **options)
-        found[what, update, home] = any(got.tails), got.held, got.redone, got.in_files[0]
+        got = same(WHAT[what], "tail", **options)
+        found[what, home] = any(got.tails), got.in_files[0]
     precise = {"fp32": {"precision": "fp32", "max_norm": 0.1}, "rounded": {"master_weights": False}}
     for name, options in precise.items():
         assert all(same(SCHEDULES["evaluates"], "tail", **options).tails), name
@@ -92,33 +85,23 @@ def every_schedule(rank):
 def test_every_schedule_has_the_bits_of_serial_steps_on_every_rank():
     ranks = run_ranks(every_schedule, 2, processes=True)
     for found in ranks:
-        for (what, update, home), (has_tail, held, redone, in_files) in found.items():
-            case = what, update, home
-            if home != "budget":
-                assert has_tail == (update != "speculate"), case
-            assert (in_files > 0) == (home == "files"), case
-            # what is clipped is left to the step, who writes state drops all
-            if home in ("disk", "partly on disk") and what not in ("clips", "writes"):
-                assert (held > 0) == (update != "tail"), case
-            if (what, home) == ("plain", "disk"):
-                assert redone == 0
-    # of what is absent one rank has nothing
-    assert any(found[row][2] for found in ranks for row in found if row[0] == "absent")
+        for (what, home), (has_tail, in_files) in found.items():
+            assert has_tail or home in ("budget", "untimed"), (what, home)
+            assert (in_files > 0) == (home == "files"), (what, home)
 
 
-def disks_fail(rank, update, home, every, options):
+def disks_fail(rank, home, every, options):
     """Transfers of a step fail on each rank in turn."""
     where = {**placed(home), **options}
-    return faults(update, every=every, guilty=lambda number: number % 2 == rank, **where)
+    return faults("tail", every=every, guilty=lambda number: number % 2 == rank, **where)
 
 
-@pytest.mark.parametrize("update, home, every, options", [
-    ("tail", "disk", 2, {}), ("tail", "partly on disk", 1, {"precision": "fp32"}),
-    ("both", "disk", 2, {}), ("tail", "files", 3, {}),
-    ("tail", "files", 3, {"placement_policy": AutoPlacement("420KiB")}),
+@pytest.mark.parametrize("home, every, options", [
+    ("disk", 2, {}), ("partly on disk", 1, {"precision": "fp32"}), ("files", 3, {}),
+    ("files", 3, {"placement_policy": AutoPlacement("420KiB")}),
 ])  # fmt: skip
-def test_a_disk_that_fails_on_one_rank_undoes_the_step_on_all(update, home, every, options):
-    ranks = run_ranks(disks_fail, 2, update, home, every, options, processes=True)
+def test_a_disk_that_fails_on_one_rank_undoes_the_step_on_all(home, every, options):
+    ranks = run_ranks(disks_fail, 2, home, every, options, processes=True)
     check_told(ranks)
 
 
@@ -214,28 +197,9 @@ def groups(rank):
     return before, count()
 
 
-def alone(rank):
-    """Rank 1 has learned that it should not."""
-    model, optimizer = wrapped("both")
-    if rank:
-        speculation = model.engine.target.speculation
-        speculation.learned = replace(speculation.learned, habit=Habit(100))
-    with patient():
-        for batch in batches(3):
-            one_step(model, optimizer, batch)
-    found, early = optimizer.last_report.speculation.held, num_early(optimizer)
-    got = everything(model, optimizer)
-    optimizer.close()
-    return found / early, differences(got, behind_steps(3))
-
-
-def test_each_rank_decides_alone():
-    assert run_ranks(alone, 2, processes=True) == [(1.0, []), (0.0, [])]
-
-
 def sequences(rank):
     found = {}
-    for update in ("serial", "speculate"):
+    for update in ("serial", "tail"):
         model, optimizer = wrapped(update)
         found[update] = []
         for batch in batches(3):
@@ -251,4 +215,4 @@ def test_other_collectives_than_those_of_serial_steps_are_not_issued():
     """What a rank does in backward is its own affair; there is one group more for the tail."""
     found = run_ranks(sequences, 2, processes=True)
     assert found[0] == found[1]
-    assert found[0]["speculate"] == found[0]["serial"]
+    assert found[0]["tail"] == found[0]["serial"]

@@ -39,8 +39,8 @@ def history(model, optimizer, steps, first=0, world_size=1):
 CASES = [
     ("bf16", "serial", "fp32"),
     ("bf16", "tail", "8bit"),
-    ("bf16", "both", "fp32"),
-    ("fp16", "speculate", "bf16"),
+    ("bf16", "tail", "fp32"),
+    ("fp16", "serial", "bf16"),
     ("fp32", "serial", "fp32"),  # without masters: weights come from what each step would undo
     ("fp32", "tail", "8bit"),
 ]

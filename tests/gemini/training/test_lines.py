@@ -4,12 +4,11 @@ import signal
 
 import pytest
 
-from gemini.placement.timetable.updates import AUTO, BEHIND, IN_BACKWARD
+from gemini.placement.timetable.updates import TAIL
 from gemini.runtime.parts import update_of
 from tests.support import corpus
 from tests.support.lines import PLACES, Life, Point, made, points_of, search, some, step
 from tests.support.loops import interrupted
-from tests.support.loops.early import patient
 from tests.support.loops.tails import has_tail
 
 CI = pytest.mark.ci
@@ -33,13 +32,11 @@ def test_lines_where_ctrl_c_did_harm_once(found):
         ("serial, host, fp32", 30, "ctrl-c"),
         ("serial, nvme, bf16", 20, "ctrl-c"),
         ("serial, nvme, bf16", 10, "time-out"),
-        ("speculate, files, bf16", 8, "ctrl-c"),
         ("tail, nvme, bf16", 20, "ctrl-c"),
         ("tail, cpu, fp32", 10, "ctrl-c"),
-        ("auto, nvme, bf16", 10, "ctrl-c"),
-        ("both, files, bf16", 20, "ctrl-c"),
-        ("both, nvme, bf16", 10, "time-out"),
-        ("both, nvme, bf16, 2 ranks", 10, "ctrl-c"),
+        ("tail, files, bf16", 20, "ctrl-c"),
+        ("tail, nvme, bf16", 10, "time-out"),
+        ("tail, nvme, bf16, 2 ranks", 10, "ctrl-c"),
     ],
 )
 def test_a_step_that_a_signal_came_into_can_be_taken_again(place, count, sent):
@@ -57,16 +54,11 @@ def test_a_step_that_a_signal_came_into_can_be_taken_again(place, count, sent):
 def test_places_have_the_updates_that_they_name(place):
     """And not serial steps where a budget has no room for others."""
     model, optimizer = made(place)
-    update, early = PLACES[place].update, 0
-    with patient():
-        for number in range(4):
-            runs = update_of(model.engine)
-            assert update in (runs, AUTO)  # which is what the plan prices lowest
-            step(model, optimizer, number)
-            assert has_tail(optimizer) == (runs in BEHIND)
-            early += optimizer.last_report.speculation.speculated
+    for number in range(4):
+        assert update_of(model.engine) == PLACES[place].update == TAIL
+        step(model, optimizer, number)
+        assert has_tail(optimizer)
     optimizer.close()
-    assert update == AUTO or (early > 0) == (update in IN_BACKWARD)
 
 
 def test_a_step_that_differs_is_found():

@@ -71,7 +71,7 @@ def trained(update, work, where):
 
 
 @pytest.mark.parametrize("work", [evaluates, saves, goes_backward])
-@pytest.mark.parametrize("update", ["tail", "both"])
+@pytest.mark.parametrize("update", ["tail"])
 def test_a_thread_that_waits_for_a_tail_sees_and_leaves_the_bits_of_a_serial_run(update, work):
     before = handlers_now()
     want = trained("serial", work, here)

@@ -11,7 +11,7 @@ from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, Metrics
 from gemini.placement.tiers import Tier
 from gemini.tickets import Done
-from optim.rules.report import Outcome, Speculated, StepReport, TailResult, Traffic
+from optim.rules.report import Outcome, StepReport, TailResult, Traffic
 from tests.support.checkpoints import train
 from tests.support.spilled import LEAST, wrapped
 
@@ -81,7 +81,6 @@ def test_a_step_says_what_its_tail_did_too():
         Traffic(nvme_read=1, host_to_device=2),
         stalled_seconds=0.25,
         behind=Done(TailResult(True, Traffic(nvme_read=10, nvme_write=5), 0.5, 3.0, 1.0)),
-        speculation=Speculated(4, 3, 1),
     )
     assert report.as_dict() == {
         "nvme_read_bytes": 11,
@@ -93,9 +92,6 @@ def test_a_step_says_what_its_tail_did_too():
         "hidden_seconds": 2.0,
         "skipped": 1,
         "loss_scale": 8.0,
-        "speculated_blocks": 4,
-        "held_blocks": 3,
-        "redone_blocks": 1,
     }
 
 

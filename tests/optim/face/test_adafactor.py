@@ -229,7 +229,7 @@ def of_the_program(monkeypatch):
 
 def _bits(kind, home, folder, num_ranks=1):
     def work(rank):
-        return program.bits(f"adafactor, {kind}", home, "both", folder)
+        return program.bits(f"adafactor, {kind}", home, "tail", folder)
 
     if num_ranks == 1:
         return work(0)

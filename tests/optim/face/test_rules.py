@@ -301,7 +301,7 @@ def swapped(rank, folder, home, update, kind):
 @pytest.mark.parametrize(
     ("home", "update"),
     [("disk", "serial"), ("partly on disk", "tail"), ("files", "serial"), ("host", "serial"),
-     ("host and disk", "both")],
+     ("host and disk", "tail")],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["schedule-free", "schedule-free, fp32"])
 def test_the_swap_of_a_wrapped_module_has_the_same_bits_in_every_home(kind, home, update, tmp_path):

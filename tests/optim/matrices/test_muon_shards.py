@@ -38,7 +38,7 @@ def _lamb(params, **places):
 
 
 # with LAMB blocks are asked to be updated in backward and behind the next forward, too
-RULES = {"muon": (_muon, "serial"), "lamb": (_lamb, "both")}
+RULES = {"muon": (_muon, "serial"), "lamb": (_lamb, "tail")}
 ROOMY = {"files": "files of more room"}  # which a matrix of Muon's needs
 HOMES = {
     "muon": [ROOMY.get(home, home) for home in list(program.HOMES)[1:]],
@@ -304,8 +304,11 @@ def test_what_is_planned_of_state_is_what_there_is(fraction):
         planned == sum(sizes) < state.layout.block_nbytes(sum(b.numel for b in state.space.blocks))
     )
     if state.nvme is not None:
-        rows = state.nvme.state.rows
-        on_disk = [state.layout_of(row.block).block_nbytes(row.block.numel) for row in rows]
+        spans = state.nvme.flow.spans
+        on_disk = [
+            state.layout_of(span.record.block).block_nbytes(span.record.block.numel)
+            for span in spans
+        ]
         pages = [align_up(nbytes, PAGE_BYTES) for nbytes in on_disk]
         assert state.nvme.written_bytes_per_step == sum(pages)
 

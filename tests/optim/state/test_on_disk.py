@@ -10,7 +10,7 @@ import torch
 import nvme
 from bench.shared.models import token_batches, token_loss
 from optim.state.deferred_signals import END_A_STEP
-from optim.step.driver import TargetStep
+from optim.step.driver import Step
 from optim.update.updaters import CpuUpdater
 from tests.nvme.common import ENGINES, engine_or_skip
 from tests.support import checkpoints
@@ -74,7 +74,7 @@ def test_buffers_are_at_most_depth_plus_two_blocks(depth, tmp_path):
 
 def test_the_first_step_begins_with_the_first_block_which_is_read_ahead(tmp_path):
     """Its tail is to be ahead of the forward."""
-    seen, submit = [], TargetStep.submit
+    seen, submit = [], Step.submit
 
     def begun(step):
         state = state_of(optimizer).state
@@ -83,7 +83,7 @@ def test_the_first_step_begins_with_the_first_block_which_is_read_ahead(tmp_path
 
     params = make_params()
     optimizer = make_optimizer(params, tmp_path, 1.0, depth=1)
-    with mock.patch.object(TargetStep, "submit", begun):
+    with mock.patch.object(Step, "submit", begun):
         train(params, optimizer, 1)
     assert seen == [(True, [0])]
     optimizer.close()
@@ -303,7 +303,7 @@ def test_state_that_an_exception_has_left_in_its_middle_says_what_to_do(tmp_path
     params = make_params()
     optimizer = make_optimizer(params, tmp_path)
     train(params, optimizer, 2)
-    optimizer.targets[0].tiered_state.nvme.state.free.pop()
+    optimizer.targets[0].tiered_state.nvme.flow.free.pop()
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"cut off in its middle .PASS, 1 buffers in use"):
             optimizer.state_dict()

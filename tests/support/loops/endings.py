@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.shared.models import token_loss
 from tests.support.disks.faults import failing
 from tests.support.loops.budgets import stores
-from tests.support.loops.early import HOMES, patient
+from tests.support.loops.schedules import HOMES
 from tests.support.loops.tails import (
     batches,
     differences,
@@ -45,13 +45,12 @@ def behind_steps(count: int, **options: Any) -> dict[str, Any]:
     return found
 
 
-def transfers(model: Any, optimizer: Any, update: str) -> list[tuple[str, str, int]]:
+def transfers(model: Any, optimizer: Any) -> list[tuple[str, str, int]]:
     """Every call of a step that may fail: part of the path, the call, and its number."""
     tiered = optimizer.targets[0].tiered_state
     named, state, space = stores(model, optimizer), tiered.nvme, tiered.space
     in_file = named["state"].layout.num_blocks  # a place for every block, and for each to undo
-    # what was read ahead is not read again; what is updated early is, where it is held
-    reads = (1 if update == "tail" else 2) * (len(state.blocks) - len(state.state.reads))
+    reads = len(state.blocks) - len(state.flow.reads)  # what was read ahead is not read again
     counts = {
         ("state", "preadv"): reads,
         ("state", "pwritev"): in_file // len(space.blocks) * len(state.blocks),
@@ -96,15 +95,14 @@ def faults(
 
     guilty: of a fault's number, whether it is on this rank.
     """
-    steps = 1 if update == "tail" else 2  # behind which blocks are updated in backward
     placed = {**HOMES[home](), **options}
-    *_, coming, other = batches(steps + 2)
-    before, after = serially(batches(steps + 1), **{**HOMES[home](), **options})
-    model, optimizer = stepped(update, steps, **placed)
+    *_, coming, other = batches(3)
+    before, after = serially(batches(2), **{**HOMES[home](), **options})
+    model, optimizer = stepped(update, 1, **placed)
     found = Faults(wrong=differences(everything(model, optimizer), before))
-    for number, (part, call, at) in enumerate(cases(model, optimizer, update)[::-every]):
+    for number, (part, call, at) in enumerate(cases(model, optimizer)[::-every]):
         part, where = part if guilty(number) else "of no file", "backward before it"
-        with patient(), failing(call, errno.EIO, part, after=at, times=1) as failed:
+        with failing(call, errno.EIO, part, after=at, times=1) as failed:
             try:
                 token_loss(model, coming).backward()
                 where = "step"

@@ -347,7 +347,6 @@ def kill_pinned_saves(async_save: bool, folder: Path, moments: Moments) -> None:
 
 RUNS: dict[str, Callable[[Path, Moments], None]] = {
     "training with a tail": partial(kill_training, "tail"),
-    "training in backward": partial(kill_training, "both"),
     "steps in one folder": partial(kill_steps, 1),
     "steps in two folders": partial(kill_steps, 2),
     "steps of parameters in files": kill_steps_in_files,

@@ -117,7 +117,7 @@ def drawn(generator: random.Random) -> tuple[list[Step], int, str | None, str]:
         else:
             steps.append(length)
     host = generator.choice((None, None, "300KiB", "220KiB", "120KiB"))
-    mode = generator.choice(("serial", "tail", "speculate", "both", "auto"))
+    mode = generator.choice(("serial", "tail"))
     fits = 180 + 25.5 * max(lengths)  # the longest fits alone, beside gradients that wait
     return steps, round(fits * generator.choice((1.0, 1.05, 1.1, 1.2))), host, mode
 

@@ -17,7 +17,7 @@ from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
 from tests.support.loops.doors import without_wrappers
-from tests.support.loops.tails import on_host, update_early
+from tests.support.loops.tails import on_host
 
 WIDTH = 24
 SMALL = {"min_chunk_size_m": 600 / 2**20, "search_range_m": 600 / 2**20}
@@ -70,11 +70,11 @@ PLACEMENTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
 }
 # With updates beside a pass; in the last two half of the parameters are in host memory.
 BESIDE: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
-    "nvme, both": lambda module: {"placement_policy": "cuda", "update": "both"},
+    "nvme, tail": lambda module: {"placement_policy": "cuda", "update": "tail"},
     "cpu, tail": lambda module: {"update": "tail", **on_host("cpu", params=0.5, grads=True)},
-    "stream, both": lambda module: {"update": "both", **on_host("stream", params=0.5, disk=0.5)},
+    "stream, tail": lambda module: {"update": "tail", **on_host("stream", params=0.5, disk=0.5)},
 }
-ON_DISK = {"nvme": 1.0, "nvme, both": 1.0}  # shares of the state
+ON_DISK = {"nvme": 1.0, "nvme, tail": 1.0}  # shares of the state
 HOMES = ("resident", "host", "files")  # of parameters, among these
 FILES_DEPTH = 12  # layers a rank, so that not everything fits beside the staging
 
@@ -101,8 +101,6 @@ def wrapped(
         nvme_offload_fraction=on_disk,
         **ADAM,
     )
-    if options.get("update") == "both":
-        update_early(model, optimizer)
     if place == "files":
         homes = {shard.param_home for shard in model.engine.planning.plan.shards}
         assert Tier.NVME in homes

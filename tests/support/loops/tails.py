@@ -5,19 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from optim.rules.speculation import Habit
 from torch import Tensor, nn
 
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
-from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from gemini.tickets import Done
 from optim import HybridAdam, LossScale, NvmeConfig
 from optim.update.triton_update import TritonUpdater
@@ -47,7 +44,6 @@ def wrapped(
     state: str = "fp32",
     **options: Any,
 ) -> tuple[Any, Any]:
-    """`update` updates in backward whenever it may, whatever it has learned."""
     if not isinstance(module, nn.Module):  # what makes one
         module = (module or Tower)()
     model = GeminiDDP(module, update=update, **{**SMALL, **options})
@@ -61,16 +57,7 @@ def wrapped(
         nvme=nvme or NvmeConfig(block_numel=BLOCK),
         state=state,
     )
-    if update in (*IN_BACKWARD, AUTO):
-        update_early(model, optimizer)
     return model, optimizer
-
-
-def update_early(model: Any, optimizer: Any) -> None:
-    """In backward whenever a block may be, whatever was learned."""
-    optimizer.bind()
-    speculation = model.engine.target.speculation
-    speculation.learned = replace(speculation.learned, habit=Habit(0, asks_clock=False))
 
 
 def on_host(

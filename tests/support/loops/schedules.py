@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
-from optim.step.speculation import Speculation
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from bench.shared.models import seeded, token_loss
 from gemini import AutoPlacement
-from gemini.placement.draft import PlanResult
-from gemini.placement.timetable.updates import AUTO
-from optim.rules.report import Speculated
 from tests.support.loops.budgets import MIXED, in_files, within
 from tests.support.loops.tails import (
     Schedule,
@@ -38,9 +32,6 @@ from tests.support.loops.tails import (
     run,
 )
 
-UPDATES = ("speculate", "both")
-CHANGING = "changing"  # another update whenever somebody asks: in a backward, a step, behind it
-CHANGES = ("serial", "both", "both", "tail", "both", "speculate", "speculate")
 ENOUGH, RISING = "2MiB", "400KiB"  # with the second, parameters rise from files when traced
 
 # Where model data is: by name, the options of `tests.support.loops.tails.wrapped`
@@ -61,69 +52,32 @@ HOMES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 ON_HOST = frozenset(home for home in HOMES if "host" in home)
 BEHIND = frozenset(HOMES) - {"resident"}  # where a tail goes on behind the next forward
-IN_BACKWARD = BEHIND - ON_HOST  # where blocks are updated in backward
-
-
-@contextmanager
-def patient() -> Iterator[None]:
-    """A backward goes on when the blocks of each final gradient are updated, all of them."""
-    add = Speculation.add
-
-    def wait(self: Speculation, *args: Any) -> None:
-        add(self, *args)
-        self.wait()
-
-    with mock.patch.object(Speculation, "add", wait):
-        yield
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a schedule comes to. tails: of its steps, which had one. early: what each says of
-    updates in backward."""
+    """What a schedule comes to. tails: of its steps, which had one."""
 
     values: dict[str, Any]
     tails: list[bool]
-    early: list[Speculated]
     skipped_steps: int
     in_files: tuple[int, int]
 
-    @property
-    def held(self) -> int:
-        return sum(report.held for report in self.early)
 
-    @property
-    def redone(self) -> int:
-        return sum(report.redone for report in self.early)
-
-
-def outcome(
-    schedule: Schedule, update: str, home: str = "disk", *, hurried: bool = False, **options: Any
-) -> Outcome:
-    """hurried: nobody waits for updates in backward, and most are cut off by the step."""
+def outcome(schedule: Schedule, update: str, home: str = "disk", **options: Any) -> Outcome:
     tails: list[bool] = []
-    early: list[Speculated] = []
     placed = {**HOMES[home](), **options}
 
     def told(model: Any, optimizer: Any) -> Iterator[None]:
         for _ in schedule(model, optimizer):
             tails.append(has_tail(optimizer))
-            early.append(optimizer.last_report.speculation)
             yield
 
-    with ExitStack() as doubles:
-        if not hurried:
-            doubles.enter_context(patient())
-        if update == CHANGING:
-            best = cycle(CHANGES)
-            changes = property(lambda _: next(best))
-            doubles.enter_context(mock.patch.object(PlanResult, "best_update", changes))
-            update = AUTO
-        model, optimizer, _ = doubles.enter_context(run(told, update, **placed))
+    with run(told, update, **placed) as (model, optimizer, _):
         values = everything(model, optimizer)
         if "device" in placed:
             placed["device"].check()
-        return Outcome(values, tails, early, optimizer.skipped_steps, in_files(model))
+        return Outcome(values, tails, optimizer.skipped_steps, in_files(model))
 
 
 def serial(schedule: Schedule, home: str = "disk", **options: Any) -> Outcome:
@@ -143,21 +97,13 @@ def same(
     home: str = "disk",
     *,
     serially: Schedule | None = None,
-    hurried: bool = False,
     **options: Any,
 ) -> Outcome:
     """The bits are those of serial steps. serially: the schedule of these, where it is another."""
     want = serial(serially or schedule, home, **options)
-    got = outcome(schedule, update, home, hurried=hurried, **options)
+    got = outcome(schedule, update, home, **options)
     assert differences(got.values, want.values) == []
-    assert all(report.speculated == report.held + report.redone for report in got.early)
     return got
-
-
-def num_early(optimizer: Any) -> int:
-    """Blocks that may be updated in backward: the others were read ahead for the step."""
-    state = optimizer.targets[0].tiered_state.nvme
-    return len(state.blocks) - len(state.state.reads)
 
 
 class Sometimes(nn.Module):
@@ -227,9 +173,6 @@ BETWEEN = {
     "reads masters": lambda m, o: m.state_dict(),
     "reads state": lambda m, o: o.state_dict(),
 }
-
-
-HELD_BY = {"evaluates", "reads weights"}  # what changes nothing that an update follows from
 
 
 @functools.cache
