@@ -131,12 +131,13 @@ class Flow(Generic[R]):
         """
         ticket, span.ticket = span.ticket, None
         assert ticket is not None
-        if self.writes and self.writes[0] is span:
+        is_written = bool(self.writes) and self.writes[0] is span
+        if is_written:
             self.cached.append(self.writes.popleft())
         try:
             ticket.wait()
         except Exception:
-            if not span.was_read:
+            if is_written or not span.was_read:
                 raise
             span.was_read = False
             span.record.begin(span.buffer).wait()

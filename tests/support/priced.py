@@ -12,7 +12,6 @@ from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.planner import PlanInputs
 from gemini.placement.sizes import Bandwidths, StateBytes
-from gemini.runtime.step import tail as engine_tail
 from optim.step import tail
 from tests.support.disks.waiting import when_waited
 from tests.support.loops.tails import HeldUpdates
@@ -70,7 +69,7 @@ class Clock:
 def given_clock() -> Iterator[Clock]:
     """What steps with a tail, and who waits for them, take for the time."""
     clock = Clock()
-    with mock.patch.object(engine_tail, "clock", clock), mock.patch.object(tail, "clock", clock):
+    with mock.patch.object(tail, "clock", clock):
         yield clock
 
 

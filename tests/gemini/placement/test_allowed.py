@@ -65,5 +65,5 @@ def test_an_update_of_today_is_itself_without_a_word_and_others_are_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [current_update(update) for update in UPDATES] == list(UPDATES)
-    with pytest.raises(ValueError, match="expected one of .'serial', 'tail'."):
+    with pytest.raises(ValueError, match="expected one of"):
         current_update("late")

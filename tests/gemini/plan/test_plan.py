@@ -200,7 +200,7 @@ def test_what_a_tail_hides_is_said_or_what_is_against_one(question):
     links = replace(TYPICAL["cpu"], nvme_read=1e9, nvme_write=1e9)
     here = replace(on(question, device="cpu", device_mem=900, bandwidths=links), batch=16)
     plan = answer(replace(here, nvme_frac=1.0))
-    result, planned = words.as_json(plan), plan.result
+    result = words.as_json(plan)
     tail = result["tail"]
     assert result["homes"]["state"].keys() == {"nvme"}
     assert 0 < tail["waited_seconds"] < tail["update_seconds"]

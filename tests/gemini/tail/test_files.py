@@ -11,7 +11,6 @@ import torch
 import nvme
 from bench.shared.models import token_loss
 from gemini import BudgetWarning
-from gemini.placement.draft import PlanResult
 from gemini.placement.tiers import Tier
 from nvme import BlockStore
 from tests.support.disks.faults import failing
@@ -74,29 +73,6 @@ def test_a_forward_goes_on_while_what_it_reads_ahead_is_updated():
                 yield
 
     assert same(ahead, "tail", "files", serially=SCHEDULES["plain"]).tails == [True] * 4
-
-
-@pytest.mark.parametrize("chosen", ["serial", "tail"])
-def test_a_step_keeps_the_choice_that_it_began_with(chosen, monkeypatch):
-    """The plan may choose another one meanwhile. A thread that had the files of who trains, and not
-    its own, would wait for reads that wait for it."""
-    another = {"serial": "tail", "tail": "serial"}[chosen]
-
-    def chooses(model, optimizer):
-        for batch in batches(4):
-            token_loss(model, batch).backward()
-            coming = iter([chosen])
-            choice = property(lambda _, coming=coming: next(coming, another))
-            monkeypatch.setattr(PlanResult, "best_update", choice)
-            optimizer.step()
-            assert has_tail(optimizer) == (chosen == "tail")
-            choice = property(lambda _: another)
-            monkeypatch.setattr(PlanResult, "best_update", choice)
-            optimizer.zero_grad()
-            yield
-
-    found = same(chooses, "auto", "files", serially=SCHEDULES["plain"])
-    assert len(found.tails) == 4
 
 
 def last_weight(model):

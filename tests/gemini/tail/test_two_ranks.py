@@ -1,4 +1,4 @@
-"""Steps with a tail at two ranks: gathers wait, all learn of a disk that fails, and undo the step."""
+"""Steps with a tail at two ranks: gathers wait, all learn of a disk that fails."""
 
 import errno
 

@@ -77,8 +77,8 @@ def test_the_first_step_begins_with_the_first_block_which_is_read_ahead(tmp_path
     seen, submit = [], Step.submit
 
     def begun(step):
-        state = state_of(optimizer).state
-        seen.append((state.order == state.rows, [row.id for row in state.reads]))
+        flow = state_of(optimizer).flow
+        seen.append((flow.order == flow.spans, [span.id for span in flow.reads]))
         submit(step)
 
     params = make_params()
@@ -109,9 +109,9 @@ def test_reads_of_the_next_step_begin_when_a_step_ends(tmp_path):
         since_commit.clear()
 
     state.store.read, state.store.commit = recorded, committed
-    last = state.state.order[-1].id
+    last = state.flow.order[-1].id
     train(params, optimizer, 1, first=3)
-    order = [row.id for row in state.state.order]
+    order = [span.id for span in state.flow.order]
     assert order[0] == last  # the order alternates
     kept = 3 - len(since_commit)
     assert since_commit == order[kept:3] and kept > 0  # the first never left memory
@@ -305,7 +305,7 @@ def test_state_that_an_exception_has_left_in_its_middle_says_what_to_do(tmp_path
     train(params, optimizer, 2)
     optimizer.targets[0].tiered_state.nvme.flow.free.pop()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"cut off in its middle .PASS, 1 buffers in use"):
+        with pytest.raises(RuntimeError, match=r"middle .between steps, 1 buffers in use"):
             optimizer.state_dict()
     optimizer.close(keep_masters=False)
 
