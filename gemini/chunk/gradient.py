@@ -105,7 +105,6 @@ class ChunkGradient:
         self._buffer: Tensor | None = None
         self.shard: Tensor | None = None  # this rank's part of the reduced gradient, on the device
         self.own: Tensor | None = None
-        self._num_changes = 0  # of the shard, so far
         self.offload = offload
         self.measure: Callable[[Tensor], Any] | None = None
         self.found: Any = None
@@ -165,18 +164,6 @@ class ChunkGradient:
     def is_reduced(self) -> bool:
         """Whether there is a gradient, and no part of it is under way or still to be reduced."""
         return self.exists and self._buffer is None and self._under_way is None
-
-    @property
-    def mark(self) -> tuple[int, int] | None:
-        """Mark of the reduced gradient: another one as soon as that is changed; None: there is
-        none.
-
-        Versions do not show what is done under torch's dispatch; they show what is done to a tensor
-        that was given away. An offloaded gradient is brought back to be changed.
-        """
-        if self.shard is not None:
-            return self._num_changes, self.shard._version
-        return None if self.offloaded_dtype is None else (self._num_changes, 0)
 
     @property
     def num_arrived(self) -> int:
@@ -411,7 +398,6 @@ class ChunkGradient:
 
     def _taken_back(self) -> Tensor:
         """Reduced gradient on the device, to be changed."""
-        self._num_changes += 1
         # a step that goes on during this pass still reads the shard, so changing it waits
         if self.updating is not None:
             self.updating.wait()
@@ -449,7 +435,6 @@ class ChunkGradient:
 
     def _set_shard(self, shard: Tensor | None) -> None:
         self.account.gradients += _nbytes(shard) - _nbytes(self.shard)
-        self._num_changes += 1
         self.shard = shard
 
     def _place(self, tensor: Tensor, slot: int) -> Tensor:

@@ -100,7 +100,7 @@ class GeminiEngine(Parts):
         """together: the owner that attaches optimizers for a pipeline, or None."""
         comm, links = connections.comm, connections.links
         events, files = EngineEvents(), _files_of(name, comm.rank, planning, backend)
-        storage = ShardStorage(layout, planning.plan, backend, files, events.changing)
+        storage = ShardStorage(layout, planning.plan, backend, files)
         params = found.params
         chunks = build_chunks(
             layout, params, found.opaque, values, backend, links, planning.plan, storage,
@@ -139,7 +139,6 @@ class GeminiEngine(Parts):
                 chunks, by_moment=not manager.releases_nothing,
                 puts_off=planning.plan.unsharded_grads,
                 at_end={c.spec.id for c in chunks if links[c.spec.group].is_sent_data},
-                final=events.final.listeners,
                 agree=self._agree_to_reduce if comm.world_size > 1 else None,
             ),
             regather=Regather(
@@ -420,7 +419,6 @@ class GeminiEngine(Parts):
         weights.after_step(self, trained=False)
 
     def _gradients_dropped(self) -> None:
-        self.events.dropped()
         self.calls.cut_short()
         self.calls.forget()
         self.homes.gradients_dropped()

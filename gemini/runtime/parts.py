@@ -67,12 +67,6 @@ class EngineEvents:
     """All kinds of events of one engine."""
 
     forward: EngineEvent[[]] = field(default_factory=EngineEvent)  # of the whole module, begins
-    backward: EngineEvent[[]] = field(default_factory=EngineEvent)  # begins
-    # in a backward, when the reduction of a chunk's gradient has begun and when it has ended
-    final: EngineEvent[[Chunk]] = field(default_factory=EngineEvent)
-    dropped: EngineEvent[[]] = field(default_factory=EngineEvent)  # all gradients were
-    # before files of parameters or gradients change outside a step: early updates do not count
-    changing: EngineEvent[[]] = field(default_factory=EngineEvent)
     # before a shard gets what the user wrote to its payload
     keeping: EngineEvent[[Chunk]] = field(default_factory=EngineEvent)
 
@@ -152,7 +146,7 @@ class Parts:
 
     lock: held by whoever looks at, or changes, anything here: by the thread that trains in each
         event of a pass and in a step, by others for an operator or a call. No thread of ours (a
-        tail, a speculation, a disk) takes it, so it may be held while one of these is waited for.
+        tail, a disk) takes it, so it may be held while one of these is waited for.
     thread: that began the last forward or step: it trains.
     """
 

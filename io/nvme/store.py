@@ -22,7 +22,7 @@ import os
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -278,29 +278,6 @@ class BlockStore:
             if is_written and self._pending.get(block) is ticket:
                 return self.read_uncommitted(block, buffer)
             return self.read(block, buffer)
-
-    def read_written(self, block: BlockId, buffer: memoryview, checksum: int) -> Ticket[None]:
-        """Begin to fill whole pages with the first of the version written since the last commit.
-
-        Waits until it is, and raises what went wrong. checksum: of these pages.
-        """
-        self._pending[block].wait()
-        extent = self._extents[block][self._next_version(block)]
-        extent = replace(extent, nbytes=buffer.nbytes)
-        return self._read(block, extent, checksum, buffer)
-
-    def take_back(self, block: BlockId) -> None:
-        """Forget what was written to a block since the last commit. Waits until that has ended."""
-        settle(self._pending.pop(block))
-        self._flushed = None
-
-    def has_room_for(self, nbytes: int) -> bool:
-        """Whether `nbytes` may be written before anything is refused; see `check_step`."""
-        try:
-            self.check_step(nbytes)
-        except NvmeError:
-            return False
-        return True
 
     def write(self, block: BlockId, buffer: memoryview) -> Ticket[int]:
         """Begin to write a block's other version. It counts after `commit`."""

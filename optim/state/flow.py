@@ -125,22 +125,12 @@ class Flow(Generic[R]):
         span.ticket = span.record.put(span.buffer)
 
     def end(self, span: Span[R]) -> None:
-        """Wait for a span's transfer, of writes the first. Raises its error.
-
-        What was read ahead failed in nobody's call: it is read again, and that may fail.
-        """
+        """Wait for a span's transfer, of writes the first. Raises its error."""
         ticket, span.ticket = span.ticket, None
         assert ticket is not None
-        is_written = bool(self.writes) and self.writes[0] is span
-        if is_written:
+        if self.writes and self.writes[0] is span:
             self.cached.append(self.writes.popleft())
-        try:
-            ticket.wait()
-        except Exception:
-            if is_written or not span.was_read:
-                raise
-            span.was_read = False
-            span.record.begin(span.buffer).wait()
+        ticket.wait()
 
     def _has_buffer(self, span: Span[R]) -> bool:
         """Take a buffer for a span if there is one. Never waits."""
@@ -185,8 +175,8 @@ class Flow(Generic[R]):
     # -- between steps --
 
     def read_ahead(self) -> None:
-        """Begin to read the first spans of the next step. Never waits, and raises nothing: the step
-        reads again what failed."""
+        """Begin to read the first spans of the next step. Never waits. Raises nothing, as nobody's
+        call would fail: the step begins what could not be begun."""
         while len(self.reads) < min(self.depth, len(self.order)):
             span = self.order[len(self.reads)]
             if not self._has_buffer(span):

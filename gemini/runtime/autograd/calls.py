@@ -265,7 +265,6 @@ class Calls:
         self._reducer.begin(manager.calls if manager.follows_steps else (), manager.num_calls)
         manager.owes_meeting |= self._reducer.is_learning
         self._gradients.begin_backward()
-        parts.events.backward()
         if parts.all_gathered:
             self._sampler.at_root("enter")
         viewed = tuple(parts.viewed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -42,9 +42,7 @@ class ShardStorage:
         plan: Plan,
         backend: Backend,
         config: FileConfig,
-        changing: Callable[[], None],
     ) -> None:
-        """changing: see `EngineEvents` of `gemini.runtime.parts`."""
         self._specs = layout.chunks
         self._backend = backend
         self.config = config
@@ -66,8 +64,7 @@ class ShardStorage:
         self.averages: list[Originals] = []  # of weights, each with values of its own
         self.gradient_files: GradientFiles | None = None
         self.host_gradients: HostGradients | None = None
-        self._changing = changing
-        # staging of a tail or of updates in backward: another thread than the trainer's uses it
+        # staging of a tail: another thread than the trainer's uses it
         self.update_staging: HasStaging | None = None
         self._goes_on = False  # the last one does
         self._forgets = False  # gradients in files, which that may still read
@@ -80,7 +77,6 @@ class ShardStorage:
         return self._home_of(chunk).read(chunk, into, behind)
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
-        self._changing()
         self._home_of(chunk).replace(chunk, values)
 
     def keep_shards(self, chunks: Collection[ChunkId]) -> None:
@@ -187,7 +183,6 @@ class ShardStorage:
         """
         self._forgets = self._goes_on
         if self.gradient_files is not None and not self._goes_on:
-            self._changing()
             for files in self.gradient_files.files:
                 files.rollback()
 
@@ -227,13 +222,6 @@ class ShardStorage:
         if self.gradient_files is not None:
             found += self.gradient_files.files
         return found
-
-    @property
-    def early_write_bytes(self) -> int:
-        """Bytes that files may write by the end of a step that writes all parameters twice."""
-        params = 0 if self.params is None else self.params.written_bytes_per_step
-        gradients = [] if self.gradient_files is None else self.gradient_files.files
-        return 2 * params + sum(files.written_bytes_per_step for files in gradients)
 
     @property
     def staging_bytes(self) -> int:

@@ -48,14 +48,11 @@ class Reducer:
         by_moment: bool,
         puts_off: bool = False,
         at_end: Container[ChunkId] = (),
-        final: Sequence[Callable[[Chunk], object]] = (),
         agree: Callable[[Sequence[ChunkId]], Sequence[ChunkId]] | None = None,
     ) -> None:
-        """`puts_off`, and `at_end` where readiness decides: see the notes. final: who
-        listens for it. agree: where there are other ranks: those of some chunks that all reduce
-        now."""
+        """`puts_off`, and `at_end` where readiness decides: see the notes. agree: where there are
+        other ranks: those of some chunks that all reduce now."""
         self._agree = agree
-        self._final = final
         # as backward runs through the layout
         self._order = [chunk for chunk in reversed(chunks) if chunk.spec.trainable]
         self._by_moment = by_moment
@@ -108,11 +105,6 @@ class Reducer:
     def reduces(self) -> bool:
         """Whether the backward under way reduces gradients."""
         return self._reduces
-
-    @property
-    def follows_no_sync(self) -> bool:
-        """Whether there are gradients of backwards under `no_sync`."""
-        return self._follows_no_sync
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -228,13 +220,9 @@ class Reducer:
         self._begun.append(chunk)
         if len(self._begun) > MAX_UNDER_WAY:
             self._end(self._begun.pop(0))
-        for told in self._final if self.active else ():  # where no rank adds to it
-            told(chunk)
 
     def _end(self, chunk: Chunk) -> None:
         chunk.gradient.end_reduce()
-        for told in self._final if self.active else ():
-            told(chunk)
 
     def _is_complete(self, chunk: Chunk) -> bool:
         if chunk.spec.id in self._at_end or chunk.gradient.num_arrived < len(chunk.spec.slots):

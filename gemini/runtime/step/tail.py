@@ -227,11 +227,6 @@ class _Gates:
         """Gates by shard."""
         return self._gates
 
-    @property
-    def waited_seconds(self) -> float:
-        """Seconds that modules waited for their chunks."""
-        return sum(gate.waited_seconds for gate in self._gates)
-
     def updated(self, block: BlockId) -> None:
         shard = self._shard_of[block]
         self._left[shard] -= 1

@@ -39,12 +39,12 @@ def assert_average(model, ema, want):
         assert torch.equal(value, want.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("place", ["resident", "host", "nvme", "files", "nvme, both"])
+@pytest.mark.parametrize("place", ["resident", "host", "nvme", "files", "nvme, tail"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_it_has_the_bits_of_torchs_over_fp32_weights(place, precision):
     model, optimizer = wrapped(place=place, precision=precision)
     ema = EMA(model, DECAY)
-    assert (ema.nvme_bytes > 0) == (place in ("nvme", "files", "nvme, both"))
+    assert (ema.nvme_bytes > 0) == (place in ("nvme", "files", "nvme, tail"))
     want = averages(model, optimizer, ema, place)
     before, digest = model.state_dict(), model.digest()
     assert_average(model, ema, want)

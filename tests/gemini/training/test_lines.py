@@ -91,7 +91,7 @@ def test_drawn_programs_where_ctrl_c_did_harm_once(found):
     assert got.caught and interrupted.differs(want, got) == []
 
 
-@pytest.mark.parametrize("place", ["serial, host, fp32", "both, nvme, bf16"])
+@pytest.mark.parametrize("place", ["serial, host, fp32", "tail, nvme, bf16"])
 def test_drawn_programs_that_ctrl_c_came_into_have_the_bits_of_others(place):
     came, finds = interrupted.search(place, 0, 4)
     assert finds == [] and came > 0

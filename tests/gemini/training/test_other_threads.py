@@ -202,7 +202,7 @@ def losses(model, optimizer, count=3):
         yield
 
 
-@pytest.mark.parametrize("place", ["resident", "host", "nvme, both", "cpu, tail"])
+@pytest.mark.parametrize("place", ["resident", "host", "nvme, tail", "cpu, tail"])
 def test_a_thread_that_reads_in_the_middle_of_a_pass_changes_no_bit(place):
     want = sides.wrapped(place=place)
     for _ in losses(*want):
@@ -343,7 +343,7 @@ def test_a_forked_child_has_locks_free_that_another_thread_held():
     thread.join()
 
 
-@pytest.mark.parametrize("place", ["host", "nvme, both"])
+@pytest.mark.parametrize("place", ["host", "nvme, tail"])
 def test_drawn_programs_beside_readers_have_the_updates_of_torch(place):
     for seed in range(2):
         assert run_program(draw(random.Random(seed)), place, num_readers=2).difference < 1e-4

@@ -135,14 +135,6 @@ class FileBlocks:
         self._writes.reap()
         return self._pool.num_free > 0
 
-    def end_writes(self) -> None:
-        """Wait for all writes. Their errors are raised by `flush`, which makes them count."""
-        self._writes.abandon()
-
-    def take_back(self, chunk: ChunkId, index: int) -> None:
-        """Forget what was written to a block since the last commit. Waits until that has ended."""
-        self.store.take_back(self._places.id_of(chunk, index))
-
     # -- versions; see `optim.step.driver.Versions` --
 
     @property
