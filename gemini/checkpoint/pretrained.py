@@ -73,7 +73,8 @@ def load_pretrained(
     dtype: of the parameters before they are wrapped, and so of the weights that are exported later;
         None is the dtype in the files.
     init_missing: True lets the model initialise parameters that no file has, such as a new head's,
-        and logs their names; False refuses them.
+        and logs their names; False refuses them. Under `lora` they are those of `modules_to_save`,
+        or of the head that `task_type="SEQ_CLS"` trains.
     revision: a branch, tag or commit on the hub; None is the newest.
     quantize: `"nf4"` (with quantised statistics, as in QLoRA), `"int8"`, or a
         `transformers.BitsAndBytesConfig`: the linear layers that transformers would quantise become
@@ -363,11 +364,12 @@ class _Values(Mapping[str, Tensor]):
             from peft import get_peft_model
         except ImportError as error:
             raise ImportError("lora= needs peft; pip install peft") from error
-        if self._made is not None:
-            raise ValueError(
-                f"no file has {self.missing[0]}, and lora= freezes it as it is initialised; "
-                "expected a folder with all weights"
-            )
+        for name in self.missing:  # a new head, of which peft makes the copy that is trained
+            param = self._module.get_parameter(name)
+            assert self._made is not None
+            made = nn.Parameter(self._made.take(param), param.requires_grad)
+            torch.utils.swap_tensors(param, made)
+        missing, self.missing = self.missing, []
         plain = {id(param): name for name, param in self._module.named_parameters()}
         for param in self._module.parameters():
             # peft makes adapters on the device of the weight: on the meta device they would have
@@ -380,8 +382,13 @@ class _Values(Mapping[str, Tensor]):
         for name, param in model.named_parameters():
             if id(param) in self.quantised:
                 continue
-            if id(param) in plain:
+            if plain.get(id(param)) in before:
                 self._file_name[name] = before[plain[id(param)]]
+            elif plain.get(id(param)) in missing and ".original_module." not in name:
+                raise ValueError(
+                    f"no file has {plain[id(param)]}, and lora= freezes it as it is initialised; "
+                    "expected a folder with all weights, or modules_to_save with its layer"
+                )
             else:
                 self._adapters[name] = param.data
         return model

@@ -23,7 +23,7 @@ OF_THE_MACHINE = (
 )  # fmt: skip
 
 ANSWERS = "answers"
-METHODS = ("sft", "dpo", "grpo")
+METHODS = ("sft", "dpo", "reward", "grpo")
 SCHEDULES = (  # of Trainer's, those that need nothing more
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
     "inverse_sqrt", "reduce_lr_on_plateau",
@@ -79,7 +79,10 @@ class TrainConfig(Settings):
     )
     from_scratch: bool = _weights(False, "new weights for the config of --model, for pretraining")
     method: str = _weights(
-        "sft", "sft, dpo (pairs, with --lora) or grpo (prompts and a --reward)", one_of=METHODS
+        "sft",
+        "sft, dpo (pairs, with --lora), reward (pairs, for a model that scores) or grpo (prompts "
+        "and a --reward)",
+        one_of=METHODS,
     )
     beta: float | None = _weights(None, "weight of the reference in dpo and grpo; by default trl's")
     reward: str | None = _weights(

@@ -53,17 +53,20 @@ def card(settings: TrainConfig, eval_loss: float | None, *, config: str) -> str:
     head = ["---", *([f"base_model: {base}"] if hub else []),
             f"library_name: {'peft' if settings.lora else 'transformers'}",
             f"tags: [gemini, {settings.method}]", "---"]  # fmt: skip
-    how = {"sft": "fine-tuned", "dpo": "trained by DPO", "grpo": "trained by GRPO"}
+    how = {"sft": "fine-tuned", "dpo": "trained by DPO", "grpo": "trained by GRPO",
+           "reward": "trained as a reward model"}  # fmt: skip
     how["sft"] = "trained from scratch" if settings.from_scratch else how["sft"]
     what = f"LoRA adapters of rank {settings.lora}" if settings.lora else "All weights"
     loss = "" if eval_loss is None else f" Loss on held-out rows: {eval_loss:.4f}."
-    kind = "AutoPeftModelForCausalLM" if settings.lora else "AutoModelForCausalLM"
+    task = "SequenceClassification" if settings.method == "reward" else "CausalLM"
+    kind = f"AutoPeftModelFor{task}" if settings.lora else f"AutoModelFor{task}"
+    one_label = ", num_labels=1" if task == "SequenceClassification" else ""
     return "\n".join([
         *head, "", f"# {Path(settings.out).name}", "",
         f"{what} of `{base}`, {how[settings.method]} on `{settings.data}`.{loss}", "",
         "```python",
         f"from {'peft' if settings.lora else 'transformers'} import {kind}", "",
-        f'model = {kind}.from_pretrained("{settings.out}")',
+        f'model = {kind}.from_pretrained("{settings.out}"{one_label})',
         "```", "", "Settings:", "", "```yaml", config.rstrip(), "```", "",
     ])  # fmt: skip
 

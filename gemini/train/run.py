@@ -138,6 +138,8 @@ class Job:
     def _samples(self) -> list[tuple[str, str]]:
         """Prompts from the held-out rows, and the model's continuations. All ranks call, with
         equal prompts."""
+        if self.config.method == "reward":  # which scores, and continues nothing
+            return []
         model = self.trainer.model_wrapped.eval()
         found = []
         for ids in self.data.prompts(self.tokenizer, self.config.samples):
@@ -239,23 +241,39 @@ def check_same_run(config: TrainConfig, out: Path) -> None:
 
 def _loaded_model(folder: Path, config: TrainConfig, options: dict[str, Any]) -> GeminiDDP:
     """Wrapped model with weights and adapters, which is never whole in memory. All ranks call."""
-    trusts = config.trust_remote_code
-    adapters = None
+    trusts, scores = config.trust_remote_code, config.method == "reward"
+    adapters, empty = None, None
+    if config.lora or scores:
+        empty = build(folder, trust_remote_code=trusts, scores=scores)
     if config.lora:
-        adapters = adapters_of(build(folder, trust_remote_code=trusts), config.lora, config.targets)
+        assert empty is not None
+        adapters = adapters_of(empty, config.lora, config.targets)
         adapters.lora_alpha = config.lora_alpha or adapters.lora_alpha
         adapters.lora_dropout = config.lora_dropout
-    torch.manual_seed(config.seed)  # the same adapters on all ranks
-    return load_pretrained(
+    if scores:  # its head is new unless the folder has one
+        assert empty is not None
+        options = options | {
+            "model_class": type(empty),
+            "config": empty.config,
+            "init_missing": True,
+        }
+    torch.manual_seed(config.seed)  # the same adapters and head on all ranks
+    model = load_pretrained(
         folder, quantize=config.quantize, lora=adapters, precision=PRECISION,
         force_outputs_fp32=True, trust_remote_code=trusts, **options,
     )  # fmt: skip
+    if adapters is not None:  # the name that others know the base by: no folder of a cache
+        is_here = Path(config.model).expanduser().exists()
+        adapters.base_model_name_or_path = str(folder) if is_here else config.model
+    return model
 
 
 def _new_model(folder: Path, config: TrainConfig, options: dict[str, Any]) -> GeminiDDP:
     """Wrapped model with new weights, which is never whole in memory. All ranks call."""
     with init_empty():
-        module = maker(folder, trust_remote_code=config.trust_remote_code)()
+        module = maker(
+            folder, trust_remote_code=config.trust_remote_code, scores=config.method == "reward"
+        )()
     module.tie_weights()
     torch.manual_seed(config.seed)  # the same weights on all ranks
     return GeminiDDP(module, precision=PRECISION, force_outputs_fp32=True, **options)
