@@ -107,8 +107,9 @@ class Tuning(GeminiTrainerMixin):
 
     def _save_beside(self, folder: Path) -> None:
         super()._save_beside(folder)
-        if self.args.should_save:  # a pickle of what config.yaml says
+        if self.args.should_save:  # a pickle of what config.yaml says, and peft's empty card
             (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            (folder / "README.md").unlink(missing_ok=True)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

@@ -165,6 +165,50 @@ def test_adapters_are_trained_and_come_back(
     assert "Information Needed" not in card and not list(out.glob("*.bin"))
 
 
+@pytest.mark.parametrize("more", [(), ("--method", "reward"), ("--quantize", "nf4")])
+def test_merged_adapters_are_whole_weights_as_peft_merges_them(folder, tmp_path, more):
+    """Of linear layers and of a new head; in the dtype of the base, which is rounded to once."""
+    import transformers
+
+    kind = transformers.AutoModelForCausalLM
+    given, options = rows("text"), {}
+    if "reward" in more:
+        from peft import AutoPeftModelForSequenceClassification as adapted
+
+        kind, options = transformers.AutoModelForSequenceClassification, {"num_labels": 1}
+        given = [{"chosen": row["text"][:20], "rejected": 20 * "x"} for row in given]
+    else:
+        from peft import AutoPeftModelForCausalLM as adapted
+    write_rows(tmp_path / "text.jsonl", given)
+    out = tmp_path / "out"
+    made = [*flags(tmp_path, out, "--lora", "2", "--merge", *more),
+            "--model", str(folder / "model"), "--lr", "1e-2"]  # fmt: skip
+    assert run.main(made) == 0
+    got = load_file(out / "model.safetensors")
+    base = load_file(folder / "model/model.safetensors")
+    want = adapted.from_pretrained(out / "adapter", dtype=torch.float32, **options)
+    want = want.merge_and_unload().state_dict()
+    assert got.keys() == want.keys() - ({"lm_head.weight"} - got.keys())
+    for name, value in got.items():
+        assert value.dtype == torch.bfloat16 and torch.equal(value, want[name].bfloat16()), name
+        if "proj" in name:
+            assert not torch.equal(value, base[name]), name
+    model = kind.from_pretrained(out, **options)
+    assert model(input_ids=torch.tensor([[1, 2]])).logits.isfinite().all()
+    assert {path.name for path in out.glob("adapter*")} == {"adapter"}
+    assert f"from transformers import {kind.__name__}" in (out / "README.md").read_text()
+    assert "merged into all weights" in (out / "README.md").read_text()
+    assert not list(out.rglob("*.bin")) and not list(out.glob("*/**/README.md"))
+
+
+def test_adapters_of_a_weight_with_two_names_are_not_merged(folder, tmp_path, capsys):
+    model = make_folder(tmp_path / "tied", tie_word_embeddings=True)
+    made = flags(folder, tmp_path / "out", "--lora", "2", "--merge", "--lora-targets", "lm_head")
+    with pytest.raises(SystemExit):
+        run.main([*made, "--model", str(model)])
+    assert "--merge with adapters of " in capsys.readouterr().err
+
+
 def test_new_weights_are_trained_on_a_stream_of_packed_text(folder, tmp_path):
     model = tmp_path / "model"  # without weights
     shutil.copytree(folder / "model", model, ignore=shutil.ignore_patterns("*.safetensors"))
