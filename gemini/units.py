@@ -30,6 +30,7 @@ READS_AHEAD = 1  # blocks that are read while another is updated in backward (AD
 BUFFERS_AHEAD = 2  # extra buffers, of weights and of reads, for updates in backward
 MIN_BLOCK_NUMEL = 1024  # blocks are multiples of it
 PAGE_BYTES = 4096  # alignment of direct I/O
+ORIGINAL_BLOCK_NUMEL = 1 << 16  # fewest elements of a block of fp32 originals or averages in files
 FROZEN_BLOCK_BYTES = 4 << 20  # unit in which frozen shards are written and read, in every plan
 
 _UNITS = {
