@@ -299,17 +299,28 @@ def lower_homes(parts: Parts, plan: Plan, *, in_pass: bool = False) -> None:
     """Move shards and state down to where `plan` has them.
 
     Before a forward, while no graph is open; `in_pass` state alone moves. Gradients that wait stay
-    where they are.
+    where they are. On an error of the disk nothing has changed.
     """
-    manager, target = parts.manager, parts.target
+    manager, storage, target = parts.manager, parts.storage, parts.target
     assert target is not None
     target.settle()
-    if not in_pass:
-        manager.release_all()
-    target.lower_state(plan)
     if in_pass:
+        target.lower_state(plan)
         return
-    for chunk, shard in zip(parts.chunks, plan.shards, strict=True):
+    manager.release_all()
+    pairs = list(zip(parts.chunks, plan.shards, strict=True))
+    to_files = [c for c, s in pairs if s.param_home is Tier.NVME and c.files is None]
+    # What a disk may refuse comes first, while all is in memory still.
+    in_files = [chunk.spec.id for chunk in parts.chunks if chunk.files is not None]
+    storage.take_in({chunk.spec.id: chunk.shard for chunk in to_files}, target.committed_step)
+    try:
+        target.lower_state(plan)
+    except BaseException:
+        storage.keep_shards(in_files)
+        raise
+    for chunk in to_files:
+        chunk.leave_memory(storage)
+    for chunk, shard in pairs:
         if shard.param_home is Tier.HOST and _home(chunk) is Tier.DEVICE:
             chunk.leave_device()
 

@@ -55,6 +55,7 @@ class _Loan:
     grad: GradientBlock | None = None
     param: Tensor | None = None  # [n] where the update runs
     staged: Staged | None = None  # of the file to which `param` goes
+    weight: Tensor | None = None  # [n] in host memory, which goes to disk with the state
     chunk: Chunk | None = None  # to whose shard in host memory it goes
 
 
@@ -254,6 +255,8 @@ class ShardViews:
         if loan.staged is not None:
             if loan.param is not loan.staged.values:
                 self._memory.copy(loan.staged.values, loan.param).wait()
+            if loan.weight is not None:
+                copy_alone(loan.weight, loan.staged.values)
             self._write_param(block, loan.staged)
 
     @property
@@ -325,7 +328,7 @@ class ShardViews:
     def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
         loan = self._loans.get(block.id)
         if loan is not None and loan.staged is not None and loan.param is not None:
-            updated, loan.param = loan.param, loan.staged.values
+            updated, loan.param, loan.weight = loan.param, loan.staged.values, weight
             return [(loan.staged.values, updated)]
         if weight is None or self._chunks[block.shard].shard_on_host:
             return ()
@@ -357,7 +360,7 @@ class ShardViews:
                 loan.param, ticket = self._bring(self._part_of(self._memory_of(block.shard), block))
                 chunk.is_copied(ticket)
             return loan.param
-        files = self._param_files
+        files, loan.weight = self._param_files, planes.get(WEIGHT)
         if MASTER in planes:
             loan.staged = files.block_to_fill(*self._place(block))
             loan.param = loan.staged.values
