@@ -105,6 +105,27 @@ def plan_below(
     return _planned(_draft_in(plan, inputs, policy, floor, ceiling))
 
 
+def plan_beside(
+    found: PlanResult,
+    inputs: PlanInputs,
+    training: PlanInputs,
+    policy: Placement,
+    *,
+    params_stay: bool,
+) -> tuple[PlanResult, PlanResult]:
+    """Plans of an evaluation and of training in the same homes: those of `found`, or lower ones.
+
+    found: of the evaluation, which was made with `inputs`. It has no gradients, so the homes that it
+    gives these may hold none. Raises BudgetError where no such homes hold both.
+    """
+    try:
+        return found, plan_within(found.plan, training, policy)
+    except BudgetError as error:
+        error.without_frames()
+    below = plan_below(found.plan, training, policy, params_stay=params_stay)
+    return plan_within(below.plan, inputs, policy), below
+
+
 def _depth(tier: Tier) -> int:
     return list(Tier).index(tier)
 

@@ -178,19 +178,27 @@ class ShardStorage:
         """Take over a layout in which frozen chunks are trained; sizes stay."""
         self._specs = layout.chunks
 
-    def place_gradients(self, plan: Plan, chunks: list[Chunk]) -> None:
-        """Send all gradients, present and future, to the plan's homes."""
+    def new_gradient_files(self, plan: Plan) -> GradientFiles | None:
+        """Make files for gradients whose home they are in a plan, and do not use them yet."""
+        to_files = [shard.chunk for shard in plan.shards if shard.grad_home is Tier.NVME]
+        flats = {chunk: _flat(self._specs[chunk]) for chunk in to_files}
+        return GradientFiles(flats, self.config) if flats else None
+
+    def place_gradients(
+        self, plan: Plan, chunks: list[Chunk], files: GradientFiles | None = None
+    ) -> None:
+        """Send all gradients, present and future, to the plan's homes.
+
+        files: of `new_gradient_files` for the same homes, where these were made before.
+        """
         homes = {shard.chunk: shard.grad_home for shard in plan.shards}
-        to_files = [chunk for chunk, home in homes.items() if home is Tier.NVME]
+        files = files or self.new_gradient_files(plan)
         # Gradients come back to the device first: the files and memory they lie in are dropped.
         for chunk in chunks:
             chunk.gradient.send(None)
         if self.gradient_files is not None:
             self.gradient_files.close()
-        self.gradient_files = None
-        if to_files:
-            flats = {chunk: _flat(self._specs[chunk]) for chunk in to_files}
-            self.gradient_files = GradientFiles(flats, self.config)
+        self.gradient_files = files
         self.all_leave()
         self.host_gradients = None
         if Tier.HOST in homes.values():

@@ -145,22 +145,32 @@ class MovingHomes:
         parts = self._parts
         planning = parts.planning
         before = planning.plan
+        stay = not gradients_leave and any(chunk.gradient.exists for chunk in parts.chunks)
         with DeferredSignals():  # Ctrl-C finds each block in one place, and the plan of all
-            lower_homes(parts, lowered.result.plan, in_pass=in_pass)
+            plan = (lowered.training or lowered.result).plan
+            files = None if stay else parts.storage.new_gradient_files(plan)
+            try:
+                lower_homes(parts, lowered.result.plan, in_pass=in_pass)
+            except BaseException:
+                if files is not None:
+                    files.close()
+                raise
             planning.use_lowered(trace, lowered)
-            if not gradients_leave and any(chunk.gradient.exists for chunk in parts.chunks):
-                self._gradients_stay = True
-            else:
-                parts.storage.place_gradients(planning.plan, parts.chunks)
-            if in_pass:
-                assert parts.target is not None
-                parts.target.homes_changed()
-            else:
-                _homes_changed(parts)
-                parts.manager.release_all()  # also what was never released before
             self._higher = None
             planning.moves.down(lowered.result.plan, before, reason)
             self._tenancy.end()
+            try:
+                if stay:
+                    self._gradients_stay = True
+                else:
+                    parts.storage.place_gradients(planning.plan, parts.chunks, files)
+            finally:
+                if in_pass:
+                    assert parts.target is not None
+                    parts.target.homes_changed()
+                else:
+                    _homes_changed(parts)
+                    parts.manager.release_all()  # also what was never released before
 
     def may_sink(self) -> bool:
         """Whether anything on the device could leave it now."""

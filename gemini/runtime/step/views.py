@@ -55,6 +55,7 @@ class _Loan:
     grad: GradientBlock | None = None
     param: Tensor | None = None  # [n] where the update runs
     staged: Staged | None = None  # of the file to which `param` goes
+    coming: CopyTicket | None = None  # of `param` from there, where the update runs elsewhere
     weight: Tensor | None = None  # [n] in host memory, which goes to disk with the state
     chunk: Chunk | None = None  # to whose shard in host memory it goes
 
@@ -291,6 +292,8 @@ class ShardViews:
         for loan in self._loans.values():
             if loan.grad is not None:
                 loan.grad.give()
+            if loan.coming is not None:
+                loan.coming.settle()
             if loan.staged is not None:
                 self._param_files.give(loan.staged)
         self._ahead.clear()
@@ -361,6 +364,7 @@ class ShardViews:
                 chunk.is_copied(ticket)
             return loan.param
         files, loan.weight = self._param_files, planes.get(WEIGHT)
+        self.end()  # a buffer of the device that it takes may be one that is still on its way out
         if MASTER in planes:
             loan.staged = files.block_to_fill(*self._place(block))
             loan.param = loan.staged.values
@@ -371,7 +375,7 @@ class ShardViews:
         loan.staged = files.read_block(*self._place(block))
         loan.param = loan.staged.wait()
         if staging is not None:
-            loan.param, _ = self._bring(loan.param)
+            loan.param, loan.coming = self._bring(loan.param)
         return loan.param
 
     def _grad_of(self, block: Block) -> Tensor:
