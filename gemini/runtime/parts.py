@@ -93,6 +93,11 @@ class Attached(Protocol):
         """Blocks of the last step that were updated in backward; None: no speculation or step."""
         ...
 
+    @property
+    def committed_step(self) -> int:
+        """Step that files of state have; 0 where there are none."""
+        ...
+
     def read_master(self, chunk: Chunk) -> Tensor:
         """Weights [S] fp32 of a trainable chunk's shard, as the optimizer has them."""
         ...
