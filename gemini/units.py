@@ -29,6 +29,7 @@ STREAMED_BLOCK_NUMEL = 1 << 22  # the same, where a device streams: see `gemini.
 BUFFERS_AHEAD = 2  # extra buffers of files, for updates behind a step
 MIN_BLOCK_NUMEL = 1024  # blocks are multiples of it
 PAGE_BYTES = 4096  # alignment of direct I/O
+ORIGINAL_BLOCK_NUMEL = 1 << 16  # fewest elements of a block of fp32 originals or averages in files
 FROZEN_BLOCK_BYTES = 4 << 20  # unit in which frozen shards are written and read, in every plan
 
 _UNITS = {

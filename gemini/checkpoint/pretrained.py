@@ -73,7 +73,8 @@ def load_pretrained(
     dtype: of the parameters before they are wrapped, and so of the weights that are exported later;
         None is the dtype in the files.
     init_missing: True lets the model initialise parameters that no file has, such as a new head's,
-        and logs their names; False refuses them.
+        and logs their names; False refuses them. Under `lora` they are those of `modules_to_save`,
+        or of the head that a task of classification trains.
     revision: a branch, tag or commit on the hub; None is the newest.
     quantize: `"nf4"` (with quantised statistics, as in QLoRA), `"int8"`, or a
         `transformers.BitsAndBytesConfig`: the linear layers that transformers would quantise become
@@ -199,22 +200,23 @@ def write_weights(
 
     ranks.together(lambda: begin() if ranks.rank == 0 else None)
     export_safetensors(fresh, model, max_shard_size=max_shard_size)
+    ranks.together(lambda: replace_weights(target, fresh) if ranks.rank == 0 else None)
 
-    def move() -> None:
-        # Old weights go only when the new ones are complete on disk, under `.weights`.
-        olds = {*target.glob("model*.safetensors"), *target.glob("pytorch_model*.bin")}
-        for old in sorted(olds | {target / INDEX, target / TORCH_INDEX}):
-            old.unlink(missing_ok=True)
-        written = sorted(fresh.iterdir())
-        weights = [path for path in written if path.suffix == ".safetensors"]
-        if len(weights) == 1:
-            weights[0].rename(target / SINGLE)
-            (fresh / INDEX).unlink()
-        for path in sorted(fresh.iterdir()):
-            path.rename(target / path.name)
-        fresh.rmdir()
 
-    ranks.together(lambda: move() if ranks.rank == 0 else None)
+def replace_weights(target: Path, fresh: Path) -> None:
+    """Move the files of `fresh`, complete weights in a folder of `target`, in place of its own. A
+    single file of weights loses its index, and is named `model.safetensors`."""
+    olds = {*target.glob("model*.safetensors"), *target.glob("pytorch_model*.bin")}
+    for old in sorted(olds | {target / INDEX, target / TORCH_INDEX}):
+        old.unlink(missing_ok=True)
+    written = sorted(fresh.iterdir())
+    weights = [path for path in written if path.suffix == ".safetensors"]
+    if len(weights) == 1:
+        weights[0].rename(target / SINGLE)
+        (fresh / INDEX).unlink()
+    for path in sorted(fresh.iterdir()):
+        path.rename(target / path.name)
+    fresh.rmdir()
 
 
 def _check_missing(values: _Values, folder: Path, kind: type[nn.Module], *, asked: bool) -> None:
@@ -302,7 +304,7 @@ class _Values(Mapping[str, Tensor]):
         for name, param in module.named_parameters(remove_duplicate=False):
             tied.setdefault(id(param), []).append(name)
         for names in tied.values():
-            places = [place for name in names for place in _places(name, prefix)]
+            places = [place for name in names for place in places_of(name, prefix)]
             there = next((place for place in places if place in files), None)
             if there is not None:
                 self._file_name.update(dict.fromkeys(names, there))
@@ -363,11 +365,12 @@ class _Values(Mapping[str, Tensor]):
             from peft import get_peft_model
         except ImportError as error:
             raise ImportError("lora= needs peft; pip install peft") from error
-        if self._made is not None:
-            raise ValueError(
-                f"no file has {self.missing[0]}, and lora= freezes it as it is initialised; "
-                "expected a folder with all weights"
-            )
+        for name in self.missing:  # a new head, of which peft makes the copy that is trained
+            param = self._module.get_parameter(name)
+            assert self._made is not None
+            made = nn.Parameter(self._made.take(param), param.requires_grad)
+            torch.utils.swap_tensors(param, made)
+        missing, self.missing = self.missing, []
         plain = {id(param): name for name, param in self._module.named_parameters()}
         for param in self._module.parameters():
             # peft makes adapters on the device of the weight: on the meta device they would have
@@ -380,8 +383,13 @@ class _Values(Mapping[str, Tensor]):
         for name, param in model.named_parameters():
             if id(param) in self.quantised:
                 continue
-            if id(param) in plain:
+            if plain.get(id(param)) in before:
                 self._file_name[name] = before[plain[id(param)]]
+            elif plain.get(id(param)) in missing and ".original_module." not in name:
+                raise ValueError(
+                    f"no file has {plain[id(param)]}, and lora= freezes it as it is initialised; "
+                    "expected a folder with all weights, or modules_to_save with its layer"
+                )
             else:
                 self._adapters[name] = param.data
         return model
@@ -414,7 +422,7 @@ class _Values(Mapping[str, Tensor]):
         return len(list(iter(self)))
 
 
-def _places(name: str, prefix: str) -> list[str]:
+def places_of(name: str, prefix: str) -> list[str]:
     """Names that a parameter may have in a file: of a base model, or of a model with a head."""
     found = [name]
     if prefix:

@@ -268,6 +268,14 @@ class Chunk:
         finally:
             self._count_shard(1)
 
+    def leave_memory(self, files: ShardFiles) -> None:
+        """Drop the shard, which `files` have by now; the payload may be released then."""
+        assert self.files is None
+        self._settle()
+        self._count_shard(-1)
+        self._shard, self.files = None, files
+        self.is_unsharded = self.in_payload = self.shard_on_host = False
+
     @property
     def rank(self) -> int:
         """Index of this rank's shard."""

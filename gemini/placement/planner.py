@@ -18,6 +18,7 @@ from .plan import Plan
 from .policy import AutoPlacement, Placement, StaticPlacement
 from .problem import Homes
 from .sizes import (
+    NUM_VERSIONS,
     UNLIMITED,
     BudgetError,
 )
@@ -83,14 +84,17 @@ def plan_below(
 ) -> PlanResult:
     """Plan in the homes of `plan`, and in lower ones where this trace leaves less room.
 
-    Nothing rises but gradients. Parameters go to the host at most; params_stay: nor there. Raises
-    BudgetError where no homes leave room for the trace.
+    Nothing rises but gradients. Parameters go to files where the host has no room for them; but
+    those whose state has more versions, and no masters, go to the host at most, as files have the
+    last version alone. params_stay: none goes anywhere. Raises BudgetError where no homes leave
+    room for the trace.
     """
-    ceiling = _homes_of(plan)
-    lowest = [
-        home if params_stay or not inputs.has_host_tier else max(home, Tier.HOST, key=_depth)
-        for home in ceiling.param
-    ]
+    ceiling, state = _homes_of(plan), inputs.state
+    keeps_versions = state.num_versions > NUM_VERSIONS and not state.has_master
+    lowest: list[Tier] = []
+    for home, chunk in zip(ceiling.param, inputs.layout.chunks, strict=True):
+        least = inputs.memory if keeps_versions and chunk.trainable else Tier.NVME
+        lowest.append(home if params_stay else max(home, least, key=_depth))
     floor = replace(
         ceiling,
         param=lowest,
@@ -99,6 +103,27 @@ def plan_below(
     )
     inputs = replace(inputs, fixed_params=None)
     return _planned(_draft_in(plan, inputs, policy, floor, ceiling))
+
+
+def plan_beside(
+    found: PlanResult,
+    inputs: PlanInputs,
+    training: PlanInputs,
+    policy: Placement,
+    *,
+    params_stay: bool,
+) -> tuple[PlanResult, PlanResult]:
+    """Plans of an evaluation and of training in the same homes: those of `found`, or lower ones.
+
+    found: of the evaluation, which was made with `inputs`. It has no gradients, so the homes that
+    it gives these may hold none. Raises BudgetError where no such homes hold both.
+    """
+    try:
+        return found, plan_within(found.plan, training, policy)
+    except BudgetError as error:
+        error.without_frames()
+    below = plan_below(found.plan, training, policy, params_stay=params_stay)
+    return plan_within(below.plan, inputs, policy), below
 
 
 def _depth(tier: Tier) -> int:

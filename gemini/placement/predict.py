@@ -95,6 +95,11 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
 
     num_blocks = 0
     has_state = any(Tier.NVME in shard.state_homes for shard in plan.shards)
+    has_params = any(
+        shard.param_home is Tier.NVME
+        for sizes, shard in zip(plan.chunks, plan.shards, strict=True)
+        if sizes.trainable
+    )
     for sizes, shard in zip(plan.chunks, plan.shards, strict=True):
         if shard.in_payload:
             builder.add(Tier.DEVICE, "parameters", sizes.payload_bytes)
@@ -114,9 +119,11 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
         for kind, nbytes in on_nvme:
             row = "parameters" if kind == "frozen" else kind
             builder.add(Tier.NVME, row, file_bytes(kind, nbytes, sizes.num_versions))
-        num_blocks += sum(kind not in ("frozen", "state") for kind, _ in on_nvme)
+        num_blocks += sum(kind in ("originals", "gradients") for kind, _ in on_nvme)
         if has_state:
             num_blocks += sum(1 + bool(block.undo_bytes) for block in sizes.blocks)
+        if has_params:
+            num_blocks += len(sizes.blocks)
         if shard.never_released and not shard.in_payload:
             builder.add(Tier.DEVICE, "parameters", sizes.payload_bytes)
     for gather in plan.gathers:

@@ -7,7 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gemini.chunk.layout import ChunkSpec
-from gemini.units import FROZEN_BLOCK_BYTES, PAGE_BYTES, ChunkId, align_up, format_bytes
+from gemini.units import (
+    FROZEN_BLOCK_BYTES,
+    ORIGINAL_BLOCK_NUMEL,
+    PAGE_BYTES,
+    ChunkId,
+    align_up,
+    format_bytes,
+)
 
 from .plan import Staging, UpdatePath
 from .policy import StaticPlacement, leading_within, never_released
@@ -182,6 +189,9 @@ class PlacementProblem:
         total = dict(self.average).get(Tier.NVME, 0)
         originals = sums = num_blocks = 0
         has_state = any(Tier.NVME in states for states in homes.state)
+        has_params = any(
+            homes.param[chunk.id] is Tier.NVME for chunk in self.chunks if chunk.trainable
+        )
         for chunk in self.chunks:
             i = chunk.id
             sizes = nvme_blocks(
@@ -189,9 +199,11 @@ class PlacementProblem:
                 self.original_home,
             )  # fmt: skip
             total += sum(file_bytes(kind, n, chunk.num_versions) for kind, n in sizes)
-            num_blocks += sum(kind not in ("frozen", "state") for kind, _ in sizes)
+            num_blocks += sum(kind in ("originals", "gradients") for kind, _ in sizes)
             if has_state:  # its files have a place for all of it
                 num_blocks += sum(1 + bool(block.undo_bytes) for block in chunk.blocks)
+            if has_params:  # and theirs
+                num_blocks += len(chunk.blocks)
             wide = [align_up(b.numel * FP32_BYTES, PAGE_BYTES) for b in chunk.blocks
                     if b.param_bytes < b.numel * FP32_BYTES]  # fmt: skip
             if homes.grad[i] is Tier.NVME:
@@ -272,6 +284,7 @@ def average_bytes(
     """Bytes of an fp32 average of these chunks' shards, by tier; of files as they are on disk."""
     totals: Counter[Tier] = Counter()
     num_blocks = 0
+    block_numel = max(block_numel, ORIGINAL_BLOCK_NUMEL)
     for chunk in chunks:
         home, nbytes = homes[chunk.id], chunk.shard_numel * FP32_BYTES
         on_nvme = home is Tier.NVME

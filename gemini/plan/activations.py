@@ -61,7 +61,8 @@ def activations_of(
 
     specs: of the whole model.
     batch: one more that is traced.
-    by_trl: with the loss that trl's `SFTTrainer` computes, which never has all logits.
+    by_trl: with the loss that trl's `SFTTrainer` computes, which never has all logits; of a model
+        that scores, with one number of each sequence.
     """
     if not hasattr(model, "config"):
         raise ValueError(
@@ -72,7 +73,7 @@ def activations_of(
     traced, num_layers = model, 0
     if depth is not None and depth > _TRACED_LAYERS:
         traced, num_layers = _shallow(model, depth), depth
-    if by_trl:
+    if by_trl and not _scores(traced):
         _fuse_head(traced)
     traces = {}
     for size in sorted({1, 2, 3, batch}):
@@ -90,6 +91,11 @@ def _fuse_head(model: nn.Module) -> None:
     adapted: Any = model
     base = adapted.get_base_model() if hasattr(model, "get_base_model") else adapted
     add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+
+
+def _scores(model: Any) -> bool:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return type(base).__name__.endswith("ForSequenceClassification")
 
 
 def constant_activations(events: Trace, nbytes: int) -> Activations:
@@ -115,6 +121,9 @@ def example_inputs(
         return {name: pixels, "labels": torch.empty(batch, dtype=torch.int64, device="meta")}
     ids = torch.empty(batch, seq, dtype=torch.int64, device="meta")
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if by_trl and _scores(model):
+        labels = torch.empty(batch, device="meta")
+        return {**inputs, "labels": labels, "attention_mask": ids, "use_cache": False}
     if by_trl:
         return {**inputs, "attention_mask": ids, "use_cache": False, "fused_lm_head": True}
     if type(model).__name__.endswith("ForPreTraining"):

@@ -50,6 +50,7 @@ class Training:
     ema: home of an average of the weights, as `gemini.EMA` has it; None: there is none.
     trust_remote_code: whether the code of the model's own folder is run, which its config names.
     lengths: of inputs that differ in a run, `seq` the longest: a CPU compiles products for each.
+    scores: whether a reward model is trained, with a head of one score.
     """
 
     batch: int = 1
@@ -69,6 +70,7 @@ class Training:
     trust_remote_code: bool = False
     lengths: int = 1
     lora_targets: tuple[str, ...] | None = None
+    scores: bool = False
 
     def __post_init__(self) -> None:
         if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
@@ -87,11 +89,12 @@ class Training:
         kept = "computed again in backward" if self.checkpointing else "kept for backward"
         times = f", {self.accumulate} times a step" if self.accumulate > 1 else ""
         how = "traced" if self.activation_bytes is None else "given"
+        loss = "of a reward model" if self.scores else "with the loss of trl"
         average = f", their average in {AVERAGES[self.ema]}" if self.ema else ""
         return (
             f"batch of a rank {self.batch}{times}, {self.seq} tokens, {self.precision}, "
             f"{self.optimizer} with {self.state} state, {trained}{average} (as asked)",
-            f"activations: {kept} ({how}{', with the loss of trl' if self.by_trl else ''})",
+            f"activations: {kept} ({how}{f', {loss}' if self.by_trl else ''})",
         )
 
 
@@ -113,7 +116,9 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
     model = (
         what
         if isinstance(what, nn.Module)
-        else models.build(what, trust_remote_code=training.trust_remote_code)
+        else models.build(
+            what, trust_remote_code=training.trust_remote_code, scores=training.scores
+        )
     )
     base = QuantisedBase({}, {})
     if training.quantize is not None:

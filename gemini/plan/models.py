@@ -130,41 +130,58 @@ _SAME = {
 }  # fmt: skip
 
 
-def build(what: str | Path, *, trust_remote_code: bool = False) -> nn.Module:
+def build(what: str | Path, *, trust_remote_code: bool = False, scores: bool = False) -> nn.Module:
     """Build a model on the meta device; see `maker`."""
-    return _meta(maker(what, trust_remote_code=trust_remote_code))
+    return _meta(maker(what, trust_remote_code=trust_remote_code, scores=scores))
 
 
-def maker(what: str | Path, *, trust_remote_code: bool = False) -> Callable[[], Any]:
+def maker(
+    what: str | Path, *, trust_remote_code: bool = False, scores: bool = False
+) -> Callable[[], Any]:
     """Maker of the model with random weights. Raises ValueError for a name that is not known.
 
     what: a path is a folder, or a config.json, and nothing else: whoever reads a name in a file
         of others gives a `Path`. A text is also a name, a hub id, or package.module:factory, which
         is imported, unless a folder of that name exists.
     trust_remote_code: run the model's own code if its config names some.
+    scores: one score of a sequence in place of tokens, as a reward model has it.
     """
     place = _place(what)
     if isinstance(place, Path):
-        return _from_config(place, trust_remote_code=trust_remote_code)
+        return _from_config(place, trust_remote_code=trust_remote_code, scores=scores)
     if place not in MODELS:
         return _factory(place)
     config_class, model_class, changes = MODELS[place]
     transformers = _transformers()
     config = getattr(transformers, config_class)(**changes)
+    if scores:
+        return lambda: _scoring(config, trust_remote_code=False)
     return lambda: getattr(transformers, model_class)(config)
 
 
+def _scoring(config: Any, *, trust_remote_code: bool) -> Any:
+    """Model that gives a sequence one score."""
+    config.num_labels = 1
+    text = config.get_text_config()
+    if text.pad_token_id is None:  # the trainer sets that of the tokenizer
+        text.pad_token_id = 0
+    return _transformers().AutoModelForSequenceClassification.from_config(
+        config, trust_remote_code=trust_remote_code
+    )
+
+
 def is_trained_by_trl(what: str | Path) -> bool:
-    """Whether `python -m gemini train` would train the model: a causal language model, where trl
-    is installed. Raises ValueError as `maker` does."""
+    """Whether `python -m gemini train` would train the model: a causal language model or one that
+    scores, where trl is installed. Raises ValueError as `maker` does."""
     place = _place(what)
     if isinstance(place, Path):
         names = config_fields(place).get("architectures") or ["ForCausalLM"]
         name = names[0] if isinstance(names, list) else None
     else:
         name = MODELS[place][1] if place in MODELS else None
-    is_causal = isinstance(name, str) and name.endswith(("ForCausalLM", "LMHeadModel"))
-    return is_causal and importlib.util.find_spec("trl") is not None
+    kinds = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification")
+    is_known = isinstance(name, str) and name.endswith(kinds)
+    return is_known and importlib.util.find_spec("trl") is not None
 
 
 def _place(what: str | Path) -> str | Path:
@@ -201,10 +218,12 @@ def adapters_of(model: nn.Module, rank: int, targets: Sequence[str] | None = Non
         import peft
     except ImportError as error:
         raise ValueError("LoRA needs the package peft; pip install peft") from error
+    task = "CAUSAL_LM" if hasattr(model, "generate") else None
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        task = "SEQ_CLS"  # with which peft trains the head
     return peft.LoraConfig(
-        r=rank, lora_alpha=2 * rank, lora_dropout=0.0,
+        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, task_type=task,
         target_modules=_linear_layers(model) if targets is None else [*targets],
-        task_type="CAUSAL_LM" if hasattr(model, "generate") else None,
     )  # fmt: skip
 
 
@@ -229,6 +248,7 @@ def _linear_layers(model: nn.Module) -> list[str] | None:
     if not hasattr(model, "get_output_embeddings"):
         return None
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    head = getattr(model, "score", None) if head is None else head
 
     def names(module: nn.Module) -> set[str]:
         return {name.rpartition(".")[2] for name, layer in module.named_modules()
@@ -447,8 +467,9 @@ def config_fields(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _from_config(path: Path, *, trust_remote_code: bool) -> Callable[[], Any]:
-    """Class that a config.json names as its architecture, else a causal language model."""
+def _from_config(path: Path, *, trust_remote_code: bool, scores: bool) -> Callable[[], Any]:
+    """Class that a config.json names as its architecture, else a causal language model; one that
+    `scores`, whatever it names."""
     transformers = _transformers()
     fields = config_fields(path)
     runs_code = trust_remote_code and "auto_map" in fields
@@ -461,7 +482,9 @@ def _from_config(path: Path, *, trust_remote_code: bool) -> Callable[[], Any]:
                 )
             else:
                 config = transformers.AutoConfig.for_model(**fields)
-            if (kind := model_class_of(fields.get("architectures"))) is not None:
+            if scores:
+                model = _scoring(config, trust_remote_code=trust_remote_code)
+            elif (kind := model_class_of(fields.get("architectures"))) is not None:
                 model = kind(config)
             else:
                 model = transformers.AutoModelForCausalLM.from_config(

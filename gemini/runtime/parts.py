@@ -81,6 +81,11 @@ class Attached(Protocol):
         """Whether updates need more than one rank's part of a parameter."""
         ...
 
+    @property
+    def committed_step(self) -> int:
+        """Step that files of state have; 0 where there are none."""
+        ...
+
     def read_master(self, chunk: Chunk) -> Tensor:
         """Weights [S] fp32 of a trainable chunk's shard, as the optimizer has them."""
         ...

@@ -19,11 +19,11 @@ from gemini.settings import Settings, flag, setting
 OF_THE_MACHINE = (
     "out", "device_mem", "host_mem", "nvme", "nvme_write_budget", "checkpointing", "update",
     "save_every", "keep", "log_every", "samples", "sample_tokens", "report_to", "trust_remote_code",
-    "reward",
+    "reward", "merge",
 )  # fmt: skip
 
 ANSWERS = "answers"
-METHODS = ("sft", "dpo", "grpo")
+METHODS = ("sft", "dpo", "reward", "grpo")
 SCHEDULES = (  # of Trainer's, those that need nothing more
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
     "inverse_sqrt", "reduce_lr_on_plateau",
@@ -79,7 +79,10 @@ class TrainConfig(Settings):
     )
     from_scratch: bool = _weights(False, "new weights for the config of --model, for pretraining")
     method: str = _weights(
-        "sft", "sft, dpo (pairs, with --lora) or grpo (prompts and a --reward)", one_of=METHODS
+        "sft",
+        "sft, dpo (pairs, with --lora), reward (pairs, for a model that scores) or grpo (prompts "
+        "and a --reward)",
+        one_of=METHODS,
     )
     beta: float | None = _weights(None, "weight of the reference in dpo and grpo; by default trl's")
     reward: str | None = _weights(
@@ -109,6 +112,9 @@ class TrainConfig(Settings):
         0.0, "share of the adapters' inputs that is dropped", least=0, below=1
     )
     lora_targets: str | None = _weights(None, "q_proj,v_proj: layers by the ends of their names")
+    merge: bool = _weights(
+        False, "adapters are added to the base at the end, whole weights are written"
+    )
     quantize: str | None = _weights(
         None, "nf4 or int8, of the frozen weights under LoRA", one_of=QUANTISED
     )
@@ -153,6 +159,8 @@ class TrainConfig(Settings):
         super().__post_init__()
         if self.quantize is not None and not self.lora:
             raise ValueError(f"--quantize {self.quantize}; expected --lora with it, for adapters")
+        if self.merge and not self.lora:
+            raise ValueError("--merge; expected --lora with it: nothing else is added to a base")
         if self.nvme_write_budget is not None and self.nvme is None:
             raise ValueError("--nvme-write-budget; expected --nvme with it, a folder")
         if self.method == "dpo" and not self.lora:  # whose reference is the base, adapters off

@@ -9,7 +9,7 @@ from typing import Any
 from .config import ANSWERS, TrainConfig
 from .rows import ALSO, RowForm, RowsWanted, checked, converted, has_template, look_at
 from .sources import JSON, RowSource, sources_of, weights_of
-from .tokens import MASK, Answers, has_answer, has_completion
+from .tokens import MASK, Answers, has_answer, has_completion, has_room
 
 PROMPT_TOKENS = 32  # of a text that is continued
 SHUFFLED = 10_000  # rows of a stream, among which the next one is drawn
@@ -171,20 +171,26 @@ class _Loader:
                 has_completion, batched=True, **_described(rows, "Measuring prompts"),
                 fn_kwargs={"tokenizer": tokenizer, "seq": seq, "is_chat": form.is_chat},
             )  # fmt: skip
+        elif self._config.method == "reward":
+            found = rows.filter(
+                has_room, fn_kwargs={"tokenizer": tokenizer, "seq": seq},
+                **_described(rows, "Measuring pairs"),
+            )  # fmt: skip
         else:
             return rows
         if self._config.stream and what == "rows":
             return found
         dropped = len(rows) - len(found)
+        is_pair = self._config.method == "reward"
         if not len(found):
-            raise ValueError(
-                f"all {len(rows)} {what} are dropped by --seq {seq}: prompts fill it, and no "
-                "token of an answer is left; expected a larger --seq, or --loss all"
-            )
+            why = "prompts fill it, and no token of an answer is left; expected a larger --seq"
+            why = f"{why}, or --loss all"
+            if is_pair:
+                why = "a text of each pair is longer; expected a larger --seq"
+            raise ValueError(f"all {len(rows)} {what} are dropped by --seq {seq}: {why}")
         if dropped:
-            said.append(
-                f"{dropped} of {len(rows)} {what} are dropped by --seq {seq}: prompts fill it"
-            )
+            why = "a text of the pair is longer" if is_pair else "prompts fill it"
+            said.append(f"{dropped} of {len(rows)} {what} are dropped by --seq {seq}: {why}")
         return found
 
 

@@ -31,13 +31,13 @@ _WIDTH = {"cpu": 256, "cuda": 8192}  # of a layer that is timed, and rows that i
 def training_of(config: TrainConfig, world_size: int) -> Training:
     """Training that a config describes. Raises ValueError if ranks do not divide the batch."""
     optimizer, state = OPTIMIZERS[config.optim]
-    sequences = 2 if config.method == "dpo" else 1  # of a pair
+    sequences = 2 if config.method in ("dpo", "reward") else 1  # of a pair
     return Training(
         batch=config.batch_of_rank(world_size) * sequences, seq=config.seq, lora=config.lora,
         lora_targets=config.targets, quantize=config.quantize,
         checkpointing=config.checkpointing, optimizer=optimizer, state=state,
         accumulate=config.accumulate, update=current_update(config.update), by_trl=True,
-        trust_remote_code=config.trust_remote_code,
+        trust_remote_code=config.trust_remote_code, scores=config.method == "reward",
     )  # fmt: skip
 
 

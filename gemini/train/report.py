@@ -50,20 +50,25 @@ def card(settings: TrainConfig, eval_loss: float | None, *, config: str) -> str:
     """Model card of a run's result: what it was made of, and how it is read."""
     base = settings.model
     hub = not Path(base).exists()
+    has_adapters = settings.lora and not settings.merge
     head = ["---", *([f"base_model: {base}"] if hub else []),
-            f"library_name: {'peft' if settings.lora else 'transformers'}",
+            f"library_name: {'peft' if has_adapters else 'transformers'}",
             f"tags: [gemini, {settings.method}]", "---"]  # fmt: skip
-    how = {"sft": "fine-tuned", "dpo": "trained by DPO", "grpo": "trained by GRPO"}
+    how = {"sft": "fine-tuned", "dpo": "trained by DPO", "grpo": "trained by GRPO",
+           "reward": "trained as a reward model"}  # fmt: skip
     how["sft"] = "trained from scratch" if settings.from_scratch else how["sft"]
     what = f"LoRA adapters of rank {settings.lora}" if settings.lora else "All weights"
+    what += " merged into all weights" if settings.merge else ""
     loss = "" if eval_loss is None else f" Loss on held-out rows: {eval_loss:.4f}."
-    kind = "AutoPeftModelForCausalLM" if settings.lora else "AutoModelForCausalLM"
+    task = "SequenceClassification" if settings.method == "reward" else "CausalLM"
+    kind = f"AutoPeftModelFor{task}" if has_adapters else f"AutoModelFor{task}"
+    one_label = ", num_labels=1" if task == "SequenceClassification" else ""
     return "\n".join([
         *head, "", f"# {Path(settings.out).name}", "",
         f"{what} of `{base}`, {how[settings.method]} on `{settings.data}`.{loss}", "",
         "```python",
-        f"from {'peft' if settings.lora else 'transformers'} import {kind}", "",
-        f'model = {kind}.from_pretrained("{settings.out}")',
+        f"from {'peft' if has_adapters else 'transformers'} import {kind}", "",
+        f'model = {kind}.from_pretrained("{settings.out}"{one_label})',
         "```", "", "Settings:", "", "```yaml", config.rstrip(), "```", "",
     ])  # fmt: skip
 

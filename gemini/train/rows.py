@@ -24,13 +24,15 @@ KINDS = {
     "question": ("prompt",),
 }
 TAKEN = {  # kinds, by --method; the first whose keys a row has
-    "sft": ("text", "prompt", "chat"), "dpo": ("preference", "pair"), "grpo": ("question",),
+    "sft": ("text", "prompt", "chat"), "dpo": ("preference", "pair"),
+    "reward": ("preference", "pair"), "grpo": ("question",),
 }  # fmt: skip
 ALSO = ("tools", "chat_template_kwargs")  # keys that chat templates take
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 EXPECTED = {
     "sft": "text, prompt and completion, or messages",
     "dpo": "prompt, chosen and rejected, or chosen and rejected",
+    "reward": "prompt, chosen and rejected, or chosen and rejected",
     "grpo": "a prompt",
 }
 # who speaks in rows of ShareGPT -> roles of chat templates

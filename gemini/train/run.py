@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from gemini.arguments import stopped
+from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.pretrained import check_readable, downloaded, load_pretrained
 from gemini.ddp import GeminiDDP
 from gemini.nvme import NvmeError
@@ -85,7 +86,7 @@ class Job:
         resumed = None if self.resumed_from is None else str(self.resumed_from)
         trainer.train(resume_from_checkpoint=resumed)
         log, step = trainer.state.log_history, trainer.state.global_step
-        trainer.save_model(self.config.out)
+        self._save()
         # The model is there: what follows is told if it fails, and fails nothing. On all ranks, as
         # each forward gathers parameters from all of them.
         if self.data.held_out is not None and not any(
@@ -100,6 +101,27 @@ class Job:
             _say(f"\n{prompt}\n--> {answer}\n")
         written = f", {self.out / REPORT}" if self.report(samples) else ""
         _say(f"\nwritten: {self.out} (from_pretrained reads it){written}\n")
+
+    def _save(self) -> None:
+        """Leave weights, or the adapters by themselves, in `out`. All ranks call."""
+        if not self.config.merge:
+            self.trainer.save_model(self.config.out)
+            return
+        from .merge import ADAPTER, write_merged
+
+        adapter, config = self.out / ADAPTER, self.config
+        self.trainer.save_model(str(adapter))
+        base = downloaded(config.model).absolute()
+
+        def merge() -> None:
+            module = build(
+                base, trust_remote_code=config.trust_remote_code, scores=config.method == "reward"
+            )
+            write_merged(module, base, adapter, self.out)
+            self.tokenizer.save_pretrained(self.out)
+
+        ranks = Ranks(self.trainer.model_wrapped, "save_model()")
+        ranks.together(lambda: merge() if ranks.rank == 0 else None)
 
     def _write_card(self) -> None:
         from .report import card
@@ -138,6 +160,8 @@ class Job:
     def _samples(self) -> list[tuple[str, str]]:
         """Prompts from the held-out rows, and the model's continuations. All ranks call, with
         equal prompts."""
+        if self.config.method == "reward":  # which scores, and continues nothing
+            return []
         model = self.trainer.model_wrapped.eval()
         found = []
         for ids in self.data.prompts(self.tokenizer, self.config.samples):
@@ -166,6 +190,7 @@ def prepare(config: TrainConfig) -> Job:
     check_inputs(config)  # before trl, which takes seconds to import
     _status("importing trl")
     from .data import load
+    from .merge import check_merge
     from .plan import hardware, training_of
     from .trainer import arguments, last_checkpoint, make_trainer, reward_of
 
@@ -187,6 +212,11 @@ def prepare(config: TrainConfig) -> Job:
     positions, said = check_fit(config, folder, tokenizer)
     if config.packing:
         check_packing(build(folder, trust_remote_code=config.trust_remote_code))
+    if config.merge:
+        empty = build(
+            folder, trust_remote_code=config.trust_remote_code, scores=config.method == "reward"
+        )
+        check_merge(empty, adapters_of(empty, config.lora, config.targets))
     _status(f"reading {config.data}")
     with args.main_process_first():  # which leaves its rows to the others
         data = load(config, tokenizer)
@@ -239,23 +269,39 @@ def check_same_run(config: TrainConfig, out: Path) -> None:
 
 def _loaded_model(folder: Path, config: TrainConfig, options: dict[str, Any]) -> GeminiDDP:
     """Wrapped model with weights and adapters, which is never whole in memory. All ranks call."""
-    trusts = config.trust_remote_code
-    adapters = None
+    trusts, scores = config.trust_remote_code, config.method == "reward"
+    adapters, empty = None, None
+    if config.lora or scores:
+        empty = build(folder, trust_remote_code=trusts, scores=scores)
     if config.lora:
-        adapters = adapters_of(build(folder, trust_remote_code=trusts), config.lora, config.targets)
+        assert empty is not None
+        adapters = adapters_of(empty, config.lora, config.targets)
         adapters.lora_alpha = config.lora_alpha or adapters.lora_alpha
         adapters.lora_dropout = config.lora_dropout
-    torch.manual_seed(config.seed)  # the same adapters on all ranks
-    return load_pretrained(
+    if scores:  # its head is new unless the folder has one
+        assert empty is not None
+        options = options | {
+            "model_class": type(empty),
+            "config": empty.config,
+            "init_missing": True,
+        }
+    torch.manual_seed(config.seed)  # the same adapters and head on all ranks
+    model = load_pretrained(
         folder, quantize=config.quantize, lora=adapters, precision=PRECISION,
         force_outputs_fp32=True, trust_remote_code=trusts, **options,
     )  # fmt: skip
+    if adapters is not None:  # the name that others know the base by: no folder of a cache
+        is_here = Path(config.model).expanduser().exists()
+        adapters.base_model_name_or_path = str(folder) if is_here else config.model
+    return model
 
 
 def _new_model(folder: Path, config: TrainConfig, options: dict[str, Any]) -> GeminiDDP:
     """Wrapped model with new weights, which is never whole in memory. All ranks call."""
     with init_empty():
-        module = maker(folder, trust_remote_code=config.trust_remote_code)()
+        module = maker(
+            folder, trust_remote_code=config.trust_remote_code, scores=config.method == "reward"
+        )()
     module.tie_weights()
     torch.manual_seed(config.seed)  # the same weights on all ranks
     return GeminiDDP(module, precision=PRECISION, force_outputs_fp32=True, **options)

@@ -124,3 +124,21 @@ def has_completion(
             )
         )
     return [common_prefix_length(one, whole) < min(len(whole), seq) for one, whole in ids]
+
+
+def has_room(row: dict[str, Any], tokenizer: Any, seq: int) -> bool:
+    """Whether both texts of a pair have at most `seq` tokens: a score is that of a whole text."""
+    before = row.get("prompt")
+    for text in (row["chosen"], row["rejected"]):
+        whole = text if before is None else before + text
+        if isinstance(whole, list):
+            found = tokenizer.apply_chat_template(
+                whole, tools=tools_of(row), return_dict=True,
+                **(row.get("chat_template_kwargs") or {}),
+            )  # fmt: skip
+        else:
+            end = tokenizer.eos_token
+            found = tokenizer(whole if whole.endswith(end) else whole + end)
+        if len(found["input_ids"]) > seq:
+            return False
+    return True

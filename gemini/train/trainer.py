@@ -107,8 +107,9 @@ class Tuning(GeminiTrainerMixin):
 
     def _save_beside(self, folder: Path) -> None:
         super()._save_beside(folder)
-        if self.args.should_save:  # a pickle of what config.yaml says
+        if self.args.should_save:  # a pickle of what config.yaml says, and peft's empty card
             (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            (folder / "README.md").unlink(missing_ok=True)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -161,10 +162,13 @@ def make_trainer(config: TrainConfig, model: GeminiDDP, args: Any, **given: Any)
     base: Any
     if config.method == "dpo":
         from trl.trainer.dpo_trainer import DPOTrainer as base
+    elif config.method == "reward":
+        from trl.trainer.reward_trainer import RewardTrainer as base
     else:
         from trl.trainer.grpo_trainer import GRPOTrainer as base
     kind: Any = type(f"Tuning{base.__name__}", (Tuning, base), {})
-    with _base_as_reference(model.module) if config.lora else nullcontext():
+    has_reference = config.lora and config.method != "reward"
+    with _base_as_reference(model.module) if has_reference else nullcontext():
         return kind(model, args=args, **given)
 
 
@@ -223,6 +227,10 @@ def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> Any:
             max_length=config.seq, packing=config.packing, trust_remote_code=trusts,
             completion_only_loss=None if config.loss == ANSWERS else False, **common,
         )  # fmt: skip
+    if config.method == "reward":
+        from trl.trainer.reward_config import RewardConfig
+
+        return RewardConfig(max_length=config.seq, trust_remote_code=trusts, **common)
     common |= {} if config.beta is None else {"beta": config.beta}
     if config.method == "dpo":
         from trl.trainer.dpo_config import DPOConfig

@@ -1,5 +1,5 @@
 """State of one state space: blocks in slabs (one tensor a plane) on the device or in host memory,
-the rest on NVMe. Blocks may rise from the disk and from the host; nothing goes down.
+the rest on NVMe. Blocks may move between these, between steps.
 
 A step writes new versions of blocks on disk; then they count and what is in memory is updated,
 which cannot be undone. See `optim.step.driver`.
@@ -483,6 +483,11 @@ class TieredState:
         """Bytes written to disk since this state was made: what wears it."""
         now = self.nvme.written_bytes if self.nvme is not None else 0
         return self._written_before + now
+
+    @property
+    def committed_step(self) -> int:
+        """Step of the last commit of blocks on disk; 0 where there are none."""
+        return 0 if self.nvme is None else self.nvme.store.committed_step
 
     @property
     def stalled_seconds(self) -> float:

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 import nvme
 from gemini.units import PAGE_BYTES
 from nvme import BlockStore, BufferPool, StoreLayout, Transfer
+from nvme.engines.threads import Checksum
 from nvme.files.file import OpenFile
+from nvme.layout import combine
 from tests.nvme.common import ENGINES, engine_or_skip, expected, mounted, read, write
 from tests.support.disks.faults import short
 
@@ -197,3 +200,22 @@ def test_places_beyond_4_gib_are_where_they_are(name, tmp_path):
         assert view == random.Random(place).randbytes(nbytes)
     engine.close()
     nvme.files.file.remove_files([file])
+
+
+def test_a_ticket_with_its_result_lets_go_of_what_its_threads_had():
+    """A store keeps one for each block that was written. Two threads may wait for one of them."""
+    pieces = [Future(), Future()]
+    ticket = Checksum(pieces)
+    with ThreadPoolExecutor(2) as waiting:
+        found = [waiting.submit(ticket.wait) for _ in range(2)]
+        assert not ticket.ready()
+        for piece, checksum in zip(pieces, (7, 9), strict=True):
+            piece.set_result(checksum)
+    assert [one.result() for one in found] == [combine([7, 9])] * 2 == [ticket.wait()] * 2
+    assert ticket.ready() and not ticket.pieces
+    failed = Future()
+    failed.set_exception(OSError("disk"))
+    ticket = Checksum([failed])
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk"):
+            ticket.wait()

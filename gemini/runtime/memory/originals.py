@@ -18,7 +18,7 @@ from gemini.chunk.layout import ChunkSpec
 from gemini.nvme import BlockStore
 from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
-from gemini.units import ChunkId
+from gemini.units import ORIGINAL_BLOCK_NUMEL, ChunkId
 
 from .files.blocks import Flat
 from .files.tensor_files import FileConfig, TensorFiles
@@ -50,8 +50,11 @@ class Originals:
         self._specs = specs  # as they were when the module was wrapped
         self._homes = homes
         self._device = device
-        # pinned staging could not be given back; one transfer at a time is fast enough
-        self._config = replace(config, pins=False, depth=0)
+        # Pinned staging could not be given back; one transfer at a time is fast enough. Adapters
+        # have blocks of as little as 1024 elements, and the objects of a base that is cut like that
+        # take a sixth of its file in RAM.
+        block_numel = max(config.block_numel, ORIGINAL_BLOCK_NUMEL)
+        self._config = replace(config, pins=False, depth=0, block_numel=block_numel)
         self._memory: dict[ChunkId, Tensor] = {}
         self._files: list[TensorFiles] = []
         self._in_file: set[ChunkId] = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from gemini.chunk.storage import Chunk
 from gemini.dtypes import DTYPES
 from gemini.nvme import BlockStore, WriteMeter
 from gemini.optim.rules.report import Traffic
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
 from gemini.tickets import Ticket
@@ -44,21 +45,15 @@ class ShardStorage:
         config: FileConfig,
     ) -> None:
         self._specs = layout.chunks
+        self._names = _named(layout)
+        self._straight = not plan.has_host_tier
         self._backend = backend
         self.config = config
-        flats = {
-            shard.chunk: _flat(self._specs[shard.chunk])
-            for shard in plan.shards
-            if shard.param_home is Tier.NVME
-        }
-        still = {c: flat for c, flat in flats.items() if not self._specs[c].trainable}
+        in_files = [shard.chunk for shard in plan.shards if shard.param_home is Tier.NVME]
         # shards whose home is NVMe: steps update the trained ones, and never the others
-        trained = {c: flat for c, flat in flats.items() if c not in still}
+        trained, still = self._parted(in_files)
         self.params = self._versioned(trained) if trained else None
-        self.frozen: FrozenFiles | None = None
-        if still:
-            straight = not plan.has_host_tier
-            self.frozen = FrozenFiles(still, config, _named(layout), straight=straight)
+        self.frozen = self._unversioned(still) if still else None
         homes = original_homes(layout.chunks, plan)
         self.originals = Originals(layout.chunks, homes, backend.device, config)
         self.averages: list[Originals] = []  # of weights, each with values of its own
@@ -84,6 +79,35 @@ class ShardStorage:
         self.params = _keep(self.params, chunks)
         self.frozen = _keep(self.frozen, chunks)
 
+    def take_in(self, shards: Mapping[ChunkId, Tensor], step: int) -> None:
+        """Write shards [S] that lived in memory, and only these: they count in files too.
+
+        Between steps; `step` is the one that the state has committed. On an error nothing has
+        changed.
+        """
+        if not shards:
+            return
+        trained, still = self._parted(shards)
+        before = [*(self.params or ()), *(self.frozen or ())]
+        try:
+            if still:
+                if self.frozen is None:
+                    self.frozen = self._unversioned(still)
+                self.frozen.take_in({chunk: _flat(self._specs[chunk]) for chunk in still})
+            for chunk in still:
+                assert self.frozen is not None
+                self.frozen.replace(chunk, shards[chunk])
+            if trained:
+                if self.params is None:
+                    self.params = self._versioned(trained)
+                elif not self.params.has_place_for(trained):  # some were frozen when it was made
+                    self._make_again(self._versioned([*self.params]), ())
+                self.params.take_in({chunk: shards[chunk] for chunk in trained}, step)
+        except BaseException:
+            with DeferredSignals():
+                self.keep_shards(before)
+            raise
+
     def thaw(self, chunks: Collection[ChunkId]) -> None:
         """Move frozen shards to versioned files, as steps update them from now on.
 
@@ -93,13 +117,16 @@ class ShardStorage:
         if not moving:
             return
         assert self.frozen is not None
+        self._make_again(self._versioned([*(self.params or ()), *moving]), moving)
+        self.frozen = _keep(self.frozen, [c for c in self.frozen if c not in moving])
+
+    def _make_again(self, after: TensorFiles, moving: Collection[ChunkId]) -> None:
+        """Copy the shards of versioned files, and those `moving` there, to new ones."""
         before = self.params
-        there = [] if before is None else [*before]
-        flats = {chunk: _flat(self._specs[chunk]) for chunk in (*there, *moving)}
-        after = self._versioned(flats)
         # The new files are whole and committed before the old ones go: an error keeps the old.
         try:
-            for chunk, flat in flats.items():
+            for chunk in after:
+                flat = _flat(self._specs[chunk])
                 values = self._backend.allocate(flat.numel, flat.dtype)
                 self._home_of(chunk).read(chunk, values).wait()
                 after.write(chunk, values)
@@ -108,14 +135,24 @@ class ShardStorage:
             after.close()
             raise
         self.params = after
-        self.frozen = _keep(self.frozen, [c for c in self.frozen if c not in moving])
         if before is not None:
             before.close()
 
-    def _versioned(self, flats: Mapping[ChunkId, Flat]) -> TensorFiles:
-        """New files for shards that steps update."""
+    def _parted(self, chunks: Iterable[ChunkId]) -> tuple[list[ChunkId], list[ChunkId]]:
+        """Chunks that are trained, and others."""
+        trained = [chunk for chunk in chunks if self._specs[chunk].trainable]
+        return trained, [chunk for chunk in chunks if chunk not in trained]
+
+    def _versioned(self, there: Collection[ChunkId]) -> TensorFiles:
+        """New files for shards that steps update: `there`, and a place for each of the others."""
         config = replace(self.config, label=self.config.label + "parameters-")
-        return TensorFiles(flats, config, versioned=True)
+        flats = {s.id: _flat(s) for s in self._specs if s.trainable or s.id in there}
+        return TensorFiles(flats, config, versioned=True, there=there)
+
+    def _unversioned(self, chunks: Collection[ChunkId]) -> FrozenFiles:
+        """New files for shards that no step updates."""
+        flats = {chunk: _flat(self._specs[chunk]) for chunk in chunks}
+        return FrozenFiles(flats, self.config, self._names, straight=self._straight)
 
     def _home_of(self, chunk: ChunkId) -> TensorFiles | FrozenFiles:
         if self.frozen is not None and chunk in self.frozen:
@@ -136,19 +173,27 @@ class ShardStorage:
         """Take over a layout in which frozen chunks are trained; sizes stay."""
         self._specs = layout.chunks
 
-    def place_gradients(self, plan: Plan, chunks: list[Chunk]) -> None:
-        """Send all gradients, present and future, to the plan's homes."""
+    def new_gradient_files(self, plan: Plan) -> GradientFiles | None:
+        """Make files for gradients whose home they are in a plan, and do not use them yet."""
+        to_files = [shard.chunk for shard in plan.shards if shard.grad_home is Tier.NVME]
+        flats = {chunk: _flat(self._specs[chunk]) for chunk in to_files}
+        return GradientFiles(flats, self.config) if flats else None
+
+    def place_gradients(
+        self, plan: Plan, chunks: list[Chunk], files: GradientFiles | None = None
+    ) -> None:
+        """Send all gradients, present and future, to the plan's homes.
+
+        files: of `new_gradient_files` for the same homes, where these were made before.
+        """
         homes = {shard.chunk: shard.grad_home for shard in plan.shards}
-        to_files = [chunk for chunk, home in homes.items() if home is Tier.NVME]
+        files = files or self.new_gradient_files(plan)
         # Gradients come back to the device first: the files and memory they lie in are dropped.
         for chunk in chunks:
             chunk.gradient.send(None)
         if self.gradient_files is not None:
             self.gradient_files.close()
-        self.gradient_files = None
-        if to_files:
-            flats = {chunk: _flat(self._specs[chunk]) for chunk in to_files}
-            self.gradient_files = GradientFiles(flats, self.config)
+        self.gradient_files = files
         self.all_leave()
         self.host_gradients = None
         if Tier.HOST in homes.values():

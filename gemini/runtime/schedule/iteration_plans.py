@@ -22,6 +22,7 @@ class Lowered:
     inputs: PlanInputs
     result: PlanResult
     refused: BudgetError | None  # with all bytes that it lacks; None: it fits
+    training: PlanResult | None = None  # in these homes, where the iteration is none of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from gemini.placement.planner import (
     PlanResult,
     plan_above,
     plan_below,
+    plan_beside,
     plan_grown,
     plan_within,
 )
@@ -359,8 +360,12 @@ class Planning:
         missing, wanted = 0, with_bytes_added(trace, self.waiting_bytes)
         for attempt in range(_MAX_TRIES):
             inputs = replace(self.inputs, trace=with_bytes_added(wanted, -missing))
+            training = None
             try:
                 found = plan_below(self.plan, inputs, self.policy, params_stay=params_stay)
+                if trace.kind != "train":
+                    found, training = plan_beside(found, inputs, self.inputs, self.policy,
+                                                  params_stay=params_stay)  # fmt: skip
             except BudgetError as error:
                 refused = refused or error.without_frames()
                 # of the host too: what it has no room for stays on the device
@@ -371,15 +376,14 @@ class Planning:
                 refused = BudgetError.missing(
                     refused.tier, missing, refused.budget_bytes, refused.what, refused.knob
                 )
-            return Lowered(inputs, found, refused)
+            return Lowered(inputs, found, refused, training)
         return None
 
     def peak_bytes(self, trace: Trace) -> int | None:
         """Peak on the device of such an iteration in the present homes, or in those it would get;
         None where none were found."""
-        inputs = replace(self.inputs, trace=trace)
         try:
-            found = plan_within(self.plan, inputs, self.policy)
+            found = plan_within(self.plan, replace(self.inputs, trace=trace), self.policy)
         except BudgetError as error:
             error.without_frames()
             lowered = self.lowered(trace, params_stay=False)
@@ -411,8 +415,8 @@ class Planning:
             if lowered.refused is not None:
                 self.keep_lacking(trace, lowered)
             return
-        training = plan_within(lowered.result.plan, self.inputs, self.policy)
-        self.use_plan(training, self.inputs)
+        assert lowered.training is not None
+        self.use_plan(lowered.training, self.inputs)
         self._keep(IterationPlan(trace, lowered.result, lowered.refused is not None))
 
     def keep_lacking(self, trace: Trace, lowered: Lowered) -> None:
@@ -425,9 +429,9 @@ class Planning:
         of = f" of {trace.signature}" if trace.signature else ""
         if is_measured:
             self._say(trace, lowered.refused, of)
-        else:
-            said = in_words_of(self.policy, self.machine, lowered.refused)
-            log.warning("an iteration%s may need more memory than any homes leave: %s", of, said)
+            return
+        said = in_words_of(self.policy, self.machine, lowered.refused)
+        log.warning("an iteration%s may need more memory than any homes leave: %s", of, said)
 
     def higher(self) -> PlanResult | None:
         """Plan result with homes raised to what the first trace leaves room for; once.

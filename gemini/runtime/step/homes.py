@@ -145,22 +145,32 @@ class MovingHomes:
         parts = self._parts
         planning = parts.planning
         before = planning.plan
+        stay = not gradients_leave and any(chunk.gradient.exists for chunk in parts.chunks)
         with DeferredSignals():  # Ctrl-C finds each block in one place, and the plan of all
-            lower_homes(parts, lowered.result.plan, in_pass=in_pass)
+            plan = (lowered.training or lowered.result).plan
+            files = None if stay else parts.storage.new_gradient_files(plan)
+            try:
+                lower_homes(parts, lowered.result.plan, in_pass=in_pass)
+            except BaseException:
+                if files is not None:
+                    files.close()
+                raise
             planning.use_lowered(trace, lowered)
-            if not gradients_leave and any(chunk.gradient.exists for chunk in parts.chunks):
-                self._gradients_stay = True
-            else:
-                parts.storage.place_gradients(planning.plan, parts.chunks)
-            if in_pass:
-                assert parts.target is not None
-                parts.target.homes_changed()
-            else:
-                _homes_changed(parts)
-                parts.manager.release_all()  # also what was never released before
             self._higher = None
             planning.moves.down(lowered.result.plan, before, reason)
             self._tenancy.end()
+            try:
+                if stay:
+                    self._gradients_stay = True
+                else:
+                    parts.storage.place_gradients(planning.plan, parts.chunks, files)
+            finally:
+                if in_pass:
+                    assert parts.target is not None
+                    parts.target.homes_changed()
+                else:
+                    _homes_changed(parts)
+                    parts.manager.release_all()  # also what was never released before
 
     def may_sink(self) -> bool:
         """Whether anything on the device could leave it now."""
@@ -299,17 +309,28 @@ def lower_homes(parts: Parts, plan: Plan, *, in_pass: bool = False) -> None:
     """Move shards and state down to where `plan` has them.
 
     Before a forward, while no graph is open; `in_pass` state alone moves. Gradients that wait stay
-    where they are.
+    where they are. On an error of the disk nothing has changed.
     """
-    manager, target = parts.manager, parts.target
+    manager, storage, target = parts.manager, parts.storage, parts.target
     assert target is not None
     target.settle()
-    if not in_pass:
-        manager.release_all()
-    target.lower_state(plan)
     if in_pass:
+        target.lower_state(plan)
         return
-    for chunk, shard in zip(parts.chunks, plan.shards, strict=True):
+    manager.release_all()
+    pairs = list(zip(parts.chunks, plan.shards, strict=True))
+    to_files = [c for c, s in pairs if s.param_home is Tier.NVME and c.files is None]
+    # What a disk may refuse comes first, while all is in memory still.
+    in_files = [chunk.spec.id for chunk in parts.chunks if chunk.files is not None]
+    storage.take_in({chunk.spec.id: chunk.shard for chunk in to_files}, target.committed_step)
+    try:
+        target.lower_state(plan)
+    except BaseException:
+        storage.keep_shards(in_files)
+        raise
+    for chunk in to_files:
+        chunk.leave_memory(storage)
+    for chunk, shard in pairs:
         if shard.param_home is Tier.HOST and _home(chunk) is Tier.DEVICE:
             chunk.leave_device()
 

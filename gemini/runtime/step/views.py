@@ -55,6 +55,8 @@ class _Loan:
     grad: GradientBlock | None = None
     param: Tensor | None = None  # [n] where the update runs
     staged: Staged | None = None  # of the file to which `param` goes
+    coming: CopyTicket | None = None  # of `param` from there, where the update runs elsewhere
+    weight: Tensor | None = None  # [n] in host memory, which goes to disk with the state
     chunk: Chunk | None = None  # to whose shard in host memory it goes
 
 
@@ -238,6 +240,8 @@ class ShardViews:
         if loan.staged is not None:
             if loan.param is not loan.staged.values:
                 self._memory.copy(loan.staged.values, loan.param).wait()
+            if loan.weight is not None:
+                copy_alone(loan.weight, loan.staged.values)
             self._write_param(block, loan.staged)
 
     @property
@@ -272,6 +276,8 @@ class ShardViews:
         for loan in self._loans.values():
             if loan.grad is not None:
                 loan.grad.give()
+            if loan.coming is not None:
+                loan.coming.settle()
             if loan.staged is not None:
                 self._param_files.give(loan.staged)
         self._ahead.clear()
@@ -309,7 +315,7 @@ class ShardViews:
     def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
         loan = self._loans.get(block.id)
         if loan is not None and loan.staged is not None and loan.param is not None:
-            updated, loan.param = loan.param, loan.staged.values
+            updated, loan.param, loan.weight = loan.param, loan.staged.values, weight
             return [(loan.staged.values, updated)]
         if weight is None or self._chunks[block.shard].shard_on_host:
             return ()
@@ -341,7 +347,8 @@ class ShardViews:
                 loan.param, ticket = self._bring(self._part_of(self._memory_of(block.shard), block))
                 chunk.is_copied(ticket)
             return loan.param
-        files = self._param_files
+        files, loan.weight = self._param_files, planes.get(WEIGHT)
+        self.end()  # a buffer of the device that it takes may be one that is still on its way out
         if MASTER in planes:
             loan.staged = files.block_to_fill(*self._place(block))
             loan.param = loan.staged.values
@@ -352,7 +359,7 @@ class ShardViews:
         loan.staged = files.read_block(*self._place(block))
         loan.param = loan.staged.wait()
         if staging is not None:
-            loan.param, _ = self._bring(loan.param)
+            loan.param, loan.coming = self._bring(loan.param)
         return loan.param
 
     def _grad_of(self, block: Block) -> Tensor:

@@ -23,7 +23,9 @@ from . import Transfer
 class Checksum:
     """Ticket of a transfer, whose result is one checksum of its pieces, however threads share them.
 
-    `wait` waits for all pieces, then raises the first error: then the buffer may be reused.
+    `wait` waits for all pieces, then raises the first error: then the buffer may be reused. A store
+    keeps tickets of what was written until the next commit, one a block, so one that has its result
+    lets go of the futures, which take 1 KiB each.
     """
 
     pieces: Sequence[Future[int]]
@@ -33,19 +35,22 @@ class Checksum:
         return all(map(Future.done, self.pieces))
 
     def wait(self) -> int:
+        # in this order: of two threads that wait, one may have let go of the pieces by then
+        pieces = self.pieces
         if self._found is not None:
             return self._found
         checksums: list[int] = []
         first_error: Exception | None = None
-        for piece in self.pieces:
+        for piece in pieces:
             try:
                 checksums.append(piece.result())
             except Exception as error:
                 first_error = first_error or error
         if first_error is not None:
             raise first_error
-        self._found = combine(checksums)
-        return self._found
+        self._found = found = combine(checksums)
+        self.pieces = ()
+        return found
 
 
 class ThreadEngine:

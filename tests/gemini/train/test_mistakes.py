@@ -29,6 +29,7 @@ TRAIN = {  # flags beside a good model, data and --out -> what is said
     "--lora_rank 8": "did you mean --lora?",
     "--quantise nf4": "did you mean --quantize?",
     "--quantize nf4": "expected --lora with it, for adapters",
+    "--merge": "expected --lora with it",
     "--lora 8 --quantize fp4": "did you mean nf4? expected one of nf4, int8",
     "--optim adamw8bit": "did you mean adamw_8bit?",
     "--optim galore_adamw": "expected one of adamw_torch,",

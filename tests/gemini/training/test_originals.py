@@ -20,7 +20,7 @@ from gemini.placement.tiers import Tier
 from gemini.runtime.inspect.weights import weights_without_master
 from gemini.runtime.memory.files.tensor_files import FileConfig
 from gemini.runtime.memory.originals import Originals
-from gemini.units import PAGE_BYTES, align_up
+from gemini.units import ORIGINAL_BLOCK_NUMEL, PAGE_BYTES, align_up
 from optim import HybridAdam, NvmeConfig
 from tests.support.device.placed import batch, device
 
@@ -248,6 +248,20 @@ def test_files_have_room_for_what_is_kept_alone(tmp_path):
     assert kept <= path.stat().st_blocks * 512 <= kept + 16384  # header, index, a last page
 
 
+def test_blocks_of_a_base_are_no_smaller_where_those_of_adapters_are(tmp_path):
+    """Each has objects in RAM: of 4 KiB of values these would be a sixth."""
+    numel = 2 * ORIGINAL_BLOCK_NUMEL + 500
+    specs = ChunkLayout.build([ParamSpec("a", (numel,), "bfloat16")], 1 << 20).chunks
+    chunk, values = specs[0].id, torch.randn(specs[0].shard_numel)
+    for block_numel, count in ((1024, 3), (2 * ORIGINAL_BLOCK_NUMEL, 2)):
+        config = FileConfig(str(tmp_path), block_numel=block_numel)
+        originals = Originals(specs, {chunk: N}, torch.device("cpu"), config)
+        originals.put(chunk, values)
+        (store,) = originals.stores
+        assert store.layout.num_blocks == count and torch.equal(originals.get(chunk), values)
+        originals.clear()
+
+
 def test_masters_that_are_given_back_take_no_memory_of_a_device_that_is_full():
     """The optimizer gives them back before its state goes."""
     specs = ChunkLayout.build([ParamSpec("a", (301,), "bfloat16")], 1 << 10).chunks
@@ -310,6 +324,7 @@ def test_values_go_one_by_one_as_they_are_written(empty, monkeypatch):
 
     written = Originals.put_block
     monkeypatch.setattr(Originals, "put_block", put_block)
+    monkeypatch.setattr("gemini.runtime.memory.originals.ORIGINAL_BLOCK_NUMEL", 1024)
     backend = device(by_triton=True)
     allocate, wide = backend.allocate, []
     monkeypatch.setattr(

@@ -15,6 +15,7 @@ import logging
 import random
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import EMA, AutoPlacement, BudgetWarning, GeminiDDP
 from gemini.placement.tiers import Tier
-from optim import HybridAdam
+from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import bits
 from tests.support.spilled import BLOCKS, SMALL
 
@@ -42,14 +43,19 @@ class Loop:
         *others: str | None,
         sim: SimBackend | None = None,
         module: nn.Module | None = None,
+        released: bool = False,
+        nvme: NvmeConfig = BLOCKS,
         **options: Any,
     ) -> None:
+        """released: parameters begin off the device, so they may leave it later."""
         self.sim = sim or SimBackend(1)
         policy = AutoPlacement(f"{kib}KiB", *others)
+        if released:
+            policy = replace(policy, warmup_non_model_data_ratio=0.99)
         self.model = GeminiDDP(
             module or Tower(), self.sim, policy, max_norm=0.5, **SMALL, **options
         )
-        self.optimizer = HybridAdam(self.model.parameters(), lr=1e-2, nvme=BLOCKS)
+        self.optimizer = HybridAdam(self.model.parameters(), lr=1e-2, nvme=nvme)
         self.generator = torch.Generator().manual_seed(1)
         self.peaks: list[int] = []
 

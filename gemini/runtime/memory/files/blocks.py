@@ -38,10 +38,10 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Numbers of the blocks of tensors in a store. A forgotten tensor is in neither dict."""
+    """Numbers of the blocks of tensors in a store, which has a place for each of them."""
 
-    tensors: dict[ChunkId, Flat]
-    first: dict[ChunkId, int]  # block of each
+    tensors: dict[ChunkId, Flat]  # that are there
+    first: dict[ChunkId, int]  # block of each that has a place
     block_numel: int  # elements
 
     def id_of(self, chunk: ChunkId, index: int) -> BlockId:

@@ -80,8 +80,6 @@ class FrozenFiles:
         remove_stepless([self._folder])
         self._memory, self._pin = config.memory, config.pin
         self._meter = config.meter or WriteMeter()
-        largest = max(flat.numel * flat.dtype.itemsize for flat in tensors.values())
-        self._buffer_nbytes = min(largest, FROZEN_BLOCK_BYTES)
         self._pool: BufferPool | None = None
         if not straight:
             self._pool = BufferPool(config.depth + 2, self._buffer_nbytes, self._pin)
@@ -97,6 +95,11 @@ class FrozenFiles:
 
     def __contains__(self, chunk: ChunkId) -> bool:
         return chunk in self._tensors
+
+    @property
+    def _buffer_nbytes(self) -> int:
+        largest = max(flat.numel * flat.dtype.itemsize for flat in self._tensors.values())
+        return min(largest, FROZEN_BLOCK_BYTES)
 
     @property
     def staging_bytes(self) -> int:
@@ -169,12 +172,20 @@ class FrozenFiles:
         self._meter.written_bytes += written
         self._traffic += Traffic(nvme_write=written)
 
+    def take_in(self, tensors: Mapping[ChunkId, Flat]) -> None:
+        """These shards come too; each is written by `replace`."""
+        self._tensors.update(tensors)
+        if self._pool is not None and self._pool.buffer_nbytes < self._buffer_nbytes:
+            self._end_reads()
+            self._pool = BufferPool(self._pool.count, self._buffer_nbytes, self._pin)
+
     def forget(self, chunks: Collection[ChunkId]) -> None:
         """These shards live elsewhere from now on."""
         self._end_reads()
         for chunk in chunks:
             del self._tensors[chunk]
-            self._files.pop(chunk).close()
+            if chunk in self._files:  # else it was never written
+                self._files.pop(chunk).close()
 
     def close(self) -> None:
         """Wait for reads, and let all files go; nothing in a forked child."""

@@ -113,6 +113,8 @@ class TensorFill:
 class TensorFiles(FileBlocks):
     """Tensors by chunk, each written whole or by block. One thread at a time; see `beside`.
 
+    Each tensor has a place in the file, and may come and leave (`take_in`, `forget`).
+
     A thread of its own reads whole tensors, one after the other, through the buffers that blocks
     pass through else: so what comes behind a read, and asks for a buffer, waits for all of them.
 
@@ -126,13 +128,22 @@ class TensorFiles(FileBlocks):
         config: FileConfig,
         *,
         versioned: bool,
+        there: Collection[ChunkId] | None = None,
     ) -> None:
+        """tensors: those that have a place. there: those of them that are there; None: all."""
         places, nbytes = Places.of(tensors, config.block_numel)
         digest = hashlib.sha256(repr(places.tensors).encode()).hexdigest()[:16]
         plan = StoreLayout.plan(digest, nbytes, num_versions=2 if versioned else 1)
-        store = BlockStore([config.checked_folder()], plan, label=config.label, meter=config.meter)
+        self._tensors = dict(tensors)
+        for chunk in tensors:
+            if there is not None and chunk not in there:
+                del places.tensors[chunk]
+        blocks = [block for chunk in places.tensors for block in places.ids_of(chunk)]
+        store = BlockStore(
+            [config.checked_folder()], plan, blocks=blocks, label=config.label, meter=config.meter
+        )
         self._memory, self._pin = config.memory, config.pin
-        pool = BufferPool(config.depth + 2, max(nbytes), config.pin)
+        pool = BufferPool(config.depth + 2, _largest(places), config.pin)
         super().__init__(places, store, pool, versioned=versioned)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="files")  # starts when it is used
         self._reads: list[Future[None]] = []
@@ -143,10 +154,14 @@ class TensorFiles(FileBlocks):
             meter.written_bytes += self.store.meter.written_bytes
             self.store.meter = meter
         if depth + 2 != self._pool.count:
-            self._end_reads()
-            self._writes.drain()
-            self._pool = BufferPool(depth + 2, self._pool.buffer_nbytes, self._pin)
-            self._writes = WriteBehind(self._pool)
+            self._set_pool(depth + 2, self._pool.buffer_nbytes)
+
+    def _set_pool(self, count: int, nbytes: int) -> None:
+        self._end_reads()
+        self._writes.drain()
+        self._pool.empty()  # two pools of staging would pass the host's budget
+        self._pool = BufferPool(count, nbytes, self._pin)
+        self._writes = WriteBehind(self._pool)
 
     def rest(self) -> None:
         """End what is under way, and give the memory of staging back until it is used again."""
@@ -165,7 +180,35 @@ class TensorFiles(FileBlocks):
         self._end_reads()
         for chunk in chunks:
             self.store.forget(self._places.ids_of(chunk))
-            del self._places.tensors[chunk], self._places.first[chunk]
+            del self._places.tensors[chunk]
+
+    def has_place_for(self, chunks: Collection[ChunkId]) -> bool:
+        """Whether tensors are among those that this was made for."""
+        return all(chunk in self._tensors for chunk in chunks)
+
+    def take_in(self, tensors: Mapping[ChunkId, Tensor], step: int) -> None:
+        """Write tensors that lived elsewhere, and only these; they count as of `step`.
+
+        On an error nothing has changed.
+        """
+        places = self._places
+        before = len(places.tensors)
+        try:
+            for chunk in tensors:
+                places.tensors[chunk] = self._tensors[chunk]
+                self.store.remember(places.ids_of(chunk))
+            if before < len(places.tensors) and _largest(places) > self._pool.buffer_nbytes:
+                self._set_pool(self._pool.count, _largest(places))
+            nbytes = sum(map(self._written_bytes, tensors))
+            self.store.check_step(nbytes, "parameters that leave memory")
+            for chunk, values in tensors.items():
+                self.write(chunk, values)
+            self.commit(step)
+        except BaseException:
+            with DeferredSignals():
+                self.rollback()
+                self.forget([chunk for chunk in tensors if chunk in places.tensors])
+            raise
 
     @property
     def file_bytes(self) -> int:
@@ -238,3 +281,11 @@ class TensorFiles(FileBlocks):
         """Wait for all reads; their tickets raise what went wrong."""
         wait(self._reads)
         self._reads.clear()
+
+
+def _largest(places: Places) -> int:
+    """Bytes of the largest block that is there."""
+    return max(
+        (places.numel_of(chunk, 0) * flat.dtype.itemsize for chunk, flat in places.tensors.items()),
+        default=0,
+    )

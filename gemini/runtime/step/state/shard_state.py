@@ -147,6 +147,11 @@ class ShardState:
             state.close()
             raise
 
+    @property
+    def committed_step(self) -> int:
+        """Step that files of state have; 0 where there are none."""
+        return self.tiered_state.committed_step
+
     def raise_state(self, plan: Plan) -> None:
         """Blocks of state rise to where `plan` has them; see `TieredState.rise`."""
         space = self.tiered_state.space
