@@ -9,8 +9,7 @@
 The child process may not allocate more than the limit (RLIMIT_DATA: its heap and private mappings),
 and its VmHWM is checked beside it. `device_budget` is the limit less `SLACK_BYTES` for the process
 itself: interpreter, libraries, threads, text and what operators allocate and no trace sees.
-Blocks are updated in backward where the last steps were not clipped, and the others behind the next
-forward.
+Blocks are updated behind the next forward, unless `--update serial` is given.
 
 disk_bound_seconds: a step's bytes over the disk's mixed speed, which is measured before and behind
 every run. compute_seconds: forward and backward of the same example where all is in memory, without

@@ -250,7 +250,7 @@ class NvmeState:
         and answers whether they need to be restored when the step fails."""
         record = span.record
         if self._records.has_undo:
-            save(record.block, partial(record.kept_plane, span.buffer))
+            save(record.block, partial(record.undo_plane, span.buffer))
             span.is_touched = True
         else:
             undo = partial(self._early_undo, record.block)
@@ -260,7 +260,7 @@ class NvmeState:
         """Save weights after their update: where masters are split they are written with the
         state."""
         if span.record.is_split:
-            save(span.record.block, partial(span.record.kept_plane, span.buffer))
+            save(span.record.block, partial(span.record.undo_plane, span.buffer))
 
     def commit(self, step: int, *, in_order: bool) -> None:
         """Make the step count: all blocks at once, and durably. Does not raise after a `flush`.
@@ -307,7 +307,7 @@ class NvmeState:
         # Memory before the disk: the failure that is undone may be the disk's.
         known = self._undo.get(span.id)
         if known is None and self._records.has_undo and span.buffer is not None:
-            known = record.kept_plane(span.buffer)
+            known = record.undo_plane(span.buffer)
         if known is not None:
             restore(record.block, {"param_undo": known})
             return
@@ -393,7 +393,7 @@ class NvmeState:
             try:
                 for record in self._records.of(self.blocks) if self._records.has_undo else ():
                     if record.read_weights(buffer, commits):
-                        visit(record.block, record.kept_plane(buffer))
+                        visit(record.block, record.undo_plane(buffer))
             finally:
                 self._pool.give(buffer)
 

@@ -71,7 +71,7 @@ def open_store(
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FilePart:
     """Part of a record: a block of its file, and whole pages [start, stop) of its buffer."""
 
     block: BlockId
@@ -89,9 +89,9 @@ class Filed:
     block: Block
     layout: StateLayout  # of the planes in the file
     shown_as: StateLayout  # with whole masters
-    state: Part
-    kept: Part | None  # the weight of split masters, or the undo plane
-    kept_dtype: torch.dtype
+    state: FilePart
+    undo: FilePart | None  # the weight of split masters, or the undo plane
+    undo_dtype: torch.dtype
     is_split: bool  # its masters are joined with its parameters
     views: dict[tuple[int, int, StateLayout], Planes]  # of buffers, shared with blocks of this size
     store: BlockStore | None = None  # None: another reads its parts
@@ -103,14 +103,14 @@ class Filed:
     @property
     def nbytes(self) -> int:
         """Bytes in a buffer."""
-        return self.state.stop if self.kept is None else self.kept.stop
+        return self.state.stop if self.undo is None else self.undo.stop
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        return (self.state,) if self.kept is None else (self.state, self.kept)
+    def parts(self) -> tuple[FilePart, ...]:
+        return (self.state,) if self.undo is None else (self.state, self.undo)
 
     @property
-    def committed(self) -> tuple[Part, ...]:
+    def committed(self) -> tuple[FilePart, ...]:
         """Parts that make up one version of the block."""
         return self.parts if self.is_split else (self.state,)
 
@@ -126,7 +126,7 @@ class Filed:
         """Begin to write the next version, and with it what undoes the step."""
         return self.write(buffer, self.parts)
 
-    def write(self, buffer: Buffer, parts: Sequence[Part]) -> Ticket[object]:
+    def write(self, buffer: Buffer, parts: Sequence[FilePart]) -> Ticket[object]:
         """Begin to write the next version of these parts."""
         store, view = self.store, buffer.view
         assert store is not None
@@ -145,27 +145,27 @@ class Filed:
         """
         # The undo plane that a step wrote has the weights of before it: so those of a commit are in
         # the first later commit that has another version of that plane.
-        assert self.kept is not None
+        assert self.undo is not None
         for before, index in pairwise(commits):
-            if index.entries[self.kept.block].version != before.entries[self.kept.block].version:
-                self._read(self.kept, buffer, index).wait()
+            if index.entries[self.undo.block].version != before.entries[self.undo.block].version:
+                self._read(self.undo, buffer, index).wait()
                 return True
         return False
 
     def read_undo(self, buffer: Buffer) -> Planes:
         """Read what restores parameters that a step has changed. Waits for it."""
         assert self.store is not None
-        if self.kept is None:
+        if self.undo is None:
             self.begin(buffer).wait()
             return self.planes(buffer)
         if self.is_split:
-            self._read(self.kept, buffer).wait()
+            self._read(self.undo, buffer).wait()
         else:
-            view = buffer.view[self.kept.start : self.kept.stop]
-            self.store.read_uncommitted(self.kept.block, view).wait()
-        return {"param_undo": self.kept_plane(buffer)}
+            view = buffer.view[self.undo.start : self.undo.stop]
+            self.store.read_uncommitted(self.undo.block, view).wait()
+        return {"param_undo": self.undo_plane(buffer)}
 
-    def _read(self, part: Part, buffer: Buffer, at: Index | None = None) -> Ticket[None]:
+    def _read(self, part: FilePart, buffer: Buffer, at: Index | None = None) -> Ticket[None]:
         assert self.store is not None
         return self.store.read(part.block, buffer.view[part.start : part.stop], at)
 
@@ -189,13 +189,13 @@ class Filed:
             )
             for plane, offset in zip(self.layout.planes, self.layout.offsets(numel), strict=True)
         }
-        return {**planes, WEIGHT: self.kept_plane(buffer)} if self.is_split else planes
+        return {**planes, WEIGHT: self.undo_plane(buffer)} if self.is_split else planes
 
-    def kept_plane(self, buffer: Buffer) -> Tensor:
+    def undo_plane(self, buffer: Buffer) -> Tensor:
         """[n], a view: its weight, or fp32 or float64 parameters before a step."""
-        assert self.kept is not None
-        view = buffer.view[self.kept.start : self.kept.stop]
-        return torch.frombuffer(view, dtype=self.kept_dtype, count=self.block.numel)
+        assert self.undo is not None
+        view = buffer.view[self.undo.start : self.undo.stop]
+        return torch.frombuffer(view, dtype=self.undo_dtype, count=self.block.numel)
 
     def shown(self, buffer: Buffer) -> Planes:
         """Shown planes, with whole masters. To be read, as long as the buffer is: it does not hold
@@ -251,11 +251,13 @@ class Records:
             if form not in stored:
                 stored[form] = (form[0].with_remainder() if is_split else form[0]).stored()
             self.nbytes.append(stored[form].block_nbytes(block.numel))
-            state, kept = Part(BlockId(i), 0, align_up(self.nbytes[i], PAGE_BYTES)), None
+            state, kept = FilePart(BlockId(i), 0, align_up(self.nbytes[i], PAGE_BYTES)), None
             if undo or is_split:
                 number = BlockId(len(blocks) + len(kept_nbytes))
                 kept_nbytes.append(block.numel * dtype.itemsize)
-                kept = Part(number, state.stop, state.stop + align_up(kept_nbytes[-1], PAGE_BYTES))
+                kept = FilePart(
+                    number, state.stop, state.stop + align_up(kept_nbytes[-1], PAGE_BYTES)
+                )
             self._of[block.id] = Filed(
                 block, stored[form], form[0], state, kept, dtype, is_split, self._views
             )

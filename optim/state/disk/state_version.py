@@ -35,7 +35,7 @@ from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.units import PARAM_ALIGN_NUMEL, BlockId
 
-from .records import Part, Records
+from .records import FilePart, Records
 
 _TEXT_BYTES = 1 << 16  # of names and planes, at most
 _SHOWN = ("float32", "float64")  # dtypes of planes that are shown
@@ -193,7 +193,7 @@ class VersionReader:
             self._shown = i, record.shown(self._buffer)
         return self._shown[1]
 
-    def _transfer(self, part: Part) -> Transfer:
+    def _transfer(self, part: FilePart) -> Transfer:
         extent = self._files.extent(part.block)
         view = self._buffer.view[part.start : part.start + extent.nbytes]
         return Transfer(self._open[extent.file], extent.offset, view, True)

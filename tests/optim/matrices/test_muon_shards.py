@@ -37,7 +37,7 @@ def _lamb(params, **places):
     return HybridLamb(params, lr=1e-2, weight_decay=0.01, **places)
 
 
-# with LAMB blocks are asked to be updated in backward and behind the next forward, too
+# LAMB's blocks are updated behind the next forward; Muon's never are
 RULES = {"muon": (_muon, "serial"), "lamb": (_lamb, "tail")}
 ROOMY = {"files": "files of more room"}  # which a matrix of Muon's needs
 HOMES = {
