@@ -340,7 +340,7 @@ def test_a_missing_package_is_named(monkeypatch, name):
 
 
 def peak_of_method(method, folder, **given):
-    """Bytes of all storages at the peak of the second step, of what operators made since the trainer
+    """Bytes of storages at the peak of the second step, of what operators made since the trainer
     was; its model has adapters."""
     import importlib
 
