@@ -339,6 +339,34 @@ def test_a_missing_package_is_named(monkeypatch, name):
         __import__(f"gemini.integrations.{name}")
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_generation_of_rewards_reads_a_prefix_once(tmp_path, monkeypatch, checkpointing):
+    """Each further token is alone in its forward, as over plain torch: a cache has the others."""
+    pytest.importorskip("trl")
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    from tests.integrations.cases import method_runs
+    from tests.support.model_folder import make_folder
+
+    make_folder(tmp_path / "model")
+    forward = LlamaAttention.forward
+
+    def lengths_and_steps(ours):
+        lengths = []
+
+        def seen(self, hidden_states, *args, **kwargs):
+            lengths.append(hidden_states.shape[1])
+            return forward(self, hidden_states, *args, **kwargs)
+
+        monkeypatch.setattr(LlamaAttention, "forward", seen)
+        steps = method_runs.run("grpo", tmp_path, ours=ours, checkpointing=checkpointing)
+        return lengths, steps
+
+    (plain, want), (ours, got) = map(lengths_and_steps, (False, True))
+    assert ours == plain and ours.count(1) > len(ours) / 3
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
 def peak_of_method(method, folder, **given):
     """Bytes of storages at the peak of the second step, of what operators made since the trainer
     was; its model has adapters."""
