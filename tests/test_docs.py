@@ -166,6 +166,26 @@ def test_the_readme_is_short_and_names_the_two_commands_of_a_contributor():
     assert re.findall(r"^    (make \w+)", commands, re.MULTILINE) == ["make demo", "make test"]
 
 
+def test_the_two_commands_of_a_contributor_do_what_the_readme_says():
+    """Each sets up first; the demo trains on a CPU, and the tests are pytest beside lint."""
+    made = {}
+    for name, line in re.findall(r"`?make (\w+) +# (.*)", (ROOT / "README.md").read_text()):
+        done = subprocess.run(
+            ["make", "--dry-run", "--always-make", name, "TORCH=torch"], cwd=ROOT, text=True,
+            capture_output=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        made[name] = line, done.stdout
+    said, commands = made["demo"]
+    assert "sets up .venv, then trains" in said
+    assert commands.index("venv .venv") < commands.index("-e .[example]")
+    assert commands.rstrip().endswith(".venv/bin/python -m bench.demo")
+    said, commands = made["test"]
+    assert "sets up what is missing, and runs the tests" in said
+    assert commands.index("-e .[example,test,docs]") < commands.index("-m pytest -q")
+    assert "ruff check ." in commands
+
+
 REPLACES = (
     "README.md",
     "docs/tutorial.md",

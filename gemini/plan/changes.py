@@ -20,13 +20,17 @@ WORTH_SAYING = 0.93  # of the seconds: what saves less is not named
 _MIB = 1 << 20
 
 
-def in_flags(error: BudgetError) -> BudgetError:
-    """Error with flags of the command in place of arguments."""
+def in_flags(error: BudgetError, machine: Hardware) -> BudgetError:
+    """Error with flags of the command in place of arguments; a share beside what was given."""
     assert error.tier is not None
     flags = dict(zip((Tier.NVME, Tier.HOST, Tier.DEVICE), _FLAGS.values(), strict=True))
     flag, knob = flags[error.tier], error.knob
     for tier, name in flags.items():
         knob = knob.replace(f"{tier.value}_budget", name)
+    given = next(getattr(machine, name) for name, one in _FLAGS.items() if one == flag)
+    if machine.ranks_per_node > 1 and error.budget_bytes < given:
+        flag = f"{flag} of {format_bytes(given)}: a rank's share"
+        knob = knob.replace("by as much", f"by as much for each of {machine.ranks_per_node} ranks")
     return BudgetError.missing(
         error.tier, error.missing_bytes, error.budget_bytes, error.what, knob, flag
     )

@@ -71,7 +71,7 @@ def answer(question: Question, assumed: tuple[str, ...] = ()) -> Answer:
     try:
         result = question.planned()
     except BudgetError as error:
-        why = str(changes.in_flags(error))
+        why = str(changes.in_flags(error, question.machine))
         asked = changes.cheapest(question)
         result = asked.planned()
     faster = [] if why else list(changes.faster(asked, result))

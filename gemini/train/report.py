@@ -168,7 +168,7 @@ def _memory(axes: Any, log: Log) -> None:
                 scaled = [value / unit for value in values]
                 axes.plot(steps, scaled, style, color=colour, label=f"{tier}, {kind}")
     axes.set_ylabel(f"{name} of a rank at its peak")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * most / unit or None)  # no line runs on the frame
 
 
 def _where(axes: Any, log: Log) -> None:

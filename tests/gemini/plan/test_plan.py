@@ -109,6 +109,15 @@ def test_command_writes_its_answer_and_exits_with_it(config, tmp_path, capsys):
 
 
 @pytest.mark.ci
+def test_a_share_that_is_too_small_is_told_beside_what_was_given(question):
+    machine = replace(question.machine, device="cpu", device_mem=20 << 20, ranks_per_node=2)
+    why = answer(replace(question, machine=machine, other=None)).why
+    assert "--device-mem of 20.00 MiB: a rank's share of 10.00 MiB is " in why
+    assert "; raise --device-mem by as much for each of 2 ranks" in why
+    alone = answer(replace(on(question, device_mem=20), other=None)).why
+    assert "--device-mem of 20.00 MiB is " in alone and "by as much for each" not in alone
+
+
 def test_every_byte_of_model_data_has_a_home(question):
     numel = sum(spec.numel for spec in question.layout.params)
     for machine in ({}, {"device_mem": 200}, {"device_mem": 150, "host_mem": 80}):

@@ -37,7 +37,9 @@ def rows(method: str) -> Dataset:
     )
 
 
-def run(method: str, folder: Path, *, ours: bool = False) -> torch.Tensor:
+def run(
+    method: str, folder: Path, *, ours: bool = False, checkpointing: bool = False
+) -> torch.Tensor:
     """Loss and gradient norm of each step."""
     name = METHODS[method]
     base = getattr(importlib.import_module(f"trl.trainer.{method}_trainer"), f"{name}Trainer")
@@ -46,7 +48,7 @@ def run(method: str, folder: Path, *, ours: bool = False) -> torch.Tensor:
     args = options(
         output_dir=str(folder / "out"), max_steps=STEPS, per_device_train_batch_size=2,
         learning_rate=1e-2, logging_steps=1, report_to="none", use_cpu=True, bf16=False,
-        save_strategy="no", gradient_checkpointing=False, **_MORE.get(method, {}),
+        save_strategy="no", gradient_checkpointing=checkpointing, **_MORE.get(method, {}),
     )  # fmt: skip
     transformers.set_seed(0)
     task, options = "CAUSAL_LM", {}

@@ -337,3 +337,89 @@ def test_a_missing_package_is_named(monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=rf"needs {name}.*pip install .*{name}"):
         __import__(f"gemini.integrations.{name}")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_generation_of_rewards_reads_a_prefix_once(tmp_path, monkeypatch, checkpointing):
+    """Each further token is alone in its forward, as over plain torch: a cache has the others."""
+    pytest.importorskip("trl")
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    from tests.integrations.cases import method_runs
+    from tests.support.model_folder import make_folder
+
+    make_folder(tmp_path / "model")
+    forward = LlamaAttention.forward
+
+    def lengths_and_steps(ours):
+        lengths = []
+
+        def seen(self, hidden_states, *args, **kwargs):
+            lengths.append(hidden_states.shape[1])
+            return forward(self, hidden_states, *args, **kwargs)
+
+        monkeypatch.setattr(LlamaAttention, "forward", seen)
+        steps = method_runs.run("grpo", tmp_path, ours=ours, checkpointing=checkpointing)
+        return lengths, steps
+
+    (plain, want), (ours, got) = map(lengths_and_steps, (False, True))
+    assert ours == plain and ours.count(1) > len(ours) / 3
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def peak_of_method(method, folder, **given):
+    """Bytes of storages at the peak of the second step, of what operators made since the trainer
+    was; its model has adapters."""
+    import importlib
+
+    import transformers
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    from gemini.integrations.transformers import GeminiTrainerMixin
+    from gemini.memtracer.monitor import StorageTracker
+    from tests.support.model_folder import TEXT
+
+    name = {"sft": "SFT", "dpo": "DPO"}[method]
+    base = getattr(importlib.import_module(f"trl.trainer.{method}_trainer"), f"{name}Trainer")
+    options = getattr(importlib.import_module(f"trl.trainer.{method}_config"), f"{name}Config")
+    cut = [TEXT[100 * i : 100 * i + 100] for i in range(8)]
+    pairs = {"sft": ("completion",), "dpo": ("chosen", "rejected")}[method]
+    rows = [{"prompt": t[:20], **dict.fromkeys(pairs, t[20:])} for t in cut]
+    args = options(
+        output_dir=str(folder / "out"), max_steps=2, report_to="none", use_cpu=True, bf16=False,
+        per_device_train_batch_size=4 // len(pairs), pad_to_multiple_of=96, max_length=96,
+        save_strategy="no", gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    tracker = StorageTracker()
+
+    class Steps(transformers.TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            tracker.period()
+
+    with tracker:
+        trainer = type("Ours", (GeminiTrainerMixin, base), {})(
+            model, args=args, train_dataset=Dataset.from_list(rows),
+            processing_class=transformers.AutoTokenizer.from_pretrained(folder / "model"),
+            peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+            gemini={"precision": "fp32"}, **given,
+        )  # fmt: skip
+        trainer.add_callback(Steps())
+        trainer.train()
+    return tracker.period()
+
+
+def test_preferences_take_no_more_memory_than_as_many_supervised_sequences(tmp_path):
+    """The reference is the base with adapters off: there is no second one."""
+    pytest.importorskip("trl")
+    import transformers
+
+    from tests.support.model_folder import make_folder
+
+    make_folder(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
+    supervised, preferred = (peak_of_method(m, tmp_path) for m in ("sft", "dpo"))
+    assert preferred <= 1.1 * supervised
+    second = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert peak_of_method("dpo", tmp_path, ref_model=second) > 1.1 * supervised
