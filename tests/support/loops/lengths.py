@@ -45,9 +45,11 @@ class Loop:
         module: nn.Module | None = None,
         released: bool = False,
         nvme: NvmeConfig = BLOCKS,
+        on_nvme: float = 0.0,
         **options: Any,
     ) -> None:
-        """released: parameters begin off the device, so they may leave it later."""
+        """released: parameters begin off the device, so they may leave it later. on_nvme: share of
+        the state that is on disk, wherever there is room."""
         self.sim = sim or SimBackend(1)
         policy = AutoPlacement(f"{kib}KiB", *others)
         if released:
@@ -55,7 +57,9 @@ class Loop:
         self.model = GeminiDDP(
             module or Tower(), self.sim, policy, max_norm=0.5, **SMALL, **options
         )
-        self.optimizer = HybridAdam(self.model.parameters(), lr=1e-2, nvme=nvme)
+        self.optimizer = HybridAdam(
+            self.model.parameters(), lr=1e-2, nvme=nvme, nvme_offload_fraction=on_nvme
+        )
         self.generator = torch.Generator().manual_seed(1)
         self.peaks: list[int] = []
 
