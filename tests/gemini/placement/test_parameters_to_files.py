@@ -13,6 +13,7 @@ from gemini import BudgetWarning
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.shard_storage import ShardStorage
+from gemini.units import PAGE_BYTES
 from optim import NvmeConfig
 from tests.support.disks.faults import failing
 from tests.support.loops.lengths import KIB, Loop, assert_same
@@ -67,10 +68,9 @@ def test_they_go_where_the_host_is_full_and_rise_again_and_no_bit_changes(budget
     assert not in_files(loop)
     train(loops, 10, L, L)
     assert in_files(loop) == {i for i, home in enumerate(homes(loop)) if home is Tier.NVME} != set()
-    page = nvme.BlockStore.__init__ and 4096
     for shards, written in moved:
         sizes = [shard.nbytes for shard in shards.values()]
-        assert sum(sizes) <= written < sum(sizes) + len(sizes) * page * 4
+        assert sum(sizes) <= written < sum(sizes) + len(sizes) * 4 * PAGE_BYTES
     assert loop.peaks[-1] <= budgets[0] * KIB
     assert loop.model.engine.ledger.totals()[Tier.HOST] <= int(budgets[1][:-3]) * KIB
     train(loops, *[S] * 7)
@@ -79,3 +79,92 @@ def test_they_go_where_the_host_is_full_and_rise_again_and_no_bit_changes(budget
     assert in_files(loop)
     assert_same(*loops)
     assert moved
+
+
+@pytest.mark.parametrize("call", ["allocate", "pwritev", "fdatasync"])
+def test_a_move_to_files_that_fails_anywhere_has_moved_nothing(call):
+    """Each call fails in turn, those for gradients, for parameters and for state: until one is an
+    index, which counts without the disk (`nvme.store`)."""
+    loop, free = pair(FULL)
+    train((loop, free), S, S)
+    before, n = (homes(loop), loop.moves, loop.model.engine.ledger.totals()), 0
+    while True:
+        free.ids(L)
+        with failing(call, errno.ENOSPC, after=n, times=1) as failed:
+            try:
+                loop.forward(L)
+            except nvme.NvmeError:
+                assert failed and not in_files(loop)
+                assert (homes(loop), loop.moves, loop.model.engine.ledger.totals()) == before
+                n += 1
+                continue
+        break
+    assert n > 1 and in_files(loop)
+    if not failed:
+        train((loop, free), L, S)
+        assert_same(loop, free)
+
+
+def test_frozen_ones_go_too_and_are_thawed_there():
+    def half():
+        module = Tower()
+        for param in module.layers[:2].parameters():
+            param.requires_grad_(False)
+        return module
+
+    loops = loop, _ = [
+        Loop(*budgets, module=half(), released=True) for budgets in ((620, "70KiB"), ALL)
+    ]
+    train(loops, S, S)
+    loop.model.engine.homes.sink_all()
+    frozen = {chunk.spec.id for chunk in loop.model.engine.chunks if not chunk.spec.trainable}
+    assert frozen & in_files(loop)
+    train(loops, S)
+    for one in loops:
+        one.model.requires_grad_(True)
+    train(loops, S, L, *[S] * 4)
+    assert_same(*loops)
+
+
+def test_those_of_kept_versions_without_masters_go_to_the_host_at_most():
+    """A file has the last version of a parameter; with masters all versions come back."""
+    for options, may_go in (({"precision": "fp32"}, False), ({}, True)):
+        nvme_config = NvmeConfig(block_numel=1024, keep_versions=2)
+        loop, free = pair((800, "400KiB"), nvme=nvme_config, on_nvme=1.0, **options)
+        train((loop, free), S, S)
+        loop.model.engine.homes.sink_all()
+        assert loop.moves[0] == 1
+        assert may_go or not in_files(loop)
+        digest = loop.model.digest()
+        train((loop, free), S)
+        loop.model.rewind(1)
+        free.model.rewind(1)
+        assert loop.model.digest() == digest
+        train((loop, free), S)
+        assert_same(loop, free)
+
+
+def test_an_evaluation_that_leaves_training_no_room_moves_nothing(monkeypatch):
+    """That is known before the first byte has moved."""
+
+    def refused(*_, **__):
+        raise BudgetError("no homes hold both", tier=Tier.DEVICE, missing_bytes=KIB)
+
+    loops = loop, _ = pair(FULL)
+    train(loops, S, S)
+    before = homes(loop), loop.moves, loop.model.engine.ledger.totals()
+    monkeypatch.setattr("gemini.runtime.schedule.planning.plan_beside", refused)
+    train(loops, (-L, S))
+    assert (homes(loop), loop.moves, loop.model.engine.ledger.totals()) == before
+    assert_same(*loops)
+
+
+def test_buffers_of_a_device_are_taken_again_only_when_what_was_there_has_left():
+    """Kernels update parameters whose homes are files, the host and the device, in turns."""
+    steps = [15, 3, (-16, 16), 3, 16, 16, 3]
+    loops = [
+        Loop(*budgets, sim=SimBackend(107, updates_by_triton=True), released=True)
+        for budgets in ((500, "110KiB"), ALL)
+    ]
+    train(loops, *steps)
+    assert_same(*loops)
