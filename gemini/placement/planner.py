@@ -115,8 +115,8 @@ def plan_beside(
 ) -> tuple[PlanResult, PlanResult]:
     """Plans of an evaluation and of training in the same homes: those of `found`, or lower ones.
 
-    found: of the evaluation, which was made with `inputs`. It has no gradients, so the homes that it
-    gives these may hold none. Raises BudgetError where no such homes hold both.
+    found: of the evaluation, which was made with `inputs`. It has no gradients, so the homes that
+    it gives these may hold none. Raises BudgetError where no such homes hold both.
     """
     try:
         return found, plan_within(found.plan, training, policy)
