@@ -379,7 +379,7 @@ class Planning:
         return None
 
     def peak_bytes(self, trace: Trace) -> int | None:
-        """Peak on the device of such an iteration in the homes that it would get; None: no homes."""
+        """Peak on the device of such an iteration in the homes that it would get; None: none."""
         try:
             found = plan_within(self.plan, replace(self.inputs, trace=trace), self.policy)
         except BudgetError as error:
