@@ -146,9 +146,10 @@ def plan_grown(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
     # one tier for all of it: what lives elsewhere already is not moved to make room
     homes = _homes_of(plan)
     for tier in tiers:
-        for chunk in new:
-            homes.state[chunk] = [tier] * len(sizes[chunk].blocks)
-            homes.grad[chunk] = tier
+        for chunk in new:  # what is in a file may not be updated in memory
+            home = Tier.NVME if homes.param[chunk] is Tier.NVME else tier
+            homes.state[chunk] = [home] * len(sizes[chunk].blocks)
+            homes.grad[chunk] = home
         try:
             return _in_homes(_draft_in(plan, inputs, policy), homes)
         except BudgetError:

@@ -341,21 +341,20 @@ class Planning:
         known = self._planned_for(trace.kind, trace.signature)
         if known is not None and known.holds(trace, self._noise_bytes):
             return True
-        wanted = replace(self.inputs, trace=with_bytes_added(trace, waiting_bytes))
+        wanted = with_bytes_added(trace, waiting_bytes)
         try:
-            planned = plan_within(self.plan, wanted, self.policy)
+            planned = plan_within(self.plan, replace(self.inputs, trace=wanted), self.policy)
         except BudgetError as error:
             error.without_frames()
             if error.missing_bytes > self._noise_bytes or error.tier is not Tier.DEVICE:
                 return False
             self._keep(IterationPlan(trace, None))
-            return True
-        self._keep(IterationPlan(trace, planned))
+        else:
+            self._keep(IterationPlan(trace, planned))
         return True
 
     def lowered(self, trace: Trace, *, params_stay: bool) -> Lowered | None:
-        """Homes in which an iteration to come fits beside gradients that wait, or lacks least; None
-        where none were found."""
+        """Homes where an iteration fits beside gradients that wait, or lacks least; None: none."""
         refused: BudgetError | None = None
         missing, wanted = 0, with_bytes_added(trace, self.waiting_bytes)
         for attempt in range(_MAX_TRIES):
@@ -380,8 +379,7 @@ class Planning:
         return None
 
     def peak_bytes(self, trace: Trace) -> int | None:
-        """Peak on the device of such an iteration in the present homes, or in those it would get;
-        None where none were found."""
+        """Peak on the device of such an iteration in the homes that it would get; None: none."""
         try:
             found = plan_within(self.plan, replace(self.inputs, trace=trace), self.policy)
         except BudgetError as error:
@@ -394,17 +392,17 @@ class Planning:
 
     def raised(self, trace: Trace) -> Raised | None:
         """Homes that rise where such iterations leave room; None where nothing rises."""
-        inputs = replace(self.inputs, trace=trace)
+        inputs, here = replace(self.inputs, trace=trace), self.plan
         try:
-            now = plan_within(self.plan, inputs, self.policy)
-            found = plan_above(self.plan, inputs, self.policy)
+            now = plan_within(here, inputs, self.policy)
+            found = plan_above(here, inputs, self.policy)
         except BudgetError as error:
             error.without_frames()
             return None
-        if not _differ(self.plan, found.plan):
+        if not _differ(here, found.plan):
             return None
-        moved = rising(self.plan, found.plan)
-        asked = price(moved, inputs.bandwidths, has_host_tier=inputs.has_host_tier)
+        moved, links = rising(self.plan, found.plan), inputs.bandwidths
+        asked = price(moved, links, has_host_tier=inputs.has_host_tier)
         return Raised(inputs, found, now.cost.seconds - found.cost.seconds, asked)
 
     def use_lowered(self, trace: Trace, lowered: Lowered) -> None:
@@ -425,12 +423,12 @@ class Planning:
 
     def say_lacking(self, trace: Trace, lowered: Lowered, *, is_measured: bool) -> None:
         """Say, before its forward, that an iteration fits in no homes."""
-        assert lowered.refused is not None
-        of = f" of {trace.signature}" if trace.signature else ""
+        refused, of = lowered.refused, f" of {trace.signature}" if trace.signature else ""
+        assert refused is not None
         if is_measured:
-            self._say(trace, lowered.refused, of)
+            self._say(trace, refused, of)
             return
-        said = in_words_of(self.policy, self.machine, lowered.refused)
+        said = in_words_of(self.policy, self.machine, refused)
         log.warning("an iteration%s may need more memory than any homes leave: %s", of, said)
 
     def higher(self) -> PlanResult | None:

@@ -45,9 +45,11 @@ class Loop:
         module: nn.Module | None = None,
         released: bool = False,
         nvme: NvmeConfig = BLOCKS,
+        on_nvme: float = 0.0,
         **options: Any,
     ) -> None:
-        """released: parameters begin off the device, so they may leave it later."""
+        """released: parameters begin off the device, so they may leave it later. on_nvme: share of
+        the state that is on disk, wherever there is room."""
         self.sim = sim or SimBackend(1)
         policy = AutoPlacement(f"{kib}KiB", *others)
         if released:
@@ -55,7 +57,9 @@ class Loop:
         self.model = GeminiDDP(
             module or Tower(), self.sim, policy, max_norm=0.5, **SMALL, **options
         )
-        self.optimizer = HybridAdam(self.model.parameters(), lr=1e-2, nvme=nvme)
+        self.optimizer = HybridAdam(
+            self.model.parameters(), lr=1e-2, nvme=nvme, nvme_offload_fraction=on_nvme
+        )
         self.generator = torch.Generator().manual_seed(1)
         self.peaks: list[int] = []
 
@@ -122,7 +126,7 @@ def drawn(generator: random.Random) -> tuple[list[Step], int, str | None, str]:
             steps.append((-generator.choice(lengths), length))
         else:
             steps.append(length)
-    host = generator.choice((None, None, "300KiB", "220KiB", "120KiB"))
+    host = generator.choice((None, None, "300KiB", "220KiB", "120KiB", "100KiB"))
     mode = generator.choice(("serial", "tail"))
     fits = 180 + 25.5 * max(lengths)  # the longest fits alone, beside gradients that wait
     return steps, round(fits * generator.choice((1.0, 1.05, 1.1, 1.2))), host, mode
@@ -156,12 +160,16 @@ def _fails(rank: int, seed: int, ranks: int) -> str | None:
     generator = random.Random(seed)
     steps, kib, host, mode = drawn(generator)
     with_average = generator.random() < 0.25
+    # then parameters begin off the device and may leave it, to files where the host is full
+    released = host is not None and generator.random() < 0.5
     steps = of_rank(steps, rank, seed)
     program = f"seed {seed}: {steps} in {kib} KiB, host {host}, {mode}, average {with_average}"
+    program += ", released" * released
     free = Loop(1 << 20).train(*steps)
     said_of = set()
     # ranks of a machine share what is given
-    loop = Loop(ranks * kib, host and f"{ranks * int(host[:-3])}KiB", update=mode)
+    host_budget = host and f"{ranks * int(host[:-3])}KiB"
+    loop = Loop(ranks * kib, host_budget, update=mode, released=released)
     average = EMA(loop.model) if with_average and host is None else None
     for i, step in enumerate(steps):
         before = len(loop.peaks)
