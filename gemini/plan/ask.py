@@ -50,6 +50,7 @@ class Training:
     ema: home of an average of the weights, as `gemini.EMA` has it; None: there is none.
     trust_remote_code: whether the code of the model's own folder is run, which its config names.
     lengths: of inputs that differ in a run, `seq` the longest: a CPU compiles products for each.
+    loaded: whether the module has its values before it is wrapped, as `from_pretrained` leaves it.
     """
 
     batch: int = 1
@@ -69,6 +70,7 @@ class Training:
     trust_remote_code: bool = False
     lengths: int = 1
     lora_targets: tuple[str, ...] | None = None
+    loaded: bool = False
 
     def __post_init__(self) -> None:
         if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
@@ -167,7 +169,7 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
             flops,
             training.update, training.ema, *models.experts_of(model), other,
             state.splits(WEIGHT_DTYPE), training.quantize,
-            models.products_of(model) if has_master else 0, training.lengths,
+            models.products_of(model) if has_master else 0, training.lengths, training.loaded,
         )  # fmt: skip
 
     def fitting(chunks: ChunkConfiguration) -> Question:

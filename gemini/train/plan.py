@@ -36,7 +36,7 @@ def training_of(config: TrainConfig, world_size: int) -> Training:
         lora_targets=config.targets, quantize=config.quantize,
         checkpointing=config.checkpointing, optimizer=optimizer, state=state,
         accumulate=config.accumulate, update=config.update, by_trl=True,
-        trust_remote_code=config.trust_remote_code,
+        trust_remote_code=config.trust_remote_code, lengths=len(config.padded_lengths),
     )  # fmt: skip
 
 
