@@ -20,7 +20,6 @@ from gemini.placement.fit import (
     usual_speeds,
     with_ahead,
 )
-from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, PlanResult, plan_within
 from gemini.placement.policy import AutoPlacement, has_budgets
 from gemini.placement.problem import average_bytes
@@ -64,7 +63,7 @@ class ProcessBytes:
     objects: of wrapped parameters. blocks: objects of blocks.
     thread: scratch of one that updates beside backward or forward.
     held: gradients that it still needs in the forward.
-    set_up: by how much wrapping, or making the optimizer, passes the peak with all of the above.
+    set_up: by how much wrapping passes the peak with all of the above.
     slack: margin of the bound.
     """
 
@@ -272,20 +271,15 @@ class Question:
         return total
 
     def _set_up_bytes(self, result: PlanResult) -> int:
-        """Most RAM before the first iteration."""
-        plan = result.plan
-        ram = Tier.HOST if plan.has_host_tier else Tier.DEVICE
-        most, wrapped = self._wrapping_bytes(plan, ram)
-        return max(most, wrapped + self._first_state_bytes(plan, ram))
-
-    def _wrapping_bytes(self, plan: Plan, ram: Tier) -> tuple[int, int]:
-        """Most RAM while a module is wrapped, and then.
+        """Most RAM while a module is wrapped.
 
         Chunks are filled one after the other. Parameters are made with those of their module, or
         read, in the dtype that they come in; where the module has its values, each is there until
         its chunk is full. fp32 originals that go to a file do so by blocks, where a rank has the
         chunk alone.
         """
+        plan = result.plan
+        ram = Tier.HOST if plan.has_host_tier else Tier.DEVICE
         wrapped = most = 0
         waiting = self._value_bytes()
         made = self._made_bytes(waiting)
@@ -309,7 +303,7 @@ class Question:
                 del waiting[slot.param]
             wrapped += sizes.shard_bytes * (shard.param_home is ram)
             wrapped += FP32_BYTES * spec.shard_numel * (is_wide and not in_file)
-        return most, wrapped
+        return most
 
     def _value_bytes(self) -> dict[ParamId, int]:
         """Bytes of each parameter in the dtype that it comes in."""
@@ -327,27 +321,6 @@ class Question:
         for param, nbytes in values.items():
             totals[owners[param]] += nbytes
         return {param: totals[owner] for param, owner in owners.items()}
-
-    def _first_state_bytes(self, plan: Plan, ram: Tier) -> int:
-        """Most RAM beside a wrapped module while its optimizer is made.
-
-        Masters, the first planes, are filled chunk by chunk from fp32 values: originals that are in
-        memory go when their chunk has its masters, and one from a file is read whole.
-        """
-        if not self.state.has_master:
-            return 0
-        staging = plan.host_staging if plan.has_host_tier else plan.device_staging
-        masters = passing = 0
-        for spec, sizes, shard in zip(self.layout.chunks, plan.chunks, plan.shards, strict=True):
-            if not spec.trainable:
-                continue
-            passing = max(passing, FP32_BYTES * spec.shard_numel)
-            if spec.id in self.with_originals and Tier.NVME not in shard.state_homes:
-                continue  # whose masters take the place of originals in memory
-            for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
-                if home is ram:
-                    masters += min(block.state_bytes, FP32_BYTES * block.numel)
-        return masters + passing + staging.nbytes
 
     def _kept_bytes(self, result: PlanResult) -> int:
         """Bytes by which gradients that a tail keeps in the forward pass the peak."""

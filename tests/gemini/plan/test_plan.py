@@ -792,20 +792,6 @@ def test_a_module_with_its_values_has_all_of_them_when_its_first_chunk_is_filled
     assert replace(asked, loaded=False).process(result).set_up < own.set_up
 
 
-def test_an_optimizer_is_made_with_the_fp32_values_of_a_chunk_beside_the_module(config):
-    """Read whole from a file, where some of the chunk's state is: with few tokens no later moment
-    takes as much."""
-    machine = machine_of({"nvme": 1 << 40}, device="cpu")
-    asked = ask(str(config), machine, Training(seq=1, nvme_fraction=1.0, update="serial"))
-    asked = replace(asked, products=0)
-    result = asked.planned()
-    parameters = sum(c.payload_bytes for c in asked.layout.chunks)
-    original = 4 * max(c.shard_numel for c in asked.layout.chunks)
-    peak = result.profile.peak(Tier.DEVICE)
-    made = parameters + original + result.plan.device_staging.nbytes
-    assert asked.process(result).set_up == max(0, made - peak) > 0
-
-
 def test_objects_of_blocks_count_by_the_files_that_have_them(config):
     machine = machine_of({"nvme": 1 << 40}, device="cpu")
     found = {}
