@@ -195,14 +195,14 @@ def certify(draw: Draw, costs: ProcessCosts) -> Certificate:
     if asked.update == "auto":
         asked = replace(asked, update=planned.best_update)
         planned = asked.planned()
+    needs = planned.profile.peak(Tier.DEVICE)
     if draw.budget is not None and not is_refused:
         # What it says is needed is all that a run may use: homes rise to what a budget leaves.
-        peak = planned.profile.peak(Tier.DEVICE)
-        asked = enough(replace(asked, machine=replace(asked.machine, device_mem=peak)))
-        planned = asked.planned()
+        asked = enough(replace(asked, machine=replace(asked.machine, device_mem=needs)))
+        planned, needs = asked.planned(), asked.machine.device_mem
     own = asked.process(planned).total
     return Certificate(
-        planned.profile.peak(Tier.DEVICE) + own, budget + own, costs.floor or 0, is_refused,
+        needs + own, budget + own, costs.floor or 0, is_refused,
         asked.policy, asked.trace, asked.update, planned.profile.peak(Tier.NVME),
     )  # fmt: skip
 
