@@ -7,7 +7,7 @@ batch, checkpointing, an optimizer, a share of state on NVMe, `update=`, a budge
 the module has its values before it is wrapped, and the length of each iteration's inputs: one for
 all, or up to three, the longest at any place.
 `gemini plan` answers; then another process trains three iterations under a hard limit: the plan's
-peak, which is its budget of RAM if there is one, and the process's own bytes, its floor among them, which `gemini.doctor.process` measures once,
+peak and the process's own bytes, its floor among them, which `gemini.doctor.process` measures once,
 in a process that trains small models of another kind. Nothing is measured of the process that is
 limited.
 Models with experts are no part of it: of these oneDNN compiles products without end.
@@ -195,14 +195,9 @@ def certify(draw: Draw, costs: ProcessCosts) -> Certificate:
     if asked.update == "auto":
         asked = replace(asked, update=planned.best_update)
         planned = asked.planned()
-    needs = planned.profile.peak(Tier.DEVICE)
-    if draw.budget is not None and not is_refused:
-        # What it says is needed is all that a run may use: homes rise to what a budget leaves.
-        asked = enough(replace(asked, machine=replace(asked.machine, device_mem=needs)))
-        planned, needs = asked.planned(), asked.machine.device_mem
     own = asked.process(planned).total
     return Certificate(
-        needs + own, budget + own, costs.floor or 0, is_refused,
+        planned.profile.peak(Tier.DEVICE) + own, budget + own, costs.floor or 0, is_refused,
         asked.policy, asked.trace, asked.update, planned.profile.peak(Tier.NVME),
     )  # fmt: skip
 

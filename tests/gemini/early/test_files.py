@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+import weakref
 from contextlib import ExitStack
 from unittest import mock
 
@@ -76,6 +77,24 @@ def test_a_block_whose_parameters_are_in_a_file_leaves_the_step_nothing():
     not_early = len(state.blocks) - optimizer.last_report.speculation.held
     num_brought = sum(each.call_count for each in brought)
     assert 0 < in_memory <= num_brought <= in_memory + not_early < len(state.blocks)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("update", ["speculate", "both"])
+def test_gradients_are_gone_when_they_are_dropped_also_beside_one_in_a_file(update):
+    """Those of the device, whose memory the plan gives to the next forward."""
+    model, optimizer = wrapped(update, **within(MIXED))
+    with patient():
+        for batch in batches(STEPS + 1):
+            token_loss(model, batch).backward()
+            kept = [weakref.ref(c.grad.untyped_storage()) for c in model.engine.chunks
+                    if c.grad is not None]  # fmt: skip
+            optimizer.step()
+            optimizer.last_report.behind.wait()
+            optimizer.zero_grad()
+        assert kept and any(c.gradient.offload for c in model.engine.chunks)
+    assert optimizer.last_report.speculation.held > 0
+    assert not any(ref() is not None for ref in kept)
     optimizer.close()
 
 
