@@ -8,10 +8,10 @@ are r times as long they grow by r * r at most. Four bounds follow: a larger kno
 between two, the chord of bytes by the size, growth from a smaller one. At every moment the least of
 them counts.
 
-Between sizes l and r * l, bytes that are one sum c + d n + e n^2 pass their bound by (sqrt(r) - 1)^2
-/ (2 sqrt(r)) at most, with the second chord: 1.25 for r = 4, where the first alone has 1.56. No
-bound is nearer for what two traces say. Where another sum becomes the maximum between them, truth
-may be half of it for r = 4.
+Between sizes l and r * l, bytes that are one sum c + d n + e n^2 are passed by at most a share of
+(sqrt(r) - 1)^2 / (2 sqrt(r)): 1/4 for r = 4, where the first chord alone has 9/16. No bound is nearer
+for what two traces say. Where another sum becomes the maximum between them, truth may be half of it
+for r = 4.
 """
 
 from __future__ import annotations
