@@ -3,8 +3,9 @@
     python -m bench.certificate --draws 200 --seed 0 --json PATH
 
 Each draw is a dense model (of 100 MiB and more of parameters, or smaller), adapters or none, a
-batch, checkpointing, an optimizer, a share of state on NVMe, `update=`, a budget of RAM, and the
-length of each iteration's inputs: one for all, or up to three, the longest at any place.
+batch, checkpointing, an optimizer, a share of state on NVMe, `update=`, a budget of RAM, whether
+the module has its values before it is wrapped, and the length of each iteration's inputs: one for
+all, or up to three, the longest at any place.
 `gemini plan` answers; then another process trains three iterations under a hard limit: the plan's
 peak and the process's own bytes, its floor among them, which `gemini.doctor.process` measures once,
 in a process that trains small models of another kind. Nothing is measured of the process that is
@@ -71,6 +72,7 @@ STEPS = 3
 LOOKS = 0.01  # seconds between two
 MORE = 1.05  # of a refused budget
 MOST_SECONDS = 1200.0
+LOADED = 0.25  # of the draws
 BARS = {"killed": 0, "median_slack": 0.08, "refused_rightly": 0.9}
 ENVIRONMENT = {
     **MALLOC_ENVIRONMENT,
@@ -106,6 +108,7 @@ class Draw:
     update: str
     budget: float | None
     lengths: tuple[int, ...]  # of each iteration
+    loaded: bool  # the module has its values before it is wrapped
 
     @classmethod
     def of(cls, seed: int, number: int) -> Draw:
@@ -123,10 +126,11 @@ class Draw:
             dice.choice(("adamw", "adamw", "lion", "sgd")),
             dice.choice((0.0, 0.0, 0.0, 0.5, 1.0)), dice.choice(("auto", "auto", "serial")),
             dice.choice((None, *(dice.uniform(0.1, 1.1) for _ in range(3)))), tuple(lengths),
+            dice.random() < LOADED,
         )  # fmt: skip
 
-    def model(self) -> Any:
-        """On the meta device, as it is trained."""
+    def model(self, device: str = "meta") -> Any:
+        """Model of transformers."""
         import transformers
 
         kind: Any = transformers
@@ -141,21 +145,23 @@ class Draw:
             }  # fmt: skip
         head = "LMHeadModel" if self.family == "GPT2" else "ForCausalLM"
         config = getattr(kind, f"{self.family}Config")(**sizes)
-        with torch.device("meta"):
+        with torch.device(device):
             return getattr(kind, f"{self.family}{head}")(config)
 
     def prepared(self) -> Any:
-        """With its checkpointing and its adapters."""
-        model = self.model()
+        """With its checkpointing and its adapters, as it is trained."""
+        model = self.model("cpu" if self.loaded else "meta")
         if self.checkpointing:
             model = models.checkpointed(model)
-        return models.add_lora(model, self.lora) if self.lora else model
+        add = models.adapted if self.loaded else models.add_lora
+        return add(model, self.lora) if self.lora else model
 
     def question(self, costs: ProcessCosts) -> Question:
         """Of a machine that has room for all of it."""
         training = Training(
             self.batch, self.seq, self.lora, self.checkpointing, "bf16", self.optimizer,
             self.nvme_fraction, update=self.update, lengths=len({*self.lengths}),
+            loaded=self.loaded,
         )  # fmt: skip
         machine = machine_of(ROOMY, device="cpu")
         machine = replace(machine, folder=str(default_folder()), process=costs)

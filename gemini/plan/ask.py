@@ -51,6 +51,7 @@ class Training:
     trust_remote_code: whether the code of the model's own folder is run, which its config names.
     lengths: of inputs that differ in a run, `seq` the longest: a CPU compiles products for each.
     scores: whether a reward model is trained, with a head of one score.
+    loaded: whether the module has its values before it is wrapped, as `from_pretrained` leaves it.
     """
 
     batch: int = 1
@@ -71,6 +72,7 @@ class Training:
     lengths: int = 1
     lora_targets: tuple[str, ...] | None = None
     scores: bool = False
+    loaded: bool = False
 
     def __post_init__(self) -> None:
         if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
@@ -172,7 +174,7 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
             flops,
             training.update, training.ema, *models.experts_of(model), other,
             state.splits(WEIGHT_DTYPE), training.quantize,
-            models.products_of(model) if has_master else 0, training.lengths,
+            models.products_of(model) if has_master else 0, training.lengths, training.loaded,
         )  # fmt: skip
 
     def fitting(chunks: ChunkConfiguration) -> Question:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import expm1, sqrt
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.allowed import allowed, buffers_ahead, kept_for_updates
 from gemini.placement.timetable.updates import SERIAL, TAIL
-from gemini.units import BLOCK_NUMEL, Bytes, ChunkId
+from gemini.units import BLOCK_NUMEL, ORIGINAL_BLOCK_NUMEL, Bytes, ChunkId, ParamId
 
 from .machine import Hardware
 
@@ -44,6 +44,13 @@ SPREAD = 15.0  # numbers of rows that differ, by the root of their average: as m
 AVERAGES = {"host": "RAM", "nvme": "disk"}  # homes of `gemini.EMA`, in words
 MAX_BATCH = 1 << 16
 BLOCKS_OF_ORIGINALS = 4  # in memory: of values that come, compared, and on their way to a file
+# Objects of Python for a block at their most, while a step is planned: measured by tracemalloc
+# with blocks of 1024 and of 4096 elements (docs/internals.md)
+BLOCK_OBJECTS = 1740  # its place in the state and in plans
+STATE_FILE_OBJECTS = 2900  # more, if its state is in a file
+FILE_OBJECTS = 1550  # more, if its parameters are in a file; its gradients: the same
+EARLY_OBJECTS = 2760  # more, if it is updated beside backward or forward
+ORIGINAL_OBJECTS = 580  # of a block of fp32 originals in a file
 DEPTH = 2  # of `NvmeConfig`
 
 
@@ -53,7 +60,7 @@ class ProcessBytes:
 
     floor: of the libraries that are loaded, as measured; None where they were not.
     products: compiled for what is no expert. experts: an estimate of theirs, which has no bound.
-    objects: of wrapped parameters.
+    objects: of wrapped parameters. blocks: objects of blocks.
     thread: scratch of one that updates beside backward or forward.
     held: gradients that it still needs in the forward.
     set_up: by how much wrapping passes the peak with all of the above.
@@ -64,6 +71,7 @@ class ProcessBytes:
     products: int
     experts: int
     objects: int
+    blocks: int
     thread: int
     held: int
     set_up: int
@@ -72,8 +80,8 @@ class ProcessBytes:
     @property
     def above_floor(self) -> int:
         return (
-            self.products + self.experts + self.objects + self.thread + self.held + self.set_up
-            + self.slack
+            self.products + self.experts + self.objects + self.blocks + self.thread + self.held
+            + self.set_up + self.slack
         )  # fmt: skip
 
     @property
@@ -110,6 +118,7 @@ class Question:
     quantize: str | None = None  # the kind of the base under adapters: `quantised.KINDS`
     products: int = 0  # of matrices in 16 bits that an iteration computes, each shape once
     lengths: int = 1  # of inputs that differ in a run, `seq` the longest
+    loaded: bool = False  # the module has its values before it is wrapped
 
     @property
     def policy(self) -> AutoPlacement:
@@ -232,8 +241,8 @@ class Question:
         experts = self.expert_bytes(iterations)
         set_up = self._set_up_bytes(result) - peak - products - experts - thread - held
         return ProcessBytes(
-            costs.floor, products, experts, objects, thread, held, max(0, set_up),
-            SLACK_BYTES + int(SLACK_SHARE * peak),
+            costs.floor, products, experts, objects, self._block_objects(result), thread, held,
+            max(0, set_up), SLACK_BYTES + int(SLACK_SHARE * peak),
         )  # fmt: skip
 
     def expert_bytes(self, iterations: int | None = None) -> int:
@@ -246,22 +255,43 @@ class Question:
         per_number = EXPERT_PRODUCTS * (2 if self.lora else 3)
         return int(self.machine.process.product * per_number * numbers)
 
-    def _set_up_bytes(self, result: PlanResult) -> int:
-        """Most RAM while a module is wrapped whose parameters are made or read one by one.
+    def _block_objects(self, result: PlanResult) -> int:
+        """Bytes of objects that blocks have, of state and in files."""
+        plan = result.plan
+        is_early = self.runs(result) != "serial"
+        total = 0
+        for sizes, shard in zip(plan.chunks, plan.shards, strict=True):
+            files = (shard.param_home is Tier.NVME) + (shard.grad_home is Tier.NVME)
+            each = BLOCK_OBJECTS + FILE_OBJECTS * files + EARLY_OBJECTS * is_early
+            on_disk = sum(home is Tier.NVME for home in shard.state_homes)
+            total += each * len(sizes.blocks) + STATE_FILE_OBJECTS * on_disk
+            if sizes.original_bytes and plan.original_home is Tier.NVME:
+                numel = sizes.original_bytes // FP32_BYTES
+                total += ORIGINAL_OBJECTS * -(-numel // ORIGINAL_BLOCK_NUMEL)
+        return total
 
-        Each comes in its own dtype, when its chunk and all chunks before it are there. fp32
-        originals that go to a file do so by blocks, where a rank has the chunk alone.
+    def _set_up_bytes(self, result: PlanResult) -> int:
+        """Most RAM while a module is wrapped.
+
+        Chunks are filled one after the other. Parameters are made with those of their module, or
+        read, in the dtype that they come in; where the module has its values, each is there until
+        its chunk is full. fp32 originals that go to a file do so by blocks, where a rank has the
+        chunk alone.
         """
         plan = result.plan
         ram = Tier.HOST if plan.has_host_tier else Tier.DEVICE
         wrapped = most = 0
+        waiting = self._value_bytes()
+        made = self._made_bytes(waiting)
         for spec, sizes, shard in zip(self.layout.chunks, plan.chunks, plan.shards, strict=True):
             is_wide = spec.id in self.with_originals
-            values = max(slot.numel for slot in spec.slots)
-            passing = values * (FP32_BYTES if is_wide else ITEMSIZE[spec.dtype])
             in_file = plan.original_home is Tier.NVME
             if spec.trainable:
                 in_file = Tier.NVME in shard.state_homes
+            if self.loaded:
+                passing = sum(waiting.values())
+            else:
+                passing = max(made[slot.param] for slot in spec.slots)
             if is_wide and in_file:
                 passing += FP32_BYTES * BLOCKS_OF_ORIGINALS * min(BLOCK_NUMEL, spec.shard_numel)
             if ram is Tier.DEVICE:
@@ -269,9 +299,28 @@ class Question:
                 if is_wide and not (in_file and sizes.num_shards * sizes.num_replicas == 1):
                     passing += FP32_BYTES * spec.payload_numel
             most = max(most, wrapped + passing)
+            for slot in spec.slots:
+                del waiting[slot.param]
             wrapped += sizes.shard_bytes * (shard.param_home is ram)
             wrapped += FP32_BYTES * spec.shard_numel * (is_wide and not in_file)
         return most
+
+    def _value_bytes(self) -> dict[ParamId, int]:
+        """Bytes of each parameter in the dtype that it comes in."""
+        return {
+            slot.param: slot.numel
+            * (FP32_BYTES if chunk.id in self.with_originals else ITEMSIZE[chunk.dtype])
+            for chunk in self.layout.chunks
+            for slot in chunk.slots
+        }
+
+    def _made_bytes(self, values: Mapping[ParamId, int]) -> dict[ParamId, int]:
+        """Bytes of the values that are made together with those of each parameter: its module's."""
+        owners = {param: self.layout.params[param].name.rpartition(".")[0] for param in values}
+        totals = Counter[str]()
+        for param, nbytes in values.items():
+            totals[owners[param]] += nbytes
+        return {param: totals[owner] for param, owner in owners.items()}
 
     def _kept_bytes(self, result: PlanResult) -> int:
         """Bytes by which gradients that a tail keeps in the forward pass the peak."""

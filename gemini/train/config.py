@@ -22,6 +22,7 @@ OF_THE_MACHINE = (
     "reward", "merge",
 )  # fmt: skip
 
+PADDED_PARTS = 8  # sequences are padded to so many lengths, each of which is planned once
 ANSWERS = "answers"
 METHODS = ("sft", "dpo", "reward", "grpo")
 SCHEDULES = (  # of Trainer's, those that need nothing more
@@ -179,6 +180,15 @@ class TrainConfig(Settings):
         """Ends of the names of adapted layers; None: all linear ones."""
         given = self.lora_targets
         return None if given is None else tuple(one.strip() for one in given.split(","))
+
+    @property
+    def padded_lengths(self) -> tuple[int, ...]:
+        """Lengths that batches are padded to, rising to `seq`: so many shapes are planned, and no
+        batch is longer than what the plan has traced."""
+        if self.packing:
+            return (self.seq,)
+        parts = min(PADDED_PARTS, self.seq)
+        return tuple(-(-self.seq * part // parts) for part in range(1, parts + 1))
 
     def batch_of_rank(self, world_size: int) -> int:
         """Sequences of one rank's forward. Raises ValueError if ranks do not divide the batch."""

@@ -38,6 +38,7 @@ def training_of(config: TrainConfig, world_size: int) -> Training:
         checkpointing=config.checkpointing, optimizer=optimizer, state=state,
         accumulate=config.accumulate, update=current_update(config.update), by_trl=True,
         trust_remote_code=config.trust_remote_code, scores=config.method == "reward",
+        lengths=len(config.padded_lengths),
     )  # fmt: skip
 
 

@@ -66,9 +66,12 @@ class PlanConfig(TrainConfig):
     nvme_fraction: float = _loop(0.0, "share of the state, at least, on NVMe", least=0, most=1)
     activation_bytes: str | None = _loop(None, "of a batch of 1; not traced", is_size=True)
     lengths: int = _loop(
-        1, "of inputs that differ in a run, up to --seq: a CPU compiles products for each",
-        least=1, most=_MOST,
+        0, "of inputs that differ in a run, up to --seq: a CPU compiles products for each; 0: as "
+        "many as train pads to", least=0, most=_MOST,
     )  # fmt: skip
+    loaded: bool = _loop(
+        False, "the module has its values before it is wrapped, as from_pretrained leaves it"
+    )
     verbose: bool = _output(False, "every kind, tier and link")
     print_args: bool = _output(False, "only flags of train, with which it plans the same")
     fits: str | None = _output(
@@ -114,7 +117,7 @@ class PlanConfig(TrainConfig):
         return replace(
             asked, by_trl=by_trl and nbytes is None, precision=self.precision, ema=self.ema,
             state=self.state or asked.state, nvme_fraction=self.nvme_fraction,
-            activation_bytes=nbytes, lengths=self.lengths,
+            activation_bytes=nbytes, lengths=self.lengths or asked.lengths, loaded=self.loaded,
         )  # fmt: skip
 
 

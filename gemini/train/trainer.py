@@ -7,6 +7,7 @@ import runpy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,6 @@ from gemini.metrics import Metrics
 from .config import ANSWERS, TrainConfig
 
 METRICS = "metrics.jsonl"
-PADDED_PARTS = 8  # sequences are padded to so many lengths, each of which is planned once
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
@@ -92,15 +92,40 @@ class PackedRows(DataCollatorForLanguageModeling):  # type: ignore[misc]
         return found
 
 
+@dataclass(frozen=True)
+class PaddedRows:
+    """Collator of trl's whose batches are padded to the next of a few lengths.
+
+    A multiple would do only where it divides --seq: else the longest is beyond what was planned.
+    """
+
+    own: Any
+    lengths: Sequence[int]
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        self.own.pad_to_multiple_of = None
+        found: dict[str, Any] = self.own(examples)
+        longest = found["input_ids"].shape[1]
+        padded = next((length for length in self.lengths if length >= longest), longest)
+        if padded == longest:
+            return found
+        self.own.pad_to_multiple_of = padded
+        again: dict[str, Any] = self.own(examples)
+        return again
+
+
 class Tuning(GeminiTrainerMixin):
     """Mixin whose log also has seconds and memory."""
 
     _metrics: Any
+    data_collator: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, padded_lengths: Sequence[int] = (), **kwargs: Any) -> None:
         self._clock = Clock()
         self._numbers: Metrics | None = None
         super().__init__(*args, callbacks=[self._clock], **kwargs)
+        if padded_lengths:
+            self.data_collator = PaddedRows(self.data_collator, padded_lengths)
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Write none: trl's names the model after the folder of checkpoints, and its base None."""
@@ -157,6 +182,8 @@ def _base_as_reference(model: nn.Module) -> Iterator[None]:
 
 def make_trainer(config: TrainConfig, model: GeminiDDP, args: Any, **given: Any) -> Any:
     """Trainer of trl for `--method`; that of grpo takes `reward_funcs`."""
+    if config.method != "grpo" and not config.packing:
+        given["padded_lengths"] = config.padded_lengths
     if config.method == "sft":
         return TuningTrainer(model, args, **given)
     base: Any
@@ -197,7 +224,7 @@ def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> Any:
         per_device_train_batch_size=batch,
         per_device_eval_batch_size=batch,
         gradient_accumulation_steps=config.accumulate,
-        pad_to_multiple_of=-(-config.seq // PADDED_PARTS),
+        pad_to_multiple_of=config.padded_lengths[0],  # of grpo, which pads in its trainer
         gradient_checkpointing=config.checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if config.checkpointing else None,
         num_train_epochs=config.epochs,

@@ -312,8 +312,9 @@ def test_homes_of_all_ranks_follow_the_largest_of_their_batches():
         assert all(torch.equal(values, expected[name]) for name, values in weights.items())
 
 
-def test_ranks_with_lengths_of_their_own_have_one_plan_and_agree_by_one_number_a_forward():
-    generator, num_steps = random.Random(1), 60
+@pytest.mark.parametrize("num_steps", [60, pytest.param(200, marks=pytest.mark.deep)])
+def test_ranks_with_lengths_of_their_own_have_one_plan_and_agree_by_one_number_a_forward(num_steps):
+    generator = random.Random(1)
     lengths = [
         [min(48, max(2, int(generator.lognormvariate(2, 0.9)))) for _ in range(2)]
         for _ in range(num_steps)

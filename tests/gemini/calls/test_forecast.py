@@ -48,6 +48,19 @@ def test_a_known_trace_is_its_own_bound_and_chords_are_as_near_as_convex_functio
     assert 1 <= found / truth.peak_non_model_bytes <= 1.25
 
 
+@given(st.integers(1, 50), st.integers(0, 2000), st.integers(2, 400))
+def test_between_lengths_a_fourfold_apart_a_sum_is_passed_by_a_quarter_at_most(e, d, c):
+    """Attention that writes its weights beside what grows with the length, and what does not."""
+    periods = [[[(0, 2, e), (0, 1, d), (0, 0, c)]]]
+    known = [drawn_trace(periods, (4, length)) for length in (50, 200)]
+    for length in (60, 100, 150):
+        truth = drawn_trace(periods, (4, length))
+        found = bound(known, "train", truth.signature).peak_non_model_bytes
+        assert 1 <= found / truth.peak_non_model_bytes <= 1.25 + 1e-3
+    square = [drawn_trace([[[(0, 2, e)]]], (4, length)) for length in (50, 200, 120)]
+    assert bound(square[:2], "train", square[2].signature).moments == square[2].moments
+
+
 def test_what_is_not_alike_has_no_bound():
     known = [drawn_trace([[[(1, 1, 7)]]], (4, 100))]
     assert bound(known, "train", "int64[4, 100],int64[4, 100]") is None

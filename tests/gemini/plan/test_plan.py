@@ -29,12 +29,15 @@ from gemini.plan.activations import activations_of, example_inputs
 from gemini.plan.ask import Training, ask, plan_for
 from gemini.plan.machine import CARDS, TYPICAL, ProcessCosts, machine_of
 from gemini.plan.question import (
+    BLOCK_OBJECTS,
     BLOCKS_OF_ORIGINALS,
+    EARLY_OBJECTS,
     EXPERT_PRODUCTS,
     KEPT_PRODUCTS,
     SLACK_BYTES,
     SLACK_SHARE,
     SPREAD,
+    STATE_FILE_OBJECTS,
     homes,
 )
 from gemini.plan.words import answer, process_in_words
@@ -682,7 +685,9 @@ def test_a_process_takes_its_floor_and_what_is_compiled_for_each_length(config):
     assert own.products == asked.products << 20 and own.objects == len(asked.layout.params) * 10240
     assert own.slack == SLACK_BYTES + int(SLACK_SHARE * peak)
     assert own.held == own.set_up == own.thread == 0
-    assert own.total == (400 << 20) + own.products + own.objects + own.slack
+    blocks = sum(len(sizes.blocks) for sizes in result.plan.chunks)
+    assert own.blocks == BLOCK_OBJECTS * blocks > 0
+    assert own.total == (400 << 20) + own.products + own.objects + own.blocks + own.slack
     assert "a floor of 400.00 MiB" in process_in_words(own)
     some = replace(asked, lengths=3).process(result)
     assert some.products == 3 * own.products
@@ -772,3 +777,40 @@ def test_wrapping_takes_a_chunk_and_its_values_beside_what_was_wrapped(config):
     assert most > peak and own.products + own.set_up == most - peak
     in_16_bits = replace(asked, with_originals=frozenset())
     assert in_16_bits.process(in_16_bits.planned()).set_up < 4 << 20
+
+
+def test_a_module_with_its_values_has_all_of_them_when_its_first_chunk_is_filled(config):
+    machine = machine_of({"device_mem": 90 << 20, "host_mem": 90 << 20, "nvme": 1 << 40},
+                         device="cpu")  # fmt: skip
+    asked = ask(str(config), machine, Training(seq=8, lora=2, update="serial", loaded=True))
+    result = asked.planned()
+    peak, own = result.profile.peak(Tier.DEVICE), asked.process(result)
+    chunks = asked.layout.chunks
+    values = [sum(slot.numel for slot in c.slots) * (4 if c.id in asked.with_originals else 2)
+              for c in chunks]  # fmt: skip
+    most = wrapped = 0
+    for i, (chunk, shard) in enumerate(zip(chunks, result.plan.shards, strict=True)):
+        blocks = BLOCKS_OF_ORIGINALS * 4 * min(BLOCK_NUMEL, chunk.shard_numel)
+        blocks *= chunk.id in asked.with_originals and not chunk.trainable
+        most = max(most, wrapped + sum(values[i:]) + chunk.payload_bytes + blocks)
+        wrapped += chunk.payload_bytes * (shard.param_home is Tier.DEVICE)
+    assert most > sum(values) and own.products + own.set_up == most - peak
+    assert replace(asked, loaded=False).process(result).set_up < own.set_up
+
+
+def test_objects_of_blocks_count_by_the_files_that_have_them(config):
+    machine = machine_of({"nvme": 1 << 40}, device="cpu")
+    found = {}
+    for fraction in (0.0, 1.0):
+        for update in ("serial", "both"):
+            asked = ask(
+                str(config), machine, Training(seq=8, nvme_fraction=fraction, update=update)
+            )
+            result = asked.planned()
+            blocks = sum(len(sizes.blocks) for sizes in result.plan.chunks)
+            in_files = sum(s.grad_home is Tier.NVME for s in result.plan.shards)
+            assert not in_files and all(s.param_home is Tier.DEVICE for s in result.plan.shards)
+            found[fraction, update] = asked.process(result).blocks / blocks
+    assert found[0.0, "serial"] == BLOCK_OBJECTS
+    assert found[1.0, "serial"] == BLOCK_OBJECTS + STATE_FILE_OBJECTS
+    assert found[1.0, "both"] == BLOCK_OBJECTS + STATE_FILE_OBJECTS + EARLY_OBJECTS

@@ -7,13 +7,15 @@ import pytest
 import torch
 import transformers
 from trl.data_utils import pack_dataset
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from gemini.train.config import TrainConfig
 from gemini.train.data import load
 from gemini.train.inputs import check_packing
+from gemini.train.plan import training_of
 from gemini.train.sources import sources_of
 from gemini.train.tokens import MASK, Answers
-from gemini.train.trainer import PackedRows
+from gemini.train.trainer import PackedRows, PaddedRows
 from tests.support.model_folder import TEMPLATE, make_tokenizer, rows, write_rows
 
 
@@ -339,3 +341,23 @@ def test_a_packed_document_has_the_loss_that_it_has_alone(name):
 def test_packing_is_refused_where_documents_would_see_each_other(name):
     with pytest.raises(ValueError, match=f"--packing with {name}ForCausalLM: .*expected no --pack"):
         check_packing(model_of(name, TOGETHER[name]).to("meta"))
+
+
+@pytest.mark.parametrize("seq", [3, 8, 23, 100])
+def test_batches_are_padded_to_a_few_lengths_and_never_beyond_the_longest_that_is_planned(seq):
+    config = TrainConfig(seq=seq)
+    lengths = config.padded_lengths
+    assert len(lengths) == len({*lengths}) == min(8, seq) and lengths[-1] == seq
+    assert training_of(config, 1).lengths == len(lengths)
+    assert replace(config, packing=True).padded_lengths == (seq,)
+    collator = PaddedRows(DataCollatorForLanguageModeling(0), lengths)
+    found = set()
+    for longest in range(1, seq + 1):
+        batch = collator([{"input_ids": [5] * longest}, {"input_ids": [7]}])
+        padded = batch["input_ids"].shape[1]
+        found.add(padded)
+        assert padded == min(n for n in lengths if n >= longest)
+        assert all(batch[name].shape == (2, padded) for name in ("labels", "attention_mask"))
+        assert batch["attention_mask"].sum() == longest + 1 and batch["labels"][0, 0] == 5
+        assert (batch["labels"][0, longest:] == -100).all()
+    assert found == {*lengths}
