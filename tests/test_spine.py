@@ -17,26 +17,26 @@ from tests.support import spine
 # 193.5 less what tables with addresses saved by chance. The five lines run 1057 lines more: homes
 # that follow measurements, shared memory, forecasts, hints about misspelt arguments, casts.
 BARS = {
-    "block": (144.5, 75),
-    "block, step": (72.5, 25),
+    "block": (121, 75),
+    "block, step": (50, 25),
     "block, store": (31, 20),
     "block, update": (15, 15),
-    "block, engine": (26, 15),
+    "block, engine": (25, 15),
     "block, pools": (25, 25),  # transfers and updates: the issue counts one thread
-    "device": (193.5, 140),
+    "device": (172, 140),
     "device, pools": (4, 4),
-    "device, files": (32, 15),
+    "device, files": (30, 15),
     "device, waits of step()": (26, 0),  # 3 a block
-    "types": (19, 15),
-    "classes": (129, 85),
+    "types": (18, 15),
+    "classes": (119, 85),
     "protocols": (17, 8),
-    "five lines, resident: lines": (9683, 7600),
+    "five lines, resident: lines": (9459, 7600),
     "five lines, resident: files": (125, 80),
-    "five lines, nvme: lines": (11_281, 8600),
+    "five lines, nvme: lines": (11_074, 8600),
     "five lines, nvme: files": (139, 85),
-    "five lines: files loaded": (220, 120),
-    "tokens": (83_120, 58_000),
-    "lines": (12_991, 9000),
+    "five lines: files loaded": (215, 120),
+    "tokens": (75_616, 58_000),
+    "lines": (11_805, 9000),
 }
 
 
