@@ -49,7 +49,7 @@ BLOCKS_OF_ORIGINALS = 4  # in memory: of values that come, compared, and on thei
 BLOCK_OBJECTS = 1740  # its place in the state and in plans
 STATE_FILE_OBJECTS = 2900  # more, if its state is in a file
 FILE_OBJECTS = 1550  # more, if its parameters are in a file; its gradients: the same
-EARLY_OBJECTS = 2760  # at most more, if it is updated behind a step: as measured with more than that
+EARLY_OBJECTS = 2760  # at most more, if it is updated behind a step
 ORIGINAL_OBJECTS = 580  # of a block of fp32 originals in a file
 DEPTH = 2  # of `NvmeConfig`
 
