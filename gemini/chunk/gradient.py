@@ -400,6 +400,8 @@ class ChunkGradient:
             self._buffer, self._places = None, ()
         self._left_over = False
         self._arrived.clear()
+        if self.updating is not None and self.updating.ready():
+            self.updating = None  # which keeps the gradients of all chunks, of a speculation
 
     def _leave(self) -> None:
         """Send the reduced gradient to its home, where it waits for the step."""

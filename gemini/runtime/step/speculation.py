@@ -227,9 +227,6 @@ class StepSpeculation:
             run.stop()
             assert self._views is not None
             self._views.files.end()
-            for chunk in self._chunks:  # their tickets keep the run, and with it all gradients
-                if isinstance(chunk.gradient.updating, _Stops):
-                    chunk.gradient.updating = None
             self._under_way, self._views, self._blocks = None, None, {}  # and with them gradients
             self._parts.storage.update_staging = None
             nvme = self._tiered_state.nvme
