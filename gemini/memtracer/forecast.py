@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import permutations
 from math import prod
 
 import numpy as np
@@ -63,16 +64,8 @@ def bound(traces: Iterable[Trace], kind: Kind, signature: str) -> Trace | None:
         mine * (_growth(of, sizes) * _margin(sizes, of))
         for mine, (_, of) in zip(bytes_, like, strict=True)
     ]
-    for i, (_, low) in enumerate(like):
-        for j, (_, high) in enumerate(like):
-            between = _between(low, sizes, high)
-            if between is None:
-                continue
-            x, y, z = between
-            place = (y - x) / (z - x)
-            chord = bytes_[i] + place * (bytes_[j] - bytes_[i])
-            by_size = y * (bytes_[i] / x + place * (bytes_[j] / z - bytes_[i] / x))
-            bounds += [each * _margin(sizes, low, high) for each in (chord, by_size)]
+    for (mine, (_, low)), (theirs, (_, high)) in permutations(zip(bytes_, like, strict=True), 2):
+        bounds += _chords((low, mine), sizes, (high, theirs))
     return _with_bytes(replace(like[-1][0], signature=signature), np.min(np.array(bounds), axis=0))
 
 
@@ -156,16 +149,22 @@ def _margin(new: Sizes, *known: Sizes) -> float:
     return _FROM_ONE if any(a <= 1 < b for a, b in pairs) else 1.0
 
 
-def _between(low: Sizes, new: Sizes, high: Sizes) -> tuple[int, int, int] | None:
-    """The one size that grows from `low` over `new` to `high`; None where there is no such one."""
-    steps = set()
-    for a, n, b in zip(low, new, high, strict=True):
-        for x, y, z in zip(a, n, b, strict=True):
-            if x != z:
-                steps.add((x, y, z))
-            elif y != x:
-                return None
-    if len(steps) != 1:
-        return None
-    ((x, y, z),) = steps
-    return (x, y, z) if x < y < z else None
+_Known = tuple[Sizes, npt.NDArray[np.float64]]  # and bytes of every period
+
+
+def _chords(low: _Known, new: Sizes, high: _Known) -> list[npt.NDArray[np.float64]]:
+    """Chords from one to the other, of bytes and of bytes by the size; none where `new` is not on
+    the way, along which one size grows."""
+    steps = dict.fromkeys(
+        (x, y, z)
+        for a, n, b in zip(low[0], new, high[0], strict=True)
+        for x, y, z in zip(a, n, b, strict=True)
+        if not x == y == z
+    )
+    x, y, z = next(iter(steps)) if len(steps) == 1 else (0, 0, 0)
+    if not x < y < z:
+        return []
+    place, (_, mine), (_, theirs) = (y - x) / (z - x), low, high
+    by_size = y * (mine / x + place * (theirs / z - mine / x))
+    margin = _margin(new, low[0], high[0])
+    return [(mine + place * (theirs - mine)) * margin, by_size * margin]

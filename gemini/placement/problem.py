@@ -7,14 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gemini.chunk.layout import ChunkSpec
-from gemini.units import (
-    FROZEN_BLOCK_BYTES,
-    ORIGINAL_BLOCK_NUMEL,
-    PAGE_BYTES,
-    ChunkId,
-    align_up,
-    format_bytes,
-)
+from gemini.units import FROZEN_BLOCK_BYTES, PAGE_BYTES, ChunkId, align_up, format_bytes
 
 from .plan import Staging, UpdatePath
 from .policy import StaticPlacement, leading_within, never_released
@@ -284,7 +277,6 @@ def average_bytes(
     """Bytes of an fp32 average of these chunks' shards, by tier; of files as they are on disk."""
     totals: Counter[Tier] = Counter()
     num_blocks = 0
-    block_numel = max(block_numel, ORIGINAL_BLOCK_NUMEL)
     for chunk in chunks:
         home, nbytes = homes[chunk.id], chunk.shard_numel * FP32_BYTES
         on_nvme = home is Tier.NVME

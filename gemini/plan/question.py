@@ -239,7 +239,7 @@ class Question:
         if thread and not result.plan.has_host_tier:
             held = self._kept_bytes(result)
         experts = self.expert_bytes(iterations)
-        set_up = self._set_up_bytes(result) - peak - products - experts - thread - held
+        set_up = self._set_up_bytes() - peak - products - experts - thread - held
         return ProcessBytes(
             costs.floor, products, experts, objects, self._block_objects(result), thread, held,
             max(0, set_up), SLACK_BYTES + int(SLACK_SHARE * peak),
@@ -270,15 +270,15 @@ class Question:
                 total += ORIGINAL_OBJECTS * -(-numel // ORIGINAL_BLOCK_NUMEL)
         return total
 
-    def _set_up_bytes(self, result: PlanResult) -> int:
+    def _set_up_bytes(self) -> int:
         """Most RAM while a module is wrapped.
 
         Chunks are filled one after the other. Parameters are made with those of their module, or
         read, in the dtype that they come in; where the module has its values, each is there until
         its chunk is full. fp32 originals that go to a file do so by blocks, where a rank has the
-        chunk alone.
+        chunk alone: homes are those of a plan that knows nothing of the optimizer.
         """
-        plan = result.plan
+        plan = self.wrapped()[1].plan
         ram = Tier.HOST if plan.has_host_tier else Tier.DEVICE
         wrapped = most = 0
         waiting = self._value_bytes()

@@ -50,11 +50,9 @@ class Originals:
         self._specs = specs  # as they were when the module was wrapped
         self._homes = homes
         self._device = device
-        # Pinned staging could not be given back; one transfer at a time is fast enough. Adapters
-        # have blocks of as little as 1024 elements, and the objects of a base that is cut like that
-        # take a sixth of its file in RAM.
-        block_numel = max(config.block_numel, ORIGINAL_BLOCK_NUMEL)
-        self._config = replace(config, pins=False, depth=0, block_numel=block_numel)
+        self.block_numel = max(config.block_numel, ORIGINAL_BLOCK_NUMEL)  # few: each has objects
+        # one transfer at a time is fast enough, and pinned staging could not be given back
+        self._config = replace(config, pins=False, depth=0, block_numel=self.block_numel)
         self._memory: dict[ChunkId, Tensor] = {}
         self._files: list[TensorFiles] = []
         self._in_file: set[ChunkId] = set()
@@ -99,11 +97,6 @@ class Originals:
         """Whether `put` would write this chunk's original to a file."""
         return self._homes[chunk] is Tier.NVME
 
-    @property
-    def block_numel(self) -> int:
-        """Elements of a block of a file."""
-        return self._config.block_numel
-
     def put_block(self, chunk: ChunkId, index: int, values: Tensor) -> None:
         """Write one block of [S] of a chunk that goes to a file; the others are to follow."""
         self._last = None
@@ -112,10 +105,10 @@ class Originals:
 
     def drop(self, chunk: ChunkId) -> None:
         self._leave_memory(chunk)
+        self.rest()
         if chunk in self._in_file:
             self._in_file.discard(chunk)
             self._give_space_back()
-        self.rest()
 
     def keep(self, chunks: Collection[ChunkId]) -> None:
         """Drop the originals of all chunks but these."""
@@ -124,8 +117,8 @@ class Originals:
 
     def complete(self) -> None:
         """Give back the unused room of files: all originals that will come have come."""
-        self._give_space_back()
         self.rest()
+        self._give_space_back()
 
     def rest(self) -> None:
         """Give back staging and the original that was read last: none is read for a while."""
@@ -188,11 +181,11 @@ class Originals:
         return found
 
     def _give_space_back(self) -> None:
+        """Forget what is in no file; all of them rest."""
         for file in list(self._files):
             unused = [chunk for chunk in file if chunk not in self._in_file]
             if len(unused) == len(list(file)):
                 file.close()
                 self._files.remove(file)
             elif unused:
-                file.rest()
                 file.forget(unused)

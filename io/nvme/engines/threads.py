@@ -35,8 +35,7 @@ class Checksum:
         return all(map(Future.done, self.pieces))
 
     def wait(self) -> int:
-        # in this order: of two threads that wait, one may have let go of the pieces by then
-        pieces = self.pieces
+        pieces = self.pieces  # before the look: another thread that waits may let go of them
         if self._found is not None:
             return self._found
         checksums: list[int] = []
@@ -48,9 +47,8 @@ class Checksum:
                 first_error = first_error or error
         if first_error is not None:
             raise first_error
-        self._found = found = combine(checksums)
-        self.pieces = ()
-        return found
+        self._found, self.pieces = combine(checksums), ()
+        return self._found
 
 
 class ThreadEngine:

@@ -798,6 +798,21 @@ def test_a_module_with_its_values_has_all_of_them_when_its_first_chunk_is_filled
     assert replace(asked, loaded=False).process(result).set_up < own.set_up
 
 
+def test_wrapping_has_originals_in_memory_where_state_goes_to_files_only_with_the_optimizer(config):
+    """A module is wrapped before anybody says so: its fp32 values stay in RAM until then."""
+    machine = machine_of({"nvme": 1 << 40}, device="cpu")
+    training = Training(seq=8, optimizer="sgd", nvme_fraction=1.0, update="serial")
+    asked = ask(str(config), machine, training)
+    result, chunks = asked.planned(), asked.layout.chunks
+    assert len(asked.with_originals) == len(chunks)
+    assert all({*shard.state_homes} == {Tier.NVME} for shard in result.plan.shards)
+    before = sum(c.payload_bytes + 4 * c.shard_numel for c in chunks[:-1])
+    peak, own, last = result.profile.peak(Tier.DEVICE), asked.process(result), chunks[-1]
+    values = 4 * max(slot.numel for slot in last.slots)
+    most = before + last.payload_bytes + 4 * last.payload_numel + values
+    assert own.products + own.set_up == most - peak > 0
+
+
 def test_objects_of_blocks_count_by_the_files_that_have_them(config):
     machine = machine_of({"nvme": 1 << 40}, device="cpu")
     found = {}

@@ -330,7 +330,7 @@ def test_plan_and_train_give_one_answer_and_the_run_follows_it(
     monkeypatch.setattr(command, "machine_from", lambda *_: machine)
     monkeypatch.setattr(train_plan, "hardware", lambda *_: machine)
     model = str(folder / "model")
-    asked = [model, "--seq", "32", "--batch", "2", *short]
+    asked = [model, "--seq", "32", "--batch", "2", "--packing", *short]
     assert command.main(asked) == 0
     answer = capsys.readouterr().out
     assert command.main([*asked, "--print-args"]) == 0
