@@ -320,7 +320,7 @@ def test_a_devices_monitor_counts_what_the_allocator_split_since_the_start(
 
 
 def test_a_forward_that_was_broken_off_before_its_first_call_is_no_trace():
-    model, optimizer = made("both, files, bf16")
+    model, optimizer = made("tail, files, bf16")
     sampler, broken = model.engine.sampler, [1]
 
     def breaks():

@@ -143,7 +143,7 @@ def test_a_read_is_of_what_was_written_before_its_gate_opened(long_file):
     assert (into[:BLOCK] == 7.0).all() and into[-1] == LONG[1].numel - 1
     assert came == [threading.get_ident()], "it was asked for before the gate was open"
     assert gate.waited_seconds > 0
-    beside.end_writes()
+    beside.flush()
     opens.join()
 
 

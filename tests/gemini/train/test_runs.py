@@ -348,7 +348,7 @@ def test_plan_and_train_give_one_answer_and_the_run_follows_it(
     if config.quantize:  # a plan knows how many bytes there are, and not what they consist of
         found = replace(found, layout_digest=planned.layout_digest)
     assert found == planned
-    assert wrapped.engine.update == config.update != "auto"
+    assert wrapped.engine.update == config.update
 
 
 def drawn(draw, folder, out):
@@ -359,7 +359,7 @@ def drawn(draw, folder, out):
         method=method,
         model=str(folder / "model"), data=str(folder / "text.jsonl"), out=str(out), lora=lora,
         quantize=draw.choice([None, "nf4", "int8"]) if lora else None,
-        optim=draw.choice([*words.OPTIMIZERS]), update=draw.choice([*UPDATES, "auto"]),
+        optim=draw.choice([*words.OPTIMIZERS]), update=draw.choice(UPDATES),
         seq=draw.choice([16, 32]), batch=draw.choice([1, 2, 8]), accumulate=draw.choice([1, 3]),
         packing=method == "sft" and draw.random() < 0.5, checkpointing=draw.random() < 0.5,
         lr=draw.random() + 0.1,

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from bench.shared.models import token_loss
+from gemini.placement.tiers import Tier
 from tests.support.disks.faults import failing
 from tests.support.loops.budgets import stores
 from tests.support.loops.schedules import HOMES
@@ -57,7 +58,9 @@ def transfers(model: Any, optimizer: Any) -> list[tuple[str, str, int]]:
         ("state", "fdatasync"): 1,
     }
     if "parameters" in named:
-        counts["parameters", "pwritev"] = named["parameters"].layout.num_blocks
+        files = [s.chunk for s in model.engine.plan.shards if s.param_home is Tier.NVME]
+        chunks = [model.engine.plan.chunks[chunk] for chunk in files]
+        counts["parameters", "pwritev"] = sum(len(chunk.blocks) for chunk in chunks)
         counts["parameters", "fdatasync"] = 1
     if "gradients" in named:
         counts["gradients", "preadv"] = 2  # one is read before the step returns
