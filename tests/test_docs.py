@@ -171,8 +171,8 @@ def test_the_two_commands_of_a_contributor_do_what_the_readme_says():
     made = {}
     for name, line in re.findall(r"`?make (\w+) +# (.*)", (ROOT / "README.md").read_text()):
         done = subprocess.run(
-            ["make", "--no-print-directory", "--dry-run", "--always-make", name, "TORCH=torch"], cwd=ROOT, text=True,
-            capture_output=True,
+            ["make", "--no-print-directory", "--dry-run", "--always-make", name, "TORCH=torch"],
+            cwd=ROOT, text=True, capture_output=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         made[name] = line, done.stdout
