@@ -172,7 +172,7 @@ TRANSFORMERS = (
         f"{_RANKS}trainer_saves_resumes_and_says_what_plain_trainer_cannot",
     ),
     Row(
-        "a checkpoint of plain Trainer's",
+        "a plain Trainer's checkpoint",
         "resumes",
         f"{_TRAINER}a_plain_trainers_checkpoint_resumes",
     ),
@@ -203,8 +203,8 @@ TRANSFORMERS = (
     ),
     Row(
         "`SFTTrainer`, `DPOTrainer`, `RewardTrainer`, `GRPOTrainer`",
-        "losses and norms of trl over DDP at 1 and 2 ranks, to 1e-5; with adapters the reference "
-        "of DPO and GRPO is the base, without a second copy",
+        "losses and norms of trl over DDP at 1 and 2 ranks, to 1e-5; with adapters, the reference "
+        "model of DPO and GRPO is the base, not a second copy",
         f"{_RANKS}methods_of_trl_train_as_over_ddp",
     ),
     Row(
@@ -237,7 +237,7 @@ LIGHTNING = (
         "integrations/lightning/test_lightning_names.py::test_registered_names_place_what_they_say",
     ),
     Row(
-        "a config of LightningCLI",
+        "a LightningCLI config",
         "names the class, which needs no import",
         "integrations/lightning/test_lightning_names.py"
         "::test_a_config_of_lightning_cli_names_the_strategy",
@@ -271,8 +271,8 @@ LIGHTNING = (
     ),
     Row(
         "`ModelCheckpoint`, `ckpt_path=`",
-        "folders that all ranks write, with Lightning's own state; a run resumes also within an "
-        "accumulation and at another number of ranks",
+        "folders that all ranks write, including Lightning's own state; a run also resumes within "
+        "an accumulation and at another number of ranks",
         "integrations/lightning/test_lightning_ranks.py::test_a_fit_goes_on_at_another_world_size",
     ),
     Row(
@@ -287,7 +287,7 @@ LIGHTNING = (
     ),
     Row(
         "`trainer.save_checkpoint` after `fit`",
-        "with `weights_only=True`; the optimizer's state ends with the fit",
+        "with `weights_only=True`; the end of the fit discards the optimizer's state",
         "integrations/lightning/test_lightning_checkpoints.py::test_weights_alone_are_saved_and_cannot_be_gone_on_from",
     ),
     Row(
