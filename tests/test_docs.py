@@ -169,7 +169,9 @@ def test_the_readme_is_short_and_names_the_two_commands_of_a_contributor():
 def test_the_two_commands_of_a_contributor_do_what_the_readme_says():
     """Each sets up first; the demo trains on a CPU, and the tests are pytest beside lint."""
     made = {}
-    for name, line in re.findall(r"`?make (\w+) +# (.*)", (ROOT / "README.md").read_text()):
+    for name, line in re.findall(
+        r"`?make (\w+) +# (.*)", (ROOT / "README.md").read_text(encoding="utf-8")
+    ):
         done = subprocess.run(
             ["make", "--no-print-directory", "--dry-run", "--always-make", name, "TORCH=torch"],
             cwd=ROOT, text=True, capture_output=True,

@@ -12,7 +12,7 @@ import pytest
 from tests.support.until import until
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs/first-model.md").read_text()
+PAGE = (ROOT / "docs/first-model.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.ci
 
 

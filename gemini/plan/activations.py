@@ -24,6 +24,7 @@ from gemini.memtracer.trace import Trace, TraceMoment, model_digest
 from gemini.units import Bytes, ParamId
 
 _DEPTH_NAMES = ("num_hidden_layers", "n_layer")
+SCORING = "ForSequenceClassification"  # end of a class's name
 _TRACED_LAYERS = 4
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")  # the first number in a module's name is its layer
 
@@ -73,7 +74,7 @@ def activations_of(
     traced, num_layers = model, 0
     if depth is not None and depth > _TRACED_LAYERS:
         traced, num_layers = _shallow(model, depth), depth
-    if by_trl and not _scores(traced):
+    if by_trl and not scores(traced):
         _fuse_head(traced)
     traces = {}
     for size in sorted({1, 2, 3, batch}):
@@ -93,9 +94,10 @@ def _fuse_head(model: nn.Module) -> None:
     add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
 
 
-def _scores(model: Any) -> bool:
+def scores(model: Any) -> bool:
+    """Whether a model of transformers, or of peft over one, gives a sequence its scores."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(base).__name__.endswith("ForSequenceClassification")
+    return type(base).__name__.endswith(SCORING)
 
 
 def constant_activations(events: Trace, nbytes: int) -> Activations:
@@ -121,7 +123,7 @@ def example_inputs(
         return {name: pixels, "labels": torch.empty(batch, dtype=torch.int64, device="meta")}
     ids = torch.empty(batch, seq, dtype=torch.int64, device="meta")
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    if by_trl and _scores(model):
+    if by_trl and scores(model):
         labels = torch.empty(batch, device="meta")
         return {**inputs, "labels": labels, "attention_mask": ids, "use_cache": False}
     if by_trl:

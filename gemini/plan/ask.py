@@ -19,7 +19,7 @@ from gemini.optim.rules.state_layout import WEIGHT_DTYPE
 from gemini.optim.sgd import SGDRule
 from gemini.placement.homes.budgets import first_that_fits
 from gemini.placement.sizes import BudgetError, StateBytes, wider_chunks
-from gemini.placement.timetable.updates import TAIL
+from gemini.placement.timetable.updates import TAIL, current_update
 
 from . import models
 from .activations import Activations, activations_of, constant_activations
@@ -172,7 +172,7 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
             wider_chunks(layout, itemsizes),
             StateBytes(state.bytes_per_element, has_master),
             flops,
-            training.update, training.ema, *models.experts_of(model), other,
+            current_update(training.update), training.ema, *models.experts_of(model), other,
             state.splits(WEIGHT_DTYPE), training.quantize,
             models.products_of(model) if has_master else 0, training.lengths, training.loaded,
         )  # fmt: skip

@@ -22,6 +22,9 @@ from gemini.arguments import nearest
 from gemini.chunk.layout import distinct
 from gemini.memtracer.module_calls import has_experts
 
+from .activations import SCORING
+from .activations import scores as scores_sequences
+
 # class of the configuration, class of the model, and what differs from the class's defaults
 _Entry = tuple[str, str, dict[str, Any]]
 ATTENTION_PRODUCTS = 6  # forward and backward of an attention that is one operator
@@ -179,7 +182,7 @@ def is_trained_by_trl(what: str | Path) -> bool:
         name = names[0] if isinstance(names, list) else None
     else:
         name = MODELS[place][1] if place in MODELS else None
-    kinds = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification")
+    kinds = ("ForCausalLM", "LMHeadModel", SCORING)
     is_known = isinstance(name, str) and name.endswith(kinds)
     return is_known and importlib.util.find_spec("trl") is not None
 
@@ -219,7 +222,7 @@ def adapters_of(model: nn.Module, rank: int, targets: Sequence[str] | None = Non
     except ImportError as error:
         raise ValueError("LoRA needs the package peft; pip install peft") from error
     task = "CAUSAL_LM" if hasattr(model, "generate") else None
-    if type(model).__name__.endswith("ForSequenceClassification"):
+    if scores_sequences(model):
         task = "SEQ_CLS"  # with which peft trains the head
     return peft.LoraConfig(
         r=rank, lora_alpha=2 * rank, lora_dropout=0.0, task_type=task,

@@ -49,7 +49,7 @@ BLOCKS_OF_ORIGINALS = 4  # in memory: of values that come, compared, and on thei
 BLOCK_OBJECTS = 1740  # its place in the state and in plans
 STATE_FILE_OBJECTS = 2900  # more, if its state is in a file
 FILE_OBJECTS = 1550  # more, if its parameters are in a file; its gradients: the same
-EARLY_OBJECTS = 2760  # at most more, if it is updated behind a step
+TAIL_OBJECTS = 130  # more, if it is updated behind a step
 ORIGINAL_OBJECTS = 580  # of a block of fp32 originals in a file
 DEPTH = 2  # of `NvmeConfig`
 
@@ -258,11 +258,11 @@ class Question:
     def _block_objects(self, result: PlanResult) -> int:
         """Bytes of objects that blocks have, of state and in files."""
         plan = result.plan
-        is_early = self.runs(result) != "serial"
+        has_tail = self.runs(result) == TAIL
         total = 0
         for sizes, shard in zip(plan.chunks, plan.shards, strict=True):
             files = (shard.param_home is Tier.NVME) + (shard.grad_home is Tier.NVME)
-            each = BLOCK_OBJECTS + FILE_OBJECTS * files + EARLY_OBJECTS * is_early
+            each = BLOCK_OBJECTS + FILE_OBJECTS * files + TAIL_OBJECTS * has_tail
             on_disk = sum(home is Tier.NVME for home in shard.state_homes)
             total += each * len(sizes.blocks) + STATE_FILE_OBJECTS * on_disk
             if sizes.original_bytes and plan.original_home is Tier.NVME:

@@ -182,6 +182,11 @@ class TrainConfig(Settings):
         return None if given is None else tuple(one.strip() for one in given.split(","))
 
     @property
+    def scores(self) -> bool:
+        """Whether the model gives a sequence one score."""
+        return self.method == "reward"
+
+    @property
     def padded_lengths(self) -> tuple[int, ...]:
         """Lengths that batches are padded to, rising to `seq`: so many shapes are planned, and no
         batch is longer than what the plan has traced."""

@@ -13,7 +13,6 @@ from gemini.memtracer.monitor import resident_bytes
 from gemini.nvme.files.file import free_bytes
 from gemini.placement.fit import usual_speeds
 from gemini.placement.homes.budgets import USABLE
-from gemini.placement.timetable.updates import current_update
 from gemini.plan.ask import Training
 from gemini.plan.machine import TYPICAL_PROCESS, Hardware
 from gemini.plan.words import OPTIMIZERS
@@ -36,8 +35,8 @@ def training_of(config: TrainConfig, world_size: int) -> Training:
         batch=config.batch_of_rank(world_size) * sequences, seq=config.seq, lora=config.lora,
         lora_targets=config.targets, quantize=config.quantize,
         checkpointing=config.checkpointing, optimizer=optimizer, state=state,
-        accumulate=config.accumulate, update=current_update(config.update), by_trl=True,
-        trust_remote_code=config.trust_remote_code, scores=config.method == "reward",
+        accumulate=config.accumulate, update=config.update, by_trl=True,
+        trust_remote_code=config.trust_remote_code, scores=config.scores,
         lengths=len(config.padded_lengths),
     )  # fmt: skip
 

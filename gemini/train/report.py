@@ -60,7 +60,7 @@ def card(settings: TrainConfig, eval_loss: float | None, *, config: str) -> str:
     what = f"LoRA adapters of rank {settings.lora}" if settings.lora else "All weights"
     what += " merged into all weights" if settings.merge else ""
     loss = "" if eval_loss is None else f" Loss on held-out rows: {eval_loss:.4f}."
-    task = "SequenceClassification" if settings.method == "reward" else "CausalLM"
+    task = "SequenceClassification" if settings.scores else "CausalLM"
     kind = f"AutoPeftModelFor{task}" if has_adapters else f"AutoModelFor{task}"
     one_label = ", num_labels=1" if task == "SequenceClassification" else ""
     return "\n".join([

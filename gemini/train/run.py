@@ -114,9 +114,7 @@ class Job:
         base = downloaded(config.model).absolute()
 
         def merge() -> None:
-            module = build(
-                base, trust_remote_code=config.trust_remote_code, scores=config.method == "reward"
-            )
+            module = build(base, trust_remote_code=config.trust_remote_code, scores=config.scores)
             write_merged(module, base, adapter, self.out)
             self.tokenizer.save_pretrained(self.out)
 
@@ -160,7 +158,7 @@ class Job:
     def _samples(self) -> list[tuple[str, str]]:
         """Prompts from the held-out rows, and the model's continuations. All ranks call, with
         equal prompts."""
-        if self.config.method == "reward":  # which scores, and continues nothing
+        if self.config.scores:  # which scores, and continues nothing
             return []
         model = self.trainer.model_wrapped.eval()
         found = []
@@ -213,9 +211,7 @@ def prepare(config: TrainConfig) -> Job:
     if config.packing:
         check_packing(build(folder, trust_remote_code=config.trust_remote_code))
     if config.merge:
-        empty = build(
-            folder, trust_remote_code=config.trust_remote_code, scores=config.method == "reward"
-        )
+        empty = build(folder, trust_remote_code=config.trust_remote_code, scores=config.scores)
         check_merge(empty, adapters_of(empty, config.lora, config.targets))
     _status(f"reading {config.data}")
     with args.main_process_first():  # which leaves its rows to the others
@@ -269,7 +265,7 @@ def check_same_run(config: TrainConfig, out: Path) -> None:
 
 def _loaded_model(folder: Path, config: TrainConfig, options: dict[str, Any]) -> GeminiDDP:
     """Wrapped model with weights and adapters, which is never whole in memory. All ranks call."""
-    trusts, scores = config.trust_remote_code, config.method == "reward"
+    trusts, scores = config.trust_remote_code, config.scores
     adapters, empty = None, None
     if config.lora or scores:
         empty = build(folder, trust_remote_code=trusts, scores=scores)
@@ -299,9 +295,7 @@ def _loaded_model(folder: Path, config: TrainConfig, options: dict[str, Any]) ->
 def _new_model(folder: Path, config: TrainConfig, options: dict[str, Any]) -> GeminiDDP:
     """Wrapped model with new weights, which is never whole in memory. All ranks call."""
     with init_empty():
-        module = maker(
-            folder, trust_remote_code=config.trust_remote_code, scores=config.method == "reward"
-        )()
+        module = maker(folder, trust_remote_code=config.trust_remote_code, scores=config.scores)()
     module.tie_weights()
     torch.manual_seed(config.seed)  # the same weights on all ranks
     return GeminiDDP(module, precision=PRECISION, force_outputs_fp32=True, **options)

@@ -11,6 +11,7 @@ for a disk, `gemini.placement.timetable.clock` for a price). One thread at a tim
     take, put    the next span, to be updated; its new version is on its way to the file
     committed    the step counts: the next one begins with what is still in a buffer
     settle, undo    whatever is under way ends; the spans whose weights must be restored
+    undone       they are: the next step may begin
 
 A new version lies beside the last one, which counts until a commit: so a step is undone by
 forgetting what was written, and by restoring weights that were changed.
@@ -75,11 +76,11 @@ class Flow(Generic[R]):
     Invariant: buffers that spans have and free ones are those there are.
     """
 
-    def __init__(self, spans: Sequence[Span[R]], depth: int, free: list[Any] | None = None) -> None:
+    def __init__(self, spans: Sequence[Span[R]], depth: int, free: list[Any]) -> None:
         self.spans = list(spans)
         self.order = list(spans)  # of the next step
         self.depth = depth
-        self.free: list[Any] = [] if free is None else free
+        self.free = free
         self.in_step = False  # between `begin` and the commit or the undo
         self.todo: deque[Span[R]] = deque()  # of the step, not begun
         self.reads: deque[Span[R]] = deque()  # begun or there, in order: the first of `order`
@@ -213,3 +214,7 @@ class Flow(Generic[R]):
         self.rest()
         touched = [span for span in self.spans if span.is_touched]
         return sorted(touched, key=lambda span: span.buffer is None)
+
+    def undone(self) -> None:
+        """Note that the step is undone: the next one may begin."""
+        self.in_step = False

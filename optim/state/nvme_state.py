@@ -92,8 +92,8 @@ class NvmeState:
             self.store.close()
             raise
         self._more_buffers, self._num_waiting, self._pin = num_ahead, num_waiting, pin
-        self.flow = Flow([Span(record) for record in self._records.of(self.blocks)], config.depth)
-        self.flow.free = self._reserve()
+        spans = [Span(record) for record in self._records.of(self.blocks)]
+        self.flow = Flow(spans, config.depth, self._reserve(config.depth))
         self._undo: dict[BlockId, Tensor] = {}  # [n] fp32, what weights were; see [Note: undo]
         self._undo_slab = torch.empty(0)  # [depth, N] fp32
         self._in_order = True  # the next step begins with the first block
@@ -107,12 +107,12 @@ class NvmeState:
         self._step_bytes = self._bytes_of(self.blocks)
         known = {span.id: span for span in self.flow.spans}
         spans = [known.get(record.id) or Span(record) for record in self._records.of(self.blocks)]
-        self.flow.change(spans, self._reserve())
+        self.flow.change(spans, self._reserve(self.flow.depth))
 
-    def _reserve(self) -> list[Buffer]:
+    def _reserve(self, depth: int) -> list[Buffer]:
         """Reserve buffers for the blocks that are there: as many and as large as they need."""
         num_blocks = len(self.blocks)
-        count = num_buffers(self.flow.depth, num_blocks) + self._more_buffers
+        count = num_buffers(depth, num_blocks) + self._more_buffers
         count += min(self._num_waiting, num_blocks)
         self._pool = BufferPool(count, self._records.buffer_nbytes(self.blocks), self._pin)
         self._records.forget_views()
@@ -293,7 +293,7 @@ class NvmeState:
             self.flow.give(span)
         self.store.rollback()
         self._undo.clear()
-        self.flow.in_step = False
+        self.flow.undone()
         if lost:
             raise RollbackError(
                 f"the step failed, and so did reading back the weights of {len(lost)} of "

@@ -1,10 +1,11 @@
 """Attention over a sequence of which each rank has a part: by heads (Ulysses), or in a ring.
 
-P ranks · s tokens a rank · H query heads, K of keys and values · D width of a head
+P ranks · B rows · s tokens a rank · H query heads, K of keys and values · D width of a head
 
 Ulysses: two all-to-alls change [B, H, s, D] to [B, H / P, P * s, D] and back; between them torch's
 own attention sees the whole sequence. Bytes that a rank sends, of i bytes an element: forward
-(2 H + 2 K) B s D i (P - 1) / P, and as much in backward.
+(2 H + 2 K) B s D i (P - 1) / P, and as much in backward. If there are fewer heads of keys than
+ranks, each is repeated first, and K is P.
 
 Ring: keys and values pass all ranks; what queries see of each block is merged by its log-sum-exp,
 which is exact. The sequence is cut in 2 P pieces, of which rank r has r and 2 P - 1 - r: so all

@@ -88,7 +88,7 @@ def flags(folder, out, *more, data="text"):
 
 def losses(out):
     (state,) = (out / "checkpoints/checkpoint-4").glob("trainer_state.json")
-    log = json.loads(state.read_text())["log_history"]
+    log = json.loads(state.read_text(encoding="utf-8"))["log_history"]
     return [entry["loss"] for entry in log if "loss" in entry]
 
 
@@ -156,8 +156,11 @@ def test_adapters_are_trained_and_come_back(
     assert all(value.any() for name, value in adapters.items() if "lora_B" in name)  # from zeros
     assert not (out / "model.safetensors").exists()
     settings = out / "adapter_config.json"
-    assert json.loads(settings.read_text())["base_model_name_or_path"] == "org/base"
-    settings.write_text(settings.read_text().replace("org/base", str(folder / "model")))
+    assert json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"] == "org/base"
+    settings.write_text(
+        settings.read_text(encoding="utf-8").replace("org/base", str(folder / "model")),
+        encoding="utf-8",
+    )
     assert generated(out).shape[1] > 3
     card = (out / "README.md").read_text()
     assert "base_model: org/base\n" in card
@@ -196,8 +199,10 @@ def test_merged_adapters_are_whole_weights_as_peft_merges_them(folder, tmp_path,
     model = kind.from_pretrained(out, **options)
     assert model(input_ids=torch.tensor([[1, 2]])).logits.isfinite().all()
     assert {path.name for path in out.glob("adapter*")} == {"adapter"}
-    assert f"from transformers import {kind.__name__}" in (out / "README.md").read_text()
-    assert "merged into all weights" in (out / "README.md").read_text()
+    assert f"from transformers import {kind.__name__}" in (out / "README.md").read_text(
+        encoding="utf-8"
+    )
+    assert "merged into all weights" in (out / "README.md").read_text(encoding="utf-8")
     assert not list(out.rglob("*.bin")) and not list(out.glob("*/**/README.md"))
 
 
@@ -274,7 +279,7 @@ def test_a_reward_model_is_trained_and_scores_as_it_did(folder, tmp_path, capsys
     assert "(traced, of a reward model)" in said and "-->" not in said
     assert "left its trace" not in caplog.text
     (state,) = (out / "checkpoints/checkpoint-4").glob("trainer_state.json")
-    log = json.loads(state.read_text())["log_history"]
+    log = json.loads(state.read_text(encoding="utf-8"))["log_history"]
     logged = [entry for entry in log if "eval_loss" in entry][-1]
     assert logged["eval_loss"] < 0.6  # log 2 before
 
@@ -282,7 +287,7 @@ def test_a_reward_model_is_trained_and_scores_as_it_did(folder, tmp_path, capsys
     if more:
         from peft import AutoPeftModelForSequenceClassification as kind
     model = kind.from_pretrained(out, **options)
-    assert f"{kind.__name__}.from_pretrained(" in (out / "README.md").read_text()
+    assert f"{kind.__name__}.from_pretrained(" in (out / "README.md").read_text(encoding="utf-8")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     scores = torch.tensor([
         [model(**tokenizer(row["prompt"] + row[key] + "</s>", return_tensors="pt")).logits.item()

@@ -156,7 +156,7 @@ def step(flow, file, buffers, weights, untouched=(), waits=False):
         for span in flow.undo():
             weights[span.id] = file.committed[span.id]
             flow.give(span)
-        flow.in_step = False
+        flow.undone()
         file.written.clear()
         check(flow, buffers, at_rest=True)
         return False
