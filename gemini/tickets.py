@@ -41,15 +41,6 @@ class CopyTicket(Ticket[None], Protocol):
         ...
 
 
-class SideStreamTicket(CopyTicket, Protocol):
-    """Work on a side stream of the device. `wait()` is `order()`."""
-
-    def times(self) -> tuple[float, float]:
-        """(seconds from the begin of the work that was queued with it to its end; seconds that the
-        computing stream waited at its first `order`). The host waits for both."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Done(Generic[T]):
     """Ticket of work that is done already."""

@@ -18,7 +18,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
-from triton.runtime.interpreter import GridExecutor
+
+from bench.shared.interpreter import one_kernel_at_a_time
 
 GRACE_SECONDS = 60.0  # for the others, once a rank has failed: their connections to it are closed
 
@@ -131,14 +132,10 @@ def _shut(descriptors: set[int]) -> None:
 @contextmanager
 def _one_world_a_thread(world_size: int) -> Iterator[None]:
     """What ranks share while they are threads; all as it was behind it."""
-    launch, lock = GridExecutor.__call__, threading.Lock()
+    one_kernel_at_a_time()
     parse, parsing = ast.parse, threading.Lock()
 
-    def one_at_a_time(*args: Any, **kwargs: Any) -> None:  # the interpreter's grid is global
-        with lock:
-            launch(*args, **kwargs)
-
-    def one_tree_at_a_time(*args: Any, **kwargs: Any) -> Any:  # so is the depth CPython 3.11 counts
+    def one_tree_at_a_time(*args: Any, **kwargs: Any) -> Any:  # CPython 3.11 counts depth globally
         with parsing:
             return parse(*args, **kwargs)
 
@@ -162,7 +159,6 @@ def _one_world_a_thread(world_size: int) -> Iterator[None]:
     threaded._install_threaded_pg()
     try:
         with (
-            patch.object(GridExecutor, "__call__", one_at_a_time),
             patch.object(ast, "parse", one_tree_at_a_time),
             patch.object(threading.Thread, "start", start_in_world),
             patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world_size)),

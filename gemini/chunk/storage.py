@@ -159,15 +159,18 @@ class Chunk:
         """
         # in this order: an update that is waited for may itself begin a copy of the shard
         shard = self.shard_memory
-        self._settle()
+        self.settle_copies()
         return shard
 
     @property
     def shard_memory(self) -> Tensor:
-        """[S] in memory, for the device and for copies only: others may be under way."""
+        """[S] in memory, for the device and for copies only: the device comes behind those that are
+        under way, and the host does not wait."""
         assert self._shard is not None, f"the shard of chunk {self.spec.id} is in a file"
         if self.updating is not None:
             self.wait_updated()
+        for copy in self._copies:
+            copy.order()
         if self.in_payload:  # a gather may be writing it
             self.wait_gathered()
         return self._shard
@@ -194,12 +197,13 @@ class Chunk:
             self.updating = None
 
     def is_copied(self, ticket: CopyTicket) -> None:
-        """Note a copy to or from the shard that is ordered before what the device does."""
+        """Note a copy to or from the shard: who reads or writes that next comes behind it."""
         if self.shard_on_host:
             self._copies = [copy for copy in self._copies if not copy.ready()]
             self._copies.append(ticket)
 
-    def _settle(self) -> None:
+    def settle_copies(self) -> None:
+        """Let the host wait for copies of the shard that are under way."""
         copies, self._copies = self._copies, []
         for copy in copies:
             copy.settle()
@@ -271,7 +275,7 @@ class Chunk:
     def leave_memory(self, files: ShardFiles) -> None:
         """Drop the shard, which `files` have by now; the payload may be released then."""
         assert self.files is None
-        self._settle()
+        self.settle_copies()
         self._count_shard(-1)
         self._shard, self.files = None, files
         self.is_unsharded = self.in_payload = self.shard_on_host = False

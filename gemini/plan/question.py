@@ -173,7 +173,7 @@ class Question:
     def _fit(self, inputs: PlanInputs, least_block_numel: int) -> Fitted:
         policy = self.policy
         num_ahead = buffers_ahead(
-            self.update, has_masters=self.state.has_master, has_host_tier=inputs.has_host_tier,
+            self.update, has_masters=self.state.has_master,
             has_budgets=has_budgets(policy),
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ between the two parts take far longer than both.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from gemini.optim.rules.formulas import noise, round_stochastic
 from gemini.optim.rules.line_rule import LineRule
 from gemini.optim.rules.report import Traffic
 from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.state_layout import WEIGHT
 from gemini.optim.state.memory import Memory
 from gemini.optim.state.pieces import Piece, Planes, Resident, SteppedViews
 from gemini.optim.state.space import Block
@@ -26,6 +27,7 @@ from gemini.optim.update import cpu_update
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.optim.update.staging import DeviceStaging
 from gemini.optim.update.updaters import CpuUpdater
+from gemini.tickets import CopyTicket
 
 
 class Site(Protocol):
@@ -45,10 +47,11 @@ class Site(Protocol):
         """Bring a block's state to where it can be updated, until the next block is brought."""
         ...
 
-    def give_back(
-        self, planes: Planes, here: Planes, more: Sequence[tuple[Tensor, Tensor]] = ()
-    ) -> None:
-        """Copy updated state back to `planes`, together with the copies `more`. Waits for them."""
+    def take_back(
+        self, planes: Planes, here: Planes, of: Block, views: SteppedViews
+    ) -> CopyTicket | None:
+        """Begin to take updated state back to `planes`, and a block's borrowed parameters; None:
+        they are there."""
         ...
 
     def update(self, rule: UpdateRule, pieces: Sequence[Piece], inputs: StepInputs) -> None:
@@ -80,10 +83,8 @@ class HostSite:
     def bring(self, planes: Planes, *, on_host: bool) -> Planes:
         return planes
 
-    def give_back(
-        self, planes: Planes, here: Planes, more: Sequence[tuple[Tensor, Tensor]] = ()
-    ) -> None:
-        assert not more
+    def take_back(self, planes: Planes, here: Planes, of: Block, views: SteppedViews) -> None:
+        """None: state is updated where it is."""
 
     def update(self, rule: UpdateRule, pieces: Sequence[Piece], inputs: StepInputs) -> None:
         cpu_update.update(self.updater.workers, rule, pieces, inputs)
@@ -106,20 +107,26 @@ class DeviceSite:
         return self.memory.zeros(numel, dtype, on_host=False)
 
     def bring(self, planes: Planes, *, on_host: bool) -> Planes:
+        self.staging.next()
         if not on_host:
             return planes
-        here = self.staging.planes(0, planes)
-        self.memory.copy_all([(here[name], planes[name]) for name in planes]).order()
+        state = {name: plane for name, plane in planes.items() if name != WEIGHT}
+        here = self.staging.planes(state)
+        self.staging.bring([(here[name], state[name]) for name in state])
         return here
 
-    def give_back(
-        self, planes: Planes, here: Planes, more: Sequence[tuple[Tensor, Tensor]] = ()
-    ) -> None:
-        if here is planes:
-            return
-        self.memory.copy_all([*((planes[name], here[name]) for name in planes), *more]).settle()
-        nbytes = sum(plane.nbytes for plane in planes.values())
+    def take_back(
+        self, planes: Planes, here: Planes, of: Block, views: SteppedViews
+    ) -> CopyTicket | None:
+        pairs = [] if here is planes else [(planes[name], here[name]) for name in here]
+        nbytes = sum(plane.nbytes for plane, _ in pairs)
         self.moved += Traffic(host_to_device=nbytes, device_to_host=nbytes)
+        pairs += views.leaving(of, planes.get(WEIGHT))
+        if not pairs:
+            return None
+        copies = self.staging.take_back(pairs)
+        views.left(of, copies)
+        return copies
 
     def update(self, rule: UpdateRule, pieces: Sequence[Piece], inputs: StepInputs) -> None:
         for piece in pieces:
@@ -158,15 +165,11 @@ def update_apart(
     views: SteppedViews,
     *,
     on_host: bool,
-) -> bool:
-    """Update a block without matrices; False where it has no gradient."""
-    touched = views.touches(block)
-    if touched:
-        here = site.bring(planes, on_host=on_host)
-        site.update(rule, views.pieces(block, here), site.inputs)
-        site.give_back(planes, here, leaving_with(site, block, views))
-    views.updated(block)
-    return touched
+) -> CopyTicket | None:
+    """Update a block with a gradient and without matrices; see `Updater.update_block`."""
+    here = site.bring(planes, on_host=on_host)
+    site.update(rule, views.pieces(block, here), site.inputs)
+    return site.take_back(planes, here, block, views)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,25 +183,17 @@ class SiteUpdater:
     def name(self) -> str:
         return self.site.name
 
-    def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
+    def update_block(self, block: Block, planes: Planes, views: SteppedViews) -> CopyTicket | None:
         return update_apart(self.site, self.rule, block, planes, views, on_host=True)
-
-    def update_host(
-        self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
-    ) -> Iterator[tuple[Block, None]]:
-        for block, planes in blocks:
-            self.update_staged(block, planes, views)
-            yield block, None
 
     def update_resident(self, slab: Resident, views: SteppedViews) -> None:
         for block in slab.blocks:
-            planes = slab.planes(block)
-            update_apart(self.site, self.rule, block, planes, views, on_host=False)
+            copies = None
+            if views.touches(block):
+                copies = update_apart(
+                    self.site, self.rule, block, slab.planes(block), views, on_host=False
+                )
+            views.put(block, copies)
 
     def traffic(self) -> Traffic:
         return self.site.traffic()
-
-
-def leaving_with(site: Site, block: Block, views: SteppedViews) -> Sequence[tuple[Tensor, Tensor]]:
-    """Copies of a block's parameters that go to files, after an update on a device."""
-    return views.leaving(block, None) if isinstance(site, DeviceSite) else ()

@@ -36,12 +36,14 @@ from gemini.optim.rules.report import Traffic
 from gemini.optim.state.pieces import Planes, SteppedViews
 from gemini.optim.state.space import Block
 from gemini.optim.update.cpu_update import StepInputs
+from gemini.tickets import CopyTicket
 from gemini.units import BlockId
 
 from .plan import Bucket, Whole
-from .sites import Site, leaving_with, update_apart
+from .sites import Site, update_apart
 
 Resting = tuple[Block, Planes, bool]  # of a block in memory: where its state is, in the host's
+Put = tuple[Block, CopyTicket | None]  # an updated block, and what brings it back; see `Updater`
 Run = tuple[int, Tensor]  # first element of a parameter, and directions [n] from there
 
 
@@ -149,26 +151,23 @@ class MatrixUpdater:
             if self._bucket_of[param] in self._to_come:
                 self._kept[param] = dict(runs)
 
-    def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
-        """Take a block in, or update it where none of its matrices has a gradient.
-
-        Returns False where no parameter of it has one.
-        """
+    def update_block(self, block: Block, planes: Planes, views: SteppedViews) -> CopyTicket | None:
+        """Take a block with a gradient in, or update it where none of its matrices has one."""
         waits_for = self._waits_for(block, views)
         if not waits_for:
             return update_apart(self._site, self._rule, block, planes, views, on_host=True)
         self._take_in(block, planes, views, on_host=True)
         for i in sorted(waits_for):
             self._to_come[i].discard(block.id)
-        return True
+        return None
 
     def is_waiting(self, block: Block) -> bool:
         """Whether a block was taken in, and is not put out."""
         return block.id in self._taken
 
-    def ready(self, views: SteppedViews) -> list[Block]:
+    def ready(self, views: SteppedViews) -> list[Put]:
         """Exchange complete buckets, in order; returns the blocks that are updated by that."""
-        done: list[Block] = []
+        done: list[Put] = []
         # A complete bucket waits for those before it: ranks exchange all of them in one order.
         while self._on_disk and not self._to_come[self._on_disk[0]]:
             i = self._on_disk.pop(0)
@@ -183,7 +182,7 @@ class MatrixUpdater:
 
     # -- blocks in memory, when it counts --
 
-    def update_in_memory(self, blocks: Sequence[Resting], views: SteppedViews) -> Iterator[Block]:
+    def update_in_memory(self, blocks: Sequence[Resting], views: SteppedViews) -> Iterator[Put]:
         """Update the blocks in memory; yields each when it is done."""
         self._taken.clear()
         self._runs.clear()
@@ -192,9 +191,13 @@ class MatrixUpdater:
             waits_for = self._waits_for(block, views)
             if waits_for:
                 come.setdefault(min(waits_for), []).append((block, planes, on_host))
+            elif views.touches(block):
+                yield (
+                    block,
+                    update_apart(self._site, self._rule, block, planes, views, on_host=on_host),
+                )
             else:
-                update_apart(self._site, self._rule, block, planes, views, on_host=on_host)
-                yield block
+                yield block, None
         for i, bucket in enumerate(self._buckets):
             for block, planes, on_host in come.get(i, ()):
                 self._take_in(block, planes, views, on_host=on_host)
@@ -234,8 +237,9 @@ class MatrixUpdater:
                 intake = Intake(hyper.momentum, hyper.nesterov)
                 taken_in.append(replace(piece, planes=(momentum,), hyper=intake))
         site.update(self._rule, taken_in, self._in)
-        if not looks_only:
-            site.give_back(momenta, here)
+        copies = None if looks_only else site.take_back(momenta, here, block, views)
+        if copies is not None:
+            copies.settle()  # the block is brought again, from there
         for part in matrices:
             run = directions[part.offset : part.offset + part.numel]
             self._runs.setdefault(part.param, []).append((part.param_offset, run))
@@ -317,20 +321,19 @@ class MatrixUpdater:
             for first, values in self._runs.get(whole.param, ()):
                 values.copy_(self._kept[whole.param][first])
 
-    def _put_out(self, i: int, views: SteppedViews) -> list[Block]:
+    def _put_out(self, i: int, views: SteppedViews) -> list[Put]:
         """Put out the blocks that wait for no other bucket, and return them."""
         for whole in self._buckets[i].wholes:
             self._runs.pop(whole.param, None)
-        done: list[Block] = []
+        done: list[Put] = []
         for taken in list(self._taken.values()):
             taken.waits_for.discard(i)
             if not taken.waits_for:
-                self._put(taken, views)
+                done.append((taken.block, self._put(taken, views)))
                 del self._taken[taken.block.id]
-                done.append(taken.block)
         return done
 
-    def _put(self, taken: _Taken, views: SteppedViews) -> None:
+    def _put(self, taken: _Taken, views: SteppedViews) -> CopyTicket | None:
         block, moves = taken.block, taken.directions
         if taken.grads is not None:
             moves = taken.grads
@@ -350,8 +353,7 @@ class MatrixUpdater:
                 others.append(piece)
         site.update(self._rule, moved, self._out)
         site.update(self._rule, others, site.inputs)
-        site.give_back(taken.planes, here, leaving_with(site, block, views))
-        views.updated(block)
+        return site.take_back(taken.planes, here, block, views)
 
 
 def _first(run: Run) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gemini.optim.state.pieces import Piece, Planes, plane_part
 from gemini.optim.state.space import Block, BlockSegment
+from gemini.tickets import CopyTicket
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +175,10 @@ class PlainViews:
     def took_gradient(self, block: Block) -> None:
         """Nothing was borrowed."""
 
-    def updated(self, block: Block) -> None:
+    def left(self, block: Block, copies: CopyTicket) -> None:
         """Nothing was borrowed."""
 
-    def end(self) -> None:
+    def put(self, block: Block, copies: CopyTicket | None = None) -> None:
         """Nothing was borrowed."""
 
     def abandon(self) -> None:

@@ -8,7 +8,8 @@ for a disk, `gemini.placement.timetable.clock` for a price). One thread at a tim
     begin        a step begins: spans that were read ahead come first
     waits_for    reads are begun; the transfer that must end before the next span is there
     end          a transfer has ended
-    take, put    the next span, to be updated; its new version is on its way to the file
+    take, put    the next span, to be updated; its new version is on its way to the file, as soon
+                 as the copies have ended that bring it to the buffer
     committed    the step counts: the next one begins with what is still in a buffer
     settle, undo    whatever is under way ends; the spans whose weights must be restored
     undone       they are: the next step may begin
@@ -20,7 +21,7 @@ forgetting what was written, and by restoring weights that were changed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -55,7 +56,8 @@ class Span(Generic[R]):
 
     record: R
     buffer: Any = None  # a `nvme.Buffer`
-    ticket: Ticket[object] | None = None  # of its transfer; None: it has ended
+    # of its transfer, or of the copies that bring it to its buffer; None: it has ended
+    ticket: Ticket[object] | None = None
     was_read: bool = False  # its read was begun before the step
     is_touched: bool = False  # its weights may not be those of the last step
     id: BlockId = field(init=False)
@@ -84,8 +86,10 @@ class Flow(Generic[R]):
         self.in_step = False  # between `begin` and the commit or the undo
         self.todo: deque[Span[R]] = deque()  # of the step, not begun
         self.reads: deque[Span[R]] = deque()  # begun or there, in order: the first of `order`
+        self.leaving: deque[Span[R]] = deque()  # updated, on the way to their buffer, in order
         self.writes: deque[Span[R]] = deque()  # in order
         self.cached: deque[Span[R]] = deque()  # written, with a buffer that may be taken
+        self._updated: Callable[[Span[R]], object] = lambda span: None
 
     def change(self, spans: Sequence[Span[R]], free: list[Any]) -> None:
         """Have other spans and other buffers. Nothing is under way; the order of known ones
@@ -98,9 +102,10 @@ class Flow(Generic[R]):
 
     # -- a step --
 
-    def begin(self) -> None:
-        """Begin a step of all spans."""
-        self.in_step = True
+    def begin(self, updated: Callable[[Span[R]], object] = lambda span: None) -> None:
+        """Begin a step of all spans. updated: told of each whose new version is in its buffer,
+        before it is written."""
+        self.in_step, self._updated = True, updated
         for span in self.reads:
             span.was_read = True
         self.todo = deque(self.order[len(self.reads) :])
@@ -113,25 +118,44 @@ class Flow(Generic[R]):
             self.reads.append(span)
             span.ticket = span.record.begin(span.buffer)
         if self.reads:
-            return None if self.reads[0].ticket is None else self.reads[0]
-        return self.writes[0] if self.todo else None
+            first = self.reads[0]
+            if first.ticket is None:
+                return None
+            # While it is on its way: copies to buffers are over sooner than a transfer.
+            return self.leaving[0] if self.leaving and not first.ticket.ready() else first
+        if not self.todo:
+            return None
+        return self.leaving[0] if self.leaving else self.writes[0]
 
     def take(self) -> Span[R] | None:
         """The next span, which is there; None: there is none."""
         return self.reads.popleft() if self.reads else None
 
-    def put(self, span: Span[R]) -> None:
-        """Begin to take an updated span back."""
+    def put(self, span: Span[R], copies: Ticket[object] | None = None) -> None:
+        """Begin to take an updated span back, when the `copies` to its buffer have ended."""
+        if copies is None:
+            self._write(span)
+            return
+        span.ticket = copies
+        self.leaving.append(span)
+        while self.leaving and (first := self.leaving[0].ticket) and first.ready():
+            self.end(self.leaving[0])
+
+    def _write(self, span: Span[R]) -> None:
+        self._updated(span)
         self.writes.append(span)
         span.ticket = span.record.put(span.buffer)
 
     def end(self, span: Span[R]) -> None:
-        """Wait for a span's transfer, of writes the first. Raises its error."""
+        """Wait for a span's transfer, of those that leave and of writes the first. Raises its
+        error."""
         ticket, span.ticket = span.ticket, None
         assert ticket is not None
         if self.writes and self.writes[0] is span:
             self.cached.append(self.writes.popleft())
         ticket.wait()
+        if self.leaving and self.leaving[0] is span:
+            self._write(self.leaving.popleft())
 
     def _has_buffer(self, span: Span[R]) -> bool:
         """Take a buffer for a span if there is one. Never waits."""
@@ -191,7 +215,7 @@ class Flow(Generic[R]):
 
     def settle(self) -> None:
         """Wait for all transfers, whatever becomes of them."""
-        for span in (*self.reads, *self.writes):
+        for span in (*self.reads, *self.leaving, *self.writes):
             ticket, span.ticket = span.ticket, None
             if ticket is not None:
                 with suppress(Exception):
@@ -200,7 +224,7 @@ class Flow(Generic[R]):
     def rest(self) -> None:
         """Come to rest: nothing is under way, and no buffer has a span that is not touched."""
         self.settle()
-        for queue in (self.todo, self.reads, self.writes, self.cached):
+        for queue in (self.todo, self.reads, self.leaving, self.writes, self.cached):
             queue.clear()
         for span in self.spans:
             if not span.is_touched:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gemini.pages import advise_huge_pages, zeros
-from gemini.tickets import Copied, CopyTicket, SideStreamTicket
+from gemini.tickets import Copied, CopyTicket
 
 from .pinning import Pin, pin_slab, pinned
 
@@ -88,10 +88,9 @@ class Memory(Protocol):
         before; what the device computes does not wait for them."""
         ...
 
-    def run_on_side_stream(self, works: Sequence[Callable[[], None]]) -> Sequence[SideStreamTicket]:
-        """Give the device all of these in order, after the work that it was given so far; what it
-        computes next does not wait for them. A work may run as late as its ticket is waited for,
-        and what it reads and writes is left alone until then."""
+    def here(self) -> AbstractContextManager[None]:
+        """Context for another thread, once: what it launches there comes in the order of what the
+        thread that asked launches."""
         ...
 
     def address(self, tensor: Tensor) -> int:
@@ -144,8 +143,8 @@ class DeviceMemory:
     def after_copies(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def run_on_side_stream(self, works: Sequence[Callable[[], None]]) -> Sequence[SideStreamTicket]:
-        raise AssertionError(f"{self.device} computes one thing after the other")
+    def here(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def address(self, tensor: Tensor) -> int:
         assert tensor.device == self.device, (
@@ -187,12 +186,12 @@ class StreamMark:
 
     __slots__ = ("_event", "_free")
 
-    def __init__(self, stream: torch.cuda.Stream, *, timed: bool = False) -> None:
-        self._free = FREE_EVENTS[stream.device, timed]
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._free = FREE_EVENTS[stream.device]
         try:
             self._event = self._free.pop()
         except IndexError:
-            self._event = torch.cuda.Event(enable_timing=timed)
+            self._event = torch.cuda.Event()
         self.move(stream)
 
     def __del__(self) -> None:
@@ -213,26 +212,21 @@ class StreamMark:
         """Wait, on the host."""
         self._event.synchronize()
 
-    def seconds_to(self, later: StreamMark) -> float:
-        """Seconds between two marks that are timed."""
-        milliseconds: float = self._event.elapsed_time(later._event)
-        return milliseconds / 1000
 
-
-# by device, and whether they are timed; one that a thread takes or gives is taken or given whole
-FREE_EVENTS: dict[tuple[torch.device, bool], list[torch.cuda.Event]] = defaultdict(list)
+# by device; one that a thread takes or gives is taken or given whole
+FREE_EVENTS: dict[torch.device, list[torch.cuda.Event]] = defaultdict(list)
 
 
 class CudaMemory(DeviceMemory):
-    """Memory of CUDA: copies run on two side streams, one for each direction, so that both are used
-    at once; updates during computation on a third."""
+    """Memory of CUDA: copies run on two streams of their own, one for each direction, so that both
+    are used at once."""
 
     pin = staticmethod(pin_slab)
 
     def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
         super().__init__(device)
         self._pin_memory = pin_memory
-        self._in, self._out, self._aside = (torch.cuda.Stream(device) for _ in range(3))
+        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
         if on_host:
@@ -276,20 +270,8 @@ class CudaMemory(DeviceMemory):
         with torch.cuda.stream(self._in):  # the stream that a collective waits for
             yield
 
-    def run_on_side_stream(self, works: Sequence[Callable[[], None]]) -> Sequence[SideStreamTicket]:
-        current, tickets = torch.cuda.current_stream(self.device), []
-        StreamMark(current).order(self._aside)
-        try:
-            with torch.cuda.stream(self._aside):
-                begun = StreamMark(self._aside, timed=True)
-                for work in works:
-                    work()
-                    tickets.append(_Aside(begun, StreamMark(self._aside, timed=True), self.device))
-        except BaseException:
-            # no ticket is given out, so nothing else would order the current stream after this work
-            current.wait_stream(self._aside)
-            raise
-        return tickets
+    def here(self) -> AbstractContextManager[None]:
+        return torch.cuda.stream(torch.cuda.current_stream(self.device))
 
 
 @dataclass(slots=True)
@@ -313,48 +295,15 @@ class EventTicket:
         self.ends.clear()
 
     def wait(self) -> None:
-        self.order()
         if self.to_host:
-            self.mark.settle()
+            self.settle()
+        else:
+            self.order()
 
     def settle(self) -> None:
-        self.order()
+        # not by `order`: what others give the device meanwhile would come behind the copy
         self.mark.settle()
-
-
-@dataclass(slots=True)
-class _Aside:
-    """Ticket of work on the third stream; what it reads and writes is freed after `order`, not
-    before."""
-
-    begun: StreamMark
-    ended: StreamMark
-    device: torch.device
-    asked: StreamMark | None = None  # on the stream that was first ordered after it
-
-    def ready(self) -> bool:
-        return self.ended.ready()
-
-    def order(self) -> None:
-        current = torch.cuda.current_stream(self.device)
-        if self.asked is None:
-            self.asked = StreamMark(current, timed=True)
-        self.ended.order(current)
-
-    def wait(self) -> None:
-        self.order()
-
-    def settle(self) -> None:
-        self.order()
-        self.ended.settle()
-
-    def times(self) -> tuple[float, float]:
-        self.ended.settle()
-        waited = 0.0
-        if self.asked is not None:
-            self.asked.settle()
-            waited = max(0.0, self.asked.seconds_to(self.ended))
-        return self.begun.seconds_to(self.ended), waited
+        self.ends.clear()
 
 
 def memory_of(device: torch.device) -> Memory:

@@ -191,8 +191,8 @@ class NvmeState:
 
     def drain(self) -> None:
         """Wait until all writes are on disk. Raises what went wrong."""
-        while self.flow.writes:
-            self._end(self.flow.writes[0])
+        while self.flow.leaving or self.flow.writes:
+            self._end((self.flow.leaving or self.flow.writes)[0])
         started = time.perf_counter()
         with named("wait for", "writes"):
             self.store.flush()

@@ -140,12 +140,17 @@ class SteppedViews(Protocol):
         ...
 
     def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
-        """Copies of its updated parameters to files, to be made with those of its state and before
-        `updated`. weight: [n] with its state, if masters are split."""
+        """Copies of its updated parameters to where they live, from the device that updated it, to
+        be made with those of its state. weight: [n] with its state, if masters are split."""
         ...
 
-    def updated(self, block: Block) -> None:
-        """Note that `pieces` of this block are not used any more."""
+    def left(self, block: Block, copies: CopyTicket) -> None:
+        """Note the copies that `leaving` was part of."""
+        ...
+
+    def put(self, block: Block, copies: CopyTicket | None = None) -> None:
+        """Note that `pieces` of this block are not used any more: what goes to files is written,
+        behind these copies, and what was borrowed is given back."""
         ...
 
 
@@ -166,16 +171,11 @@ class Updater(Protocol):
     @property
     def name(self) -> str: ...
 
-    def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
-        """Update one block in host memory; done on return. False where it has no gradient."""
-        ...
+    def update_block(self, block: Block, planes: Planes, views: SteppedViews) -> CopyTicket | None:
+        """Update one block with a gradient, whose state is in host memory.
 
-    def update_host(
-        self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
-    ) -> Iterator[tuple[Block, CopyTicket | None]]:
-        """Update blocks in host memory, one whenever it is asked for; to be asked to the end.
-
-        The ticket brings a block's state back; None where it never left.
+        The ticket brings its state back, and borrowed parameters; None: it is done. The caller
+        calls `SteppedViews.put`.
         """
         ...
 

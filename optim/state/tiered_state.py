@@ -52,10 +52,6 @@ class BlockViews(SteppedViews, Protocol):
         """Note that blocks will be updated in this order; their inputs may be read ahead."""
         ...
 
-    def end(self) -> None:
-        """End the updates: borrowed memory is on its way back."""
-        ...
-
     def abandon(self) -> None:
         """Abandon a failed step: borrowed memory is taken back, and nothing of it kept."""
         ...
@@ -188,7 +184,7 @@ class TieredState:
 
     def planes(self, block: Block) -> Planes:
         """Views of the state of a block that is in memory, as an update takes them."""
-        self._settle()
+        self.settle()
         return self._slab_of[block.id].planes(block)
 
     def shown(self, block: Block) -> Planes:
@@ -208,12 +204,6 @@ class TieredState:
         is_split = self._split_masters.in_memory(block)
         take(planes, values, self.layout_of(block), is_split=is_split)
 
-    def _settle(self) -> None:
-        """Wait for copies of the last step before the host reads or writes host slabs."""
-        leaving, self._leaving = self._leaving, []
-        for ticket in leaving:
-            ticket.settle()
-
     def resident_run(self, offset: int, numel: int) -> Planes | None:
         """Views of elements [offset, offset + numel) of the space, or None where they are not
         together on the device, or not kept as they are shown."""
@@ -232,7 +222,7 @@ class TieredState:
 
         Between steps. On an error of the disk every block is where it was.
         """
-        self._settle()
+        self.settle()
         disk = () if self.nvme is None else self.nvme.blocks
         from_disk = [block for block in disk if block.id not in on_nvme]
         from_host = [block for block in self.host if block.id not in on_host]
@@ -264,7 +254,7 @@ class TieredState:
 
         Between steps; the inverse of `rise`. On an error of the disk nothing has changed.
         """
-        self._settle()
+        self.settle()
         to_disk = [block for block in self.in_memory if block.id in on_nvme]
         to_host = [block for block in self.resident if block.id in on_host]
         if to_disk:
@@ -455,17 +445,30 @@ class TieredState:
             with named("update", "resident blocks from", slab.blocks[0].id):
                 updater.update_resident(slab, views)
             yield from slab.blocks
-        self._leaving = [ticket for ticket in self._leaving if not ticket.ready()]
         for slab in self.host_slabs:
-            blocks = [(block, slab.planes(block)) for block in slab.blocks]
-            for block, ticket in updater.update_host(blocks, views):
-                self._leaving += [] if ticket is None else [ticket]
+            for block in slab.blocks:
+                copies = None
+                if views.touches(block):
+                    copies = updater.update_block(block, slab.planes(block), views)
+                self.put(block, copies, views)
                 yield block
-        views.end()
+
+    def put(self, block: Block, copies: CopyTicket | None, views: BlockViews) -> None:
+        """Note that a block in memory is updated, and the copies that bring it back."""
+        views.put(block, copies)
+        if copies is not None:
+            self._leaving = [ticket for ticket in self._leaving if not ticket.ready()]
+            self._leaving.append(copies)
+
+    def settle(self) -> None:
+        """Wait for copies of the last step before the host reads or writes host slabs."""
+        leaving, self._leaving = self._leaving, []
+        for ticket in leaving:
+            ticket.settle()
 
     def movable(self) -> Sequence[Tensor]:
         """State in memory. Staging buffers are emptied, and read again by the next step."""
-        self._settle()
+        self.settle()
         if self.nvme is not None:
             self.nvme.empty_staging()
         slabs = (*self.device_slabs, *self.host_slabs)

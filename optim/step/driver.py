@@ -10,7 +10,6 @@ Up to `confirm` nothing that counts has changed (ADR 0002).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -48,15 +47,6 @@ class Versions(Protocol):
         ...
 
 
-# Updates blocks in memory, by taking all of them from the iterator: each is updated when taken.
-InMemory = Callable[[Iterator[Block]], None]
-
-
-def at_once(blocks: Iterator[Block]) -> None:
-    """Update blocks in memory before the step returns."""
-    deque(blocks, maxlen=0)
-
-
 class Step:
     """One step of one target's state. `number` counts from 1.
 
@@ -85,6 +75,7 @@ class Step:
         self._matrices = updater if isinstance(updater, MatrixUpdater) else None
         # Ranks exchange buckets of matrices in one order, so their blocks come in it, too.
         self._in_order = in_order or self._matrices is not None
+        self._watch: Callable[[BlockId], None] = lambda block: None
 
     @property
     def updater(self) -> Updater | MatrixUpdater:
@@ -103,12 +94,12 @@ class Step:
         if nvme is not None:
             nvme.check_step()
             self._views.expect([span.record.block for span in nvme.flow.order])
-            nvme.flow.begin()
+            nvme.flow.begin(self._updated)
 
     def prepare(
         self,
         signals: DeferredSignals | None = None,
-        watch: Callable[[BlockId], None] | None = None,
+        watch: Callable[[BlockId], None] = lambda block: None,
     ) -> BaseException | None:
         """Update all blocks on disk as new versions. Returns the error, if there was one.
 
@@ -117,15 +108,11 @@ class Step:
         """
         # Returned and not raised: the caller must take part in the vote first, for which the other
         # ranks wait.
-        nvme = self._nvme
+        nvme, self._watch = self._nvme, watch
         try:
             self._begin_matrices()
             if nvme is not None:
-                self._update_on_disk(nvme, signals, watch)
-            # Copies of parameters are ordered before later work of the device, as blocks in memory
-            # may be updated much later.
-            self._views.end()
-            if nvme is not None:
+                self._update_on_disk(nvme, signals)
                 nvme.drain()
             if self._files is not None:
                 self._files.flush()
@@ -146,12 +133,7 @@ class Step:
             self._matrices.begin(on_disk, self._tiered_state.resting(), self._views)
             self._matrices.ready(self._views)
 
-    def _update_on_disk(
-        self,
-        nvme: NvmeState,
-        signals: DeferredSignals | None,
-        watch: Callable[[BlockId], None] | None,
-    ) -> None:
+    def _update_on_disk(self, nvme: NvmeState, signals: DeferredSignals | None) -> None:
         """Update every block on disk, in its buffer."""
         flow, views, matrices = nvme.flow, self._views, self._matrices
         spans = {} if matrices is None else {span.id: span for span in flow.spans}
@@ -161,31 +143,43 @@ class Step:
             span = nvme.next()
             if span is None:
                 return
-            block, updated = span.record.block, list[Span[Filed]]()
+            block = span.record.block
+            if not views.touches(block):  # it stays as it is
+                flow.give(span)
+                self._watch(span.id)
+                continue
             nvme.save(span, views.save)
-            if not self._updater.update_staged(block, span.record.planes(span.buffer), views):
-                flow.give(span)  # no gradient: it stays as it is
-                if watch is not None:
-                    watch(span.id)
-            elif matrices is None or not matrices.is_waiting(block):
-                nvme.save_weight(span, views.save)
-                updated.append(span)
-            if matrices is not None:  # those that waited for others of the step
-                updated += [spans[done.id] for done in matrices.ready(views)]
-            for done in updated:
-                if watch is not None:
-                    watch(done.id)
-                flow.put(done)
+            copies = self._updater.update_block(block, span.record.planes(span.buffer), views)
+            if matrices is None:
+                flow.put(span, copies)
+                continue
+            if not matrices.is_waiting(block):
+                flow.put(span, copies)
+            for done, copies in matrices.ready(views):  # those that waited for others of the step
+                flow.put(spans[done.id], copies)
 
-    def confirm(self, in_memory: InMemory = at_once) -> None:
-        """Commit the versions on disk, and let `in_memory` update the blocks in memory."""
+    def _updated(self, span: Span[Filed]) -> None:
+        """Take over a block whose new state is in its buffer, before it is written."""
+        assert self._nvme is not None
+        self._nvme.save_weight(span, self._views.save)
+        self._views.put(span.record.block)
+        self._watch(span.id)
+
+    def confirm(self, *, settles: bool = False) -> None:
+        """Commit the versions on disk, and update the blocks in memory.
+
+        settles: wait for copies to host memory; else the next reader waits.
+        """
         if self._files is not None:
             self._files.commit(self._number)
         if self._nvme is not None:
             self._nvme.commit(self._number, in_order=self._in_order)
             # before updates in memory: the disk would have nothing to do
             self._nvme.flow.read_ahead()
-        in_memory(self._updates_in_memory())
+        for block in self._updates_in_memory():
+            self._watch(block.id)
+        if settles:
+            self._tiered_state.settle()
 
     def _updates_in_memory(self) -> Iterator[Block]:
         state, views = self._tiered_state, self._views
@@ -195,12 +189,15 @@ class Step:
 
     def _matrices_in_memory(self, updater: MatrixUpdater) -> Iterator[Block]:
         state, views = self._tiered_state, self._views
-        yield from updater.update_in_memory(state.resting(), views)
-        views.end()
+        for block, copies in updater.update_in_memory(state.resting(), views):
+            state.put(block, copies, views)
+            yield block
 
     def undo(self) -> None:
         """Restore parameters and state of the last step, however far this one came."""
-        # First return borrowed buffers: restoring reads through them.
+        # First return borrowed buffers, which no copy fills any more: restoring reads through them.
+        if self._nvme is not None:
+            self._nvme.flow.settle()
         self._views.abandon()
         if self._files is not None:
             self._files.rollback()
@@ -231,7 +228,6 @@ def take(
     steps: Sequence[Step],
     signals: DeferredSignals,
     agree: Callable[[BaseException | None], None] = alone,
-    in_memory: InMemory = at_once,
 ) -> StepReport:
     """Take the step of all targets: it counts on all of them, or on none.
 
@@ -259,7 +255,7 @@ def take(
             step.undo()
         raise
     for step in steps:
-        step.confirm(in_memory)
+        step.confirm()
     after = [step.moved() for step in steps]
     return StepReport(
         traffic=sum((b[0] - a[0] for a, b in zip(before, after, strict=True)), Traffic()),

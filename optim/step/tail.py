@@ -13,7 +13,8 @@ from __future__ import annotations
 import concurrent.futures.thread  # noqa: F401 - registers the end of its pools, before ours
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from time import perf_counter as clock
 from typing import Protocol
@@ -22,7 +23,6 @@ import torch
 
 from gemini.optim.rules.report import TailResult
 from gemini.optim.state.deferred_signals import TailSignals
-from gemini.optim.state.space import Block
 from gemini.units import BlockId
 
 from .driver import Step, alone
@@ -116,7 +116,7 @@ class Tail:
     """Tail of a submitted step, from its first block to its end.
 
     agree: the vote of `optim.step.driver.take`, in the tail's thread. agree_in_memory: the vote on
-        updates in memory; None: there is none.
+        updates in memory; None: there is none. where: context in which that thread works.
     behind: the ticket of the tail's end. error: set at the end if the tail failed; all ranks have
         one or none has. is_torn: memory has blocks of two steps.
     """
@@ -128,12 +128,14 @@ class Tail:
         watcher: Watcher,
         signals: TailSignals,
         agree_in_memory: Callable[[BaseException | None], None] | None = None,
+        where: AbstractContextManager[None] | None = None,
     ) -> None:
         self.error: BaseException | None = None
         self.is_torn = False
         self._step = step
         self._agree = agree
         self._agree_in_memory = agree_in_memory or alone
+        self._where = where or nullcontext()
         self._watcher = watcher
         self._signals = signals
         self._before = step.moved()
@@ -155,7 +157,8 @@ class Tail:
     @torch.no_grad()
     def _run(self) -> None:
         try:
-            self._carry_out()
+            with self._where:
+                self._carry_out()
         except BaseException as error:  # raised by whoever settles the tail
             self.error, self.behind.failure = error, str(error)
         traffic, stalled = self._step.moved()
@@ -179,7 +182,7 @@ class Tail:
         self._agree(error)
         error = None
         try:
-            self._step.confirm(self._watch)
+            self._step.confirm(settles=True)
         except BaseException as raised:
             error = raised
             self._watcher.ended()
@@ -187,10 +190,6 @@ class Tail:
         self.is_torn = True
         self._agree_in_memory(error)
         self.is_torn = False
-
-    def _watch(self, blocks: Iterator[Block]) -> None:
-        for block in blocks:
-            self._watcher.updated(block.id)
 
 
 def _end_all() -> None:

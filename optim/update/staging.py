@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from gemini.optim.state.memory import Memory
 from gemini.optim.state.pieces import Planes
+from gemini.tickets import CopyTicket
 
 SETS = 3  # one travels in, one is updated, one travels out
 
@@ -24,22 +26,27 @@ class Reserved:
 
 
 class DeviceStaging:
-    """Buffers for planes of state, for parameters and for gradients, each in turn.
+    """Sets of buffers on a device, in turn: planes of state, parameters and a gradient of a block.
 
-    A tensor that does not fit makes its kind grow, as gradients that were added up in fp32. A user
-    of a buffer must order the copies from it before `count` more buffers are taken.
+    A tensor that does not fit makes its kind grow, as gradients that were added up in fp32.
+
+    waits: the host waits for copies to the device, so that the device never does: a thread updates
+        while the device computes for another. Else the device waits, and the host goes on.
     """
 
     def __init__(self, memory: Memory, reserved: Reserved) -> None:
         self.count = reserved.count  # blocks that may be under way at once
-        self._states = _BufferRing(memory, self.count)
-        self._params = _BufferRing(memory, self.count)
-        self._grads = _BufferRing(memory, self.count)
+        self.waits = False
+        self._states = _Buffers(memory, self.count)
+        self._params = _Buffers(memory, self.count)
+        self._grads = _Buffers(memory, self.count)
         self._memory = memory
         self._host = torch.empty(0)  # pinned, on the way to host memory that is not
         self._states.grow(reserved.state_bytes)
         self._params.grow(reserved.param_bytes)
         self._grads.grow(reserved.grad_bytes)
+        self.turn = 0  # whose buffers are given out
+        self._leaving: list[CopyTicket | None] = [None] * self.count  # from each set
 
     @property
     def nbytes(self) -> int:
@@ -47,11 +54,41 @@ class DeviceStaging:
 
     def begin(self) -> None:
         """Begin a step: blocks get the same buffers as in the step before."""
-        self._params.next = self._grads.next = 0
+        self.turn = 0
 
-    def planes(self, turn: int, like: Planes) -> Planes:
-        """Planes in one set of buffers, shaped as `like`, one after the other; uninitialised."""
-        memory = self._states.buffer(turn, sum(plane.nbytes for plane in like.values()))
+    def end(self) -> None:
+        """Order all copies from it before what the device does next, as its memory is freed."""
+        for _ in range(self.count):
+            self.next()
+
+    def next(self) -> None:
+        """Take the next set, for one block; the copies from it come before its use."""
+        self.turn = (self.turn + 1) % self.count
+        leaving, self._leaving[self.turn] = self._leaving[self.turn], None
+        if leaving is not None:
+            self._arrive(leaving)
+
+    def bring(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
+        """Begin to copy each second tensor to the first, on the device, for what is launched
+        next."""
+        ticket = self._memory.copy_all(pairs)
+        self._arrive(ticket)
+        return ticket
+
+    def take_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
+        """Begin to copy each second tensor, of this set or of the device, to the first."""
+        ticket = self._leaving[self.turn] = self._memory.copy_all(pairs)
+        return ticket
+
+    def _arrive(self, ticket: CopyTicket) -> None:
+        if self.waits:
+            ticket.settle()
+        else:
+            ticket.order()
+
+    def planes(self, like: Planes) -> Planes:
+        """Planes shaped as `like`, one after the other; uninitialised."""
+        memory = self._states.of(self.turn, sum(plane.nbytes for plane in like.values()))
         found, end = {}, 0
         for name, plane in like.items():
             start, end = end, end + plane.nbytes
@@ -60,11 +97,11 @@ class DeviceStaging:
 
     def param(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Buffer [numel] for parameters, uninitialised."""
-        return self._params.take(numel, dtype)
+        return self._params.of(self.turn, numel * dtype.itemsize).view(dtype)
 
     def grad(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Buffer [numel] for a gradient, uninitialised."""
-        return self._grads.take(numel, dtype)
+        return self._grads.of(self.turn, numel * dtype.itemsize).view(dtype)
 
     def host(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Buffer [numel] in host memory, uninitialised; valid until the next call."""
@@ -74,14 +111,13 @@ class DeviceStaging:
         return self._host.view(dtype)[:numel]
 
 
-class _BufferRing:
-    """Ring of `count` buffers of one size, given out in turn."""
+class _Buffers:
+    """`count` buffers of one size."""
 
     def __init__(self, memory: Memory, count: int) -> None:
         self._memory = memory
         self._count = count
         self._buffers: list[Tensor] = []
-        self.next = 0
 
     @property
     def nbytes(self) -> int:
@@ -95,12 +131,7 @@ class _BufferRing:
                 self._memory.allocate(words, torch.float32) for _ in range(self._count)
             ]
 
-    def buffer(self, turn: int, nbytes: int) -> Tensor:
+    def of(self, turn: int, nbytes: int) -> Tensor:
         """Bytes, uint8 [nbytes], of the buffer whose `turn` it is."""
         self.grow(nbytes)
         return self._buffers[turn].view(torch.uint8)[:nbytes]
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        self.grow(numel * dtype.itemsize)
-        self.next = (self.next + 1) % self._count
-        return self._buffers[self.next].view(dtype)[:numel]

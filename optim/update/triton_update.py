@@ -13,7 +13,7 @@ host memory is streamed: it travels to the device, is updated by the same kernel
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -215,55 +215,30 @@ class TritonUpdater:
         )  # fmt: skip
         self.control_vector.changed()
 
-    def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
-        touched = views.touches(block)
-        if touched:
-            state = {name: plane for name, plane in planes.items() if name != WEIGHT}
-            with named("update", "block", block.id):
-                leaving = self._update_from_host(0, block, state, views)
-                leaving += views.leaving(block, planes.get(WEIGHT))
-                self._memory.copy_all(leaving).settle()
-        views.updated(block)
-        return touched
-
-    def update_host(
-        self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
-    ) -> Iterator[tuple[Block, CopyTicket | None]]:
-        """Stream blocks: one travels in while the last one travels out; the host waits for none."""
-        leaving: list[CopyTicket] = []
-        for block, planes in blocks:
-            touched = views.touches(block)
-            if touched:
-                if len(leaving) >= self.staging.count:  # whose memory is taken now
-                    leaving[-self.staging.count].order()
-                turn = len(leaving) % self.staging.count
-                with named("update", "block", block.id):
-                    updated = self._update_from_host(turn, block, planes, views)
-                    leaving.append(self._memory.copy_all(updated))
-            views.updated(block)
-            yield block, leaving[-1] if touched else None
-        for ticket in leaving[-self.staging.count :]:
-            ticket.order()
-
-    def _update_from_host(
-        self, turn: int, block: Block, planes: Planes, views: SteppedViews
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Bring the planes and update them; returns the copies that bring them back."""
-        staged = self.staging.planes(turn, planes)
-        self._memory.copy_all([(staged[name], planes[name]) for name in planes]).order()
-        # Only after the planes have come: views may read the master.
-        key = None if views.borrowed([block]) else self._key(views)
-        tables = self._table(
-            ("staged", block.id, turn), lambda: views.pieces(block, staged),
-            next(iter(staged.values())), self._launch_for, key,
-        )  # fmt: skip
-        self._run(ops.update_now, tables, staged)
-        nbytes = sum(plane.nbytes for plane in planes.values())
+    def update_block(self, block: Block, planes: Planes, views: SteppedViews) -> CopyTicket:
+        state = {name: plane for name, plane in planes.items() if name != WEIGHT}
+        staging = self.staging
+        with named("update", "block", block.id):
+            staging.next()
+            staged = staging.planes(state)
+            staging.bring([(staged[name], state[name]) for name in state])
+            # Only after the planes have come: views may read the master.
+            key = None if views.borrowed([block]) else self._key(views)
+            tables = self._table(
+                ("staged", block.id, staging.turn), lambda: views.pieces(block, staged),
+                next(iter(staged.values())), self._launch_for, key,
+            )  # fmt: skip
+            self._run(ops.update_now, tables, staged)
+            leaving = views.leaving(block, planes.get(WEIGHT))
+            copies = staging.take_back([*((state[name], staged[name]) for name in state), *leaving])
+        views.left(block, copies)
+        nbytes = sum(plane.nbytes for plane in state.values())
         self._moved += Traffic(host_to_device=nbytes, device_to_host=nbytes)
-        return [(planes[name], staged[name]) for name in planes]
+        return copies
 
     def reserve(self, reserved: Reserved) -> None:
         """Reserve staging of these sizes from now on; between steps."""
+        self.staging.end()
         self.staging = DeviceStaging(self._memory, reserved)
         self._tables.clear()  # with addresses of what was there
 
@@ -279,10 +254,22 @@ class TritonUpdater:
         if len(borrowed) < len(slab.blocks):
             self._launch(("resident", slab.blocks[0].id), pieces, slab.tensors, self._key(views))
         for block in borrowed:
+            copies = None
             if views.touches(block):
+                self.staging.next()
                 own = views.pieces(block, slab.planes(block))
                 self._launch(("borrowed", block.id), own, slab.tensors)
-            views.updated(block)
+                copies = self._take_back(block, views)
+            views.put(block, copies)
+
+    def _take_back(self, block: Block, views: SteppedViews) -> CopyTicket | None:
+        """Begin to take borrowed parameters back."""
+        leaving = views.leaving(block, None)
+        if not leaving:
+            return None
+        copies = self.staging.take_back(leaving)
+        views.left(block, copies)
+        return copies
 
     def update(self, pieces: Sequence[Piece], slabs: Planes) -> None:
         """Update pieces on the device, whose state planes are views into `slabs`, by one step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,7 +14,6 @@ from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.pieces import Piece, Planes, Resident, SteppedViews
 from gemini.optim.state.space import Block
 from gemini.ranges import named
-from gemini.tickets import CopyTicket
 
 from . import cpu_update
 from .compiled_update import CompiledUpdate, Mix
@@ -37,26 +36,16 @@ class CpuUpdater:
     def name(self) -> str:
         return "cpu" if self.compiled is None else "cpu-compiled"
 
-    def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
-        pieces = views.pieces(block, planes)
+    def update_block(self, block: Block, planes: Planes, views: SteppedViews) -> None:
         with named("update", "block", block.id):
-            self.update(pieces)
-        views.updated(block)
-        return bool(pieces)
-
-    def update_host(
-        self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
-    ) -> Iterator[tuple[Block, CopyTicket | None]]:
-        for block, planes in blocks:
-            self.update_staged(block, planes, views)
-            yield block, None
+            self.update(views.pieces(block, planes))
 
     def update_resident(self, slab: Resident, views: SteppedViews) -> None:
         self.update(
             [piece for block in slab.blocks for piece in views.pieces(block, slab.planes(block))]
         )
         for block in views.borrowed(slab.blocks):
-            views.updated(block)
+            views.put(block)
 
     def update(self, pieces: Sequence[Piece]) -> None:
         """Update all pieces by one step."""

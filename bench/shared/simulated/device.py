@@ -6,7 +6,6 @@
   host waits for it, and never before. Until then what it fills is NaN.
 * What a copy reads may be neither written nor freed before its ticket says so, and a ticket that is
   dropped before that is an error. Errors that nobody could raise in time come with the next call.
-* Work beside what the device computes runs when its ticket is waited for, or by chance before.
 * Memory is NaN when it is fresh, staging too, and when it was freed: then it is another's at once,
   so nothing may write it. Its bytes count until the device comes behind what reads it.
 * Inside `running`, all that operators make counts as a card's allocator counts it: of forward, loss
@@ -18,18 +17,18 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
+from bench.shared.interpreter import one_kernel_at_a_time
 from gemini.optim.state.memory import Mover, copy_alone
 from gemini.tickets import CopyTicket
 
 from .copies import SeveralTickets, SimCopy, SimTicket, addresses, overlap
 from .operators import Operators, SimMonitor
 from .pages import Place, SimPages, poison
-from .works import SimWork, SimWorks
 
 
 class SimBackend:
@@ -45,11 +44,11 @@ class SimBackend:
 
     def __init__(self, seed: int = 0, updates_by_triton: bool = False) -> None:
         self.updates_by_triton = updates_by_triton
+        if updates_by_triton:
+            one_kernel_at_a_time()
         self._random = random.Random(seed)
         self.pages = SimPages()
         self._copies: list[SimCopy] = []  # that have an end which is not free yet
-        self._works = SimWorks()
-        self.runs_by_chance = True  # work beside the device; else as late as it may
         self._lock = threading.RLock()  # copies may be waited for by several threads
         self._num_lost = 0
         self.work = 0  # that the device was given
@@ -196,9 +195,9 @@ class SimBackend:
                 late.deliver() if self.updates_by_triton else late.end()
         return copy
 
-    def run_on_side_stream(self, works: Sequence[Callable[[], None]]) -> list[SimWork]:
-        """See `optim.state.memory.Memory`."""
-        return self._works.add(works)
+    def here(self) -> AbstractContextManager[None]:
+        """See `optim.state.memory.Memory`: what any thread launches comes in order of time."""
+        return nullcontext()
 
     @contextmanager
     def after_copies(self) -> Iterator[None]:
@@ -236,8 +235,6 @@ class SimBackend:
     # -- inside --
 
     def _check_tickets(self) -> None:
-        if self._works.may_run and self.runs_by_chance and self._random.random() < 0.1:
-            self._works.run_next()
         if self._num_lost:
             lost, self._num_lost = self._num_lost, 0
             raise AssertionError(f"nobody waits for {lost} copies: their tickets were dropped")

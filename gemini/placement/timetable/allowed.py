@@ -25,7 +25,6 @@ class OverlapFacts:
 
     state_homes: frozenset[Tier]
     has_files: bool  # some parameters or gradients live on NVMe
-    has_host_tier: bool  # the device has memory of its own
     has_buffers: bool  # for blocks that are updated after their step
     has_room: bool  # on the device, for gradients that live into the next forward
     # of a run: a plan knows none of these
@@ -39,10 +38,6 @@ class OverlapFacts:
 Rule = tuple[str, Callable[[OverlapFacts], bool]]
 RULES: tuple[Rule, ...] = (
     ("all state is on the device", lambda f: f.state_homes <= {Tier.DEVICE}),
-    ("the device has memory of its own, and parameters or gradients are on NVMe",
-     lambda f: f.has_host_tier and f.has_files),
-    ("the device has memory of its own, and state is only on NVMe",
-     lambda f: f.has_host_tier and Tier.HOST not in f.state_homes),
     (NO_BUFFERS, lambda f: f.has_files and not f.has_buffers),
     (NO_ROOM, lambda f: not f.has_room),
     # what is kept gathered over ranks would be gathered again by the step itself
@@ -85,7 +80,6 @@ def facts_of(
     return OverlapFacts(
         state_homes=frozenset(home for shard in plan.shards for home in shard.state_homes),
         has_files=any(Tier.NVME in (shard.param_home, shard.grad_home) for shard in plan.shards),
-        has_host_tier=plan.has_host_tier,
         has_buffers=has_buffers,
         has_room=has_room,
     )
@@ -95,13 +89,11 @@ def kept_for_updates(
     plan: Plan, calls: Sequence[Sequence[ChunkId] | None], backward: int
 ) -> list[int]:
     """Bytes on the device, at every moment of forward, of gradients that updates may still need:
-    until a call uses their chunk, and so waits for its update. Where the device has memory of its
-    own, only chunks with state in host memory count; else all, as a thread updates them."""
+    until a call uses their chunk, and so waits for its update."""
     waiting = {
         shard.chunk: plan.chunks[shard.chunk].shard_bytes
         for shard in plan.shards
         if shard.grad_home is Tier.DEVICE
-        and (Tier.HOST in shard.state_homes or not plan.has_host_tier)
     }
     kept: list[int] = []
     for moment in range(backward):
@@ -111,8 +103,7 @@ def kept_for_updates(
     return kept
 
 
-def buffers_ahead(update: str, *, has_masters: bool, has_host_tier: bool, has_budgets: bool) -> int:
+def buffers_ahead(update: str, *, has_masters: bool, has_budgets: bool) -> int:
     """Number of buffers for blocks that are updated after their step: a tail needs them where
     parameters or gradients are in files, as a budget may put them."""
-    in_thread = update == TAIL and has_masters and not has_host_tier
-    return BUFFERS_AHEAD if in_thread and has_budgets else 0
+    return BUFFERS_AHEAD if update == TAIL and has_masters and has_budgets else 0

@@ -246,8 +246,6 @@ class StepClock:
         self._is_asked = True
         if not self._has_tail:
             yield self._has_settled
-        elif flow.spans and self._plan.has_host_tier and self._shares:  # no thread: streams
-            yield lambda: not flow.in_step
 
     def _has_settled(self) -> bool:
         return not self._is_asked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from gemini.optim.state.deferred_signals import DeferredSignals
-from gemini.optim.state.memory import Memory
+from gemini.optim.update.staging import DeviceStaging
 from gemini.tickets import CopyTicket, Ticket
 from gemini.units import ChunkId
 
 from .backend import Backend
 from .files.blocks import FileBlocks, Flat, Staged
 from .files.tensor_files import FileConfig, TensorFiles
-
-Giver = Callable[[int, torch.dtype], Tensor]  # of device memory [n]
 
 
 class GradientHome(Protocol):
@@ -45,8 +43,8 @@ class GradientBlock(Protocol):
         """[n], for the host to read."""
         ...
 
-    def bring(self, memory: Memory, into: Giver) -> Tensor:
-        """[n] on the device, for what is launched next, in memory that `into` gives."""
+    def bring(self, staging: DeviceStaging) -> Tensor:
+        """[n] on the device, for what is launched next."""
         ...
 
     def give(self) -> None: ...
@@ -109,8 +107,8 @@ class FileBlock:
     def wait(self) -> Tensor:
         return self._staged.wait()
 
-    def bring(self, memory: Memory, into: Giver) -> Tensor:
-        there, self._copy = _bring(memory, into, self._staged.wait())
+    def bring(self, staging: DeviceStaging) -> Tensor:
+        there, self._copy = _bring(staging, self._staged.wait())
         return there
 
     def give(self) -> None:
@@ -216,15 +214,13 @@ class _HostBlock:
         self._arrival.settle()
         return self._values
 
-    def bring(self, memory: Memory, into: Giver) -> Tensor:
-        return _bring(memory, into, self._values)[0]
+    def bring(self, staging: DeviceStaging) -> Tensor:
+        return _bring(staging, self._values)[0]
 
     def give(self) -> None:
         """Do nothing: the block stays until the next gradient, which is copied after this step."""
 
 
-def _bring(memory: Memory, into: Giver, values: Tensor) -> tuple[Tensor, CopyTicket]:
-    there = into(values.numel(), values.dtype)
-    ticket = memory.copy(there, values)
-    ticket.order()
-    return there, ticket
+def _bring(staging: DeviceStaging, values: Tensor) -> tuple[Tensor, CopyTicket]:
+    there = staging.grad(values.numel(), values.dtype)
+    return there, staging.bring([(there, values)])

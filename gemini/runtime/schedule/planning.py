@@ -564,7 +564,7 @@ def begin_planning(
     has_master = master_weights and any(chunk.dtype != "float32" for chunk in layout.chunks)
     with_originals = wider_chunks(layout, itemsizes) if master_weights else frozenset()
     num_ahead = buffers_ahead(
-        update, has_masters=has_master, has_host_tier=backend.has_host_tier,
+        update, has_masters=has_master,
         has_budgets=has_budgets(policy),
     )  # fmt: skip
     may_split = frozenset(c.id for c in layout.chunks if c.dtype == WEIGHT_DTYPE)

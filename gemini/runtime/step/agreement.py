@@ -9,7 +9,7 @@ import torch
 
 from gemini.optim.rules.report import Outcome, StepReport, Traffic
 from gemini.optim.state.deferred_signals import DeferredSignals
-from gemini.optim.step.driver import InMemory, Step, at_once, take
+from gemini.optim.step.driver import Step, take
 from gemini.optim.step.executor import Executor
 from gemini.runtime.comm.ballot import Agreement, Ballot
 from gemini.runtime.comm.communicator import Communicator
@@ -113,7 +113,6 @@ def _told_by_others(said: Sequence[str | None], error: BaseException | None) -> 
 def carry_out(
     steps: Sequence[AgreedStep],
     agree: Callable[[BaseException | None], None],
-    in_memory: InMemory = at_once,
 ) -> StepReport:
     """Carry out the steps of all these targets, or none of them; see `optim.step.driver.take`."""
     for step in steps:
@@ -124,7 +123,7 @@ def carry_out(
             for step in steps:
                 step.parts.ledger.note()
             try:
-                report = take([step.step for step in steps], signals, agree, in_memory)
+                report = take([step.step for step in steps], signals, agree)
             except BaseException:
                 for step in steps:
                     step.executor.undo()

@@ -4,8 +4,8 @@
               waits until it is updated (`gemini.runtime.schedule.updating`)
     settle    wait for the end; where a disk failed, undo the step and raise the error
 
-Where a device's kernels update, what is in memory is given to a side stream of the device
-(`optim.step.side_stream`); else a thread updates everything (`optim.step.tail`).
+A thread updates everything (`optim.step.tail`). What it launches on a device comes in the order of
+what the thread that trains launches: a chunk whose update is launched may be read.
 
 In the tail all ranks vote, in a process group of its own, on whether every disk did its part. Until
 then nothing counts on any rank. A rank whose disk failed goes on to the vote, so that none hangs.
@@ -14,17 +14,15 @@ then nothing counts on any rank. A rank whose disk failed goes on to the vote, s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from gemini.chunk.storage import Chunk
 from gemini.optim.rules.report import TailResult
 from gemini.optim.state.deferred_signals import DeferredSignals, TailSignals
-from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.step.driver import Step
-from gemini.optim.step.side_stream import SideStreamUpdates
 from gemini.optim.step.tail import Ended, Gate, Tail
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import TAIL
@@ -58,7 +56,6 @@ class StepTail:
         self._signals: TailSignals | None = (
             None  # deferred, or whose handlers the main thread is to put back
         )
-        self.side_stream: SideStreamUpdates | None = None  # where kernels update
 
     @property
     def applies(self) -> bool:
@@ -88,7 +85,7 @@ class StepTail:
         vote, in_memory = Vote(parts.tail_communicator, raise_failures), None
         if parts.plan.blocks_on(Tier.HOST):
             in_memory = Vote(parts.tail_communicator, raise_what_tore)
-        tail = Tail(step, vote, gates, signals, in_memory)
+        tail = Tail(step, vote, gates, signals, in_memory, parts.backend.here())
 
         self._under_way = _UnderWay(tail, step, tiered_state, taken, forget)
         self._signals = signals
@@ -99,30 +96,10 @@ class StepTail:
         tail.start()
         return tail.behind
 
-    def begin_on_side_stream(
-        self,
-        step: Step,
-        views: ShardViews,
-        tiered_state: TieredState,
-        chunks: Sequence[Chunk],
-        updates: Iterator[Block],
-    ) -> None:
-        """Queue the updates of blocks in memory on the side stream; arguments as of `begin`."""
-        parts = self._parts
-        # After `step()` the loop may drop gradients, whose memory the computing stream would reuse.
-        views.hold()
-        self.side_stream = SideStreamUpdates(
-            parts.backend, tiered_state.in_memory, updates, views, lambda: step.moved()[0]
-        )
-        of_shard = self.side_stream.of_shard
-        tickets = {chunks[i].spec.id: ticket for i, ticket in of_shard.items()}
-        parts.updating.begin(tickets, self.side_stream.work)
-        parts.ledger.hold(lambda: views.kept_bytes)
-
     @property
     def goes_on(self) -> bool:
         """Whether a tail was begun that nobody has settled."""
-        return self._under_way is not None or self.side_stream is not None
+        return self._under_way is not None
 
     def settle(self) -> None:
         """Wait until the last step counts. Raises the error of a step that failed, once undone.
@@ -134,9 +111,6 @@ class StepTail:
             self._settle_held()
 
     def _settle_held(self) -> None:
-        if self.side_stream is not None:
-            self.side_stream.order()
-            self._ended()
         under_way = self._under_way
         if under_way is None:
             self._put_signals_back()
@@ -164,9 +138,6 @@ class StepTail:
     def end(self) -> None:
         """Wait for the tail and ignore its error: the state that it works on is about to go."""
         with self._parts.lock:
-            if self.side_stream is not None:
-                self.side_stream.order()
-                self._ended()
             under_way = self._under_way
             if under_way is not None:
                 under_way.tail.behind.wait()
@@ -179,7 +150,7 @@ class StepTail:
             self._signals = None
 
     def _ended(self) -> None:
-        self._under_way = self.side_stream = None
+        self._under_way = None
         was_asked(id(self))
         self._parts.updating.end()
         self._parts.storage.step_has_ended()

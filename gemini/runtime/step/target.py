@@ -28,7 +28,7 @@ from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome, Skips, StepReport, Traffic
 from gemini.optim.rules.rule import NormRule, UpdateRule
 from gemini.optim.state.deferred_signals import TailSignals
-from gemini.optim.step.driver import InMemory, Step, at_once
+from gemini.optim.step.driver import Step, alone
 from gemini.optim.step.executor import AnyUpdater, Executor
 from gemini.optim.step.triton_step import TritonStep
 from gemini.optim.target import AmpInputs, Group, Target
@@ -146,37 +146,25 @@ class ShardTarget(SavedShards):
             return self.skipped(f"{self._names[param]} on rank {rank}")
         step = self.agreed_step(hypers, pending.clip, agreement)
         agree = partial(raise_what_any_rank_raised, self._parts, uses_disk=self._uses_disk)
-        if step.views.files is not None:  # asked once: see `_views`
-            return self._begin_tail(step, agree)
-        return self._with_tail(carry_out([step], agree, self._in_memory(step.step, step.views)))
-
-    def _in_memory(self, step: Step, views: ShardViews) -> InMemory:
-        """Choose what updates blocks in memory: this call, or the device on its side stream."""
-        if not (self._tail.applies and isinstance(self._executor, TritonStep)):
-            return at_once
-        return partial(
-            self._tail.begin_on_side_stream, step, views, self._tiered_state, self._chunks
-        )
-
-    def _with_tail(self, report: StepReport) -> StepReport:
-        """Report with the work of the side stream, whose traffic is not counted to the call."""
-        side_stream = self._tail.side_stream
-        if side_stream is None:
-            return report
-        behind = side_stream.work
-        return replace(report, traffic=report.traffic - behind.traffic, behind=behind)
+        if step.views.files is None:  # asked once: see `_views`
+            return carry_out([step], agree)
+        report = self._begin_tail(step.step, step.views, step.taken, agree)
+        return replace(report, outcome=Done(step.outcome))
 
     def _begin_tail(
-        self, agreed: AgreedStep, agree: Callable[[BaseException | None], None]
+        self,
+        step: Step,
+        views: ShardViews,
+        taken: Sequence[ParamId],
+        agree: Callable[[BaseException | None], None],
     ) -> StepReport:
         """Carry a step out after this call, which returns when no budget and no rank is against it.
 
         The host's counts are raised now, and taken back where the tail fails.
         """
-        parts, step = self._parts, agreed.step
+        parts = self._parts
         parts.manager.release_for_step()
         parts.ledger.note()
-        agreed.views.hold()
         # Until the tail has ended a signal would leave the step half done, so it waits.
         signals = TailSignals()
         signals.hold()
@@ -194,14 +182,15 @@ class ShardTarget(SavedShards):
             signals.put_back()
             raise
         forget = self._counted()
-        self.count(agreed.taken)
-        parts.control_vector.stepped(overflow=False)
+        self.count(taken)
+        if self._executor.counts_on_host:  # else the prologue did
+            parts.control_vector.stepped(overflow=False)
         behind = self._tail.begin(
-            step, agreed.views, self._tiered_state, self._chunks, agreed.taken, signals, forget
+            step, views, self._tiered_state, self._chunks, taken, signals, forget
         )
         after_step(parts)
         return StepReport(
-            Done(agreed.outcome),
+            self._executor.outcome(),
             self.gathered_since(),
             nvme_written_total=step.written_total,
             update_path=step.updater.name,
@@ -218,6 +207,7 @@ class ShardTarget(SavedShards):
             self._num_steps = number
             for tensor, value in zip(now, before, strict=True):
                 tensor.copy_(value)
+            self._executor.undo()  # what its prologue has counted
 
         return put_back
 
@@ -302,13 +292,14 @@ class ShardTarget(SavedShards):
             self._views(self._hyper_by_param(hypers, taken)),
         )
         step = self._new_step(updater, views)
+        if views.files is not None:
+            return self._begin_tail(step, views, taken, alone)
         before, _ = step.moved()
-        step.confirm(self._in_memory(step, views))
+        step.confirm()
         self.count(taken)
         after_step(parts)
         traffic = step.moved()[0] - before + self.gathered_since()
-        report = StepReport(executor.outcome(), traffic, update_path=updater.name)
-        return self._with_tail(report)
+        return StepReport(executor.outcome(), traffic, update_path=updater.name)
 
     def _hyper_by_param(self, hypers: Sequence[Any], taken: Sequence[ParamId]) -> Sequence[Any]:
         """Hyperparameters by parameter; None for one that the step leaves alone."""
@@ -324,14 +315,16 @@ class ShardTarget(SavedShards):
         The choice is made once, here, as the plan's may change during the step. With the files of
         the thread that trains, a tail would wait for reads that wait for the tail.
         """
-        has_thread = self._tail.applies and not isinstance(self._executor, TritonStep)
+        has_thread, staging = self._tail.applies, self._executor.staging
+        if staging is not None:
+            staging.waits = has_thread
         return ShardViews(
             self._chunks,
             by_param,
             self._executor.next_steps(),
             self._parts.storage,
             self._parts.backend,
-            staging=self._executor.staging,
+            staging=staging,
             merges=self._executor.merges_parameters,
             files=UpdateFiles(self._parts.storage) if has_thread else None,
         )

@@ -21,7 +21,7 @@ class UpdateFiles:
     """
 
     def __init__(self, storage: ShardStorage) -> None:
-        self._gradients = storage.gradient_files
+        self._gradients, self._pin = storage.gradient_files, storage.config.pin
         self._blocks: dict[TensorFiles, FileBlocks] = {}
         self.params = None if storage.params is None else self._of(storage.params)
 
@@ -49,5 +49,5 @@ class UpdateFiles:
 
     def _of(self, files: TensorFiles) -> FileBlocks:
         if files not in self._blocks:
-            self._blocks[files] = files.with_own_staging(BUFFERS_AHEAD)
+            self._blocks[files] = files.with_own_staging(BUFFERS_AHEAD, self._pin)
         return self._blocks[files]

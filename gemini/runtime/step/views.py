@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +29,6 @@ from gemini.tickets import CopyTicket
 from gemini.units import BlockId, ChunkId, align_up
 
 _NO_STATE = (MASTER, REMAINDER, WEIGHT)  # of the rule
-BLOCKS_LEAVING = 2  # parameters of so many may be on their way to host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +48,26 @@ class _PieceRange:
 
 @dataclass(slots=True)
 class _Loan:
-    """Copies that a block's update works on, to be returned; see `ShardViews.updated`."""
+    """Copies that a block's update works on, until `ShardViews.put`."""
 
     grad: GradientBlock | None = None
     param: Tensor | None = None  # [n] where the update runs
     staged: Staged | None = None  # of the file to which `param` goes
     coming: CopyTicket | None = None  # of `param` from there, where the update runs elsewhere
     weight: Tensor | None = None  # [n] in host memory, which goes to disk with the state
-    chunk: Chunk | None = None  # to whose shard in host memory it goes
 
 
 @dataclass(slots=True)
-class KeptGradient:
-    """Shard and gradient that a step in the background still reads."""
+class _Shard:
+    """What a step reads of a shard, also where the loop drops its gradient meanwhile."""
 
-    shard: Tensor | None  # [S] where it lives, if that is memory
+    memory: Tensor | None  # [S] where it lives, if that is memory
     grad: Tensor | None  # [S] on the device
-    offloaded: torch.dtype | None = None  # of the gradient, if it waits elsewhere
+    offloaded: torch.dtype | None  # of the gradient, if it waits elsewhere
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.grad is not None or self.offloaded is not None
 
 
 class ShardViews:
@@ -91,7 +92,8 @@ class ShardViews:
         """`hyper[param]` is None where the step leaves a parameter alone; `steps` count from 1.
 
         staging: of the device whose kernels update, as they reach no host memory; None: the host
-        updates. files: of the thread that updates, if it is not the one that trains.
+        updates. files: of the thread that updates, if it is not the one that trains; the step goes
+        on there when `step()` has returned, and the loop may drop gradients.
         """
         self._chunks = chunks
         self._hyper = hyper
@@ -101,42 +103,35 @@ class ShardViews:
         self._staging = staging
         self._merges = merges
         self.files = files
+        self._shards = [
+            _Shard(
+                None if chunk.files is not None else chunk.shard_memory,
+                chunk.grad,
+                chunk.gradient.offloaded_dtype,
+            )
+            for chunk in chunks
+        ]
         self._coming: list[Block] = []  # whose gradients are to be read, the next one last
         self._read: set[BlockId] = set()  # of these, blocks that did not wait for their turn
         self._ahead: dict[BlockId, GradientBlock] = {}
         self._loans: dict[BlockId, _Loan] = {}
-        self._leaving: deque[CopyTicket] = deque()  # parameters on their way to host memory
         self._signature: object | None = None
         self._left: set[BlockId] = set()  # whose new weights have left with their state
         self._saving: tuple[CopyTicket, Tensor, Tensor] | None = None  # to here, by way of there
-        self._kept_grads: list[KeptGradient] = []  # by shard; see `hold`
         self._borrowing = {
             shard
             for shard, chunk in enumerate(chunks)
             if staging is not None and not _is_here(chunk)
         }
 
-    def hold(self) -> None:
-        """Keep the present gradients, and ask no chunk any more.
-
-        The step goes on after `step()` has returned, when the loop may drop gradients.
-        """
-        self.signature()
-        self._kept_grads = [self._kept(chunk) for chunk in self._chunks]
-
-    @staticmethod
-    def _kept(chunk: Chunk) -> KeptGradient:
-        here = None if chunk.files is not None else chunk.shard_memory
-        return KeptGradient(here, chunk.grad, chunk.gradient.offloaded_dtype)
-
     def let_go(self, shard: int) -> None:
-        """Drop the kept gradient of this shard: all of its blocks are updated."""
-        self._kept_grads[shard].grad = self._kept_grads[shard].offloaded = None
+        """Drop the gradient of this shard: all of its blocks are updated."""
+        self._shards[shard].grad = self._shards[shard].offloaded = None
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of gradients that the loop has dropped and updates still read."""
-        pairs = zip(self._kept_grads, self._chunks, strict=False)
+        pairs = zip(self._shards, self._chunks, strict=True)
         dropped = (kept.grad for kept, chunk in pairs if kept.grad is not chunk.grad)
         return sum(grad.nbytes for grad in dropped if grad is not None)
 
@@ -144,15 +139,17 @@ class ShardViews:
         self._coming = [  # what no gradient updates never has a turn, and its shard may be let go
             block
             for block in reversed(blocks)
-            if self._offloaded(block.shard) is not None and self.touches(block)
+            if self._shards[block.shard].offloaded is not None and self.touches(block)
         ]
         self._read.clear()
         self._read_ahead()
 
     def touches(self, block: Block) -> bool:
-        return self._has_gradient(block) and any(
-            self._hyper[part.param] is not None for part in block.segments
-        )
+        if self._shards[block.shard].has_gradient:
+            for part in block.segments:
+                if self._hyper[part.param] is not None:
+                    return True
+        return False
 
     def borrowed(self, blocks: Sequence[Block]) -> Sequence[Block]:
         borrowing = self._borrowing
@@ -162,11 +159,9 @@ class ShardViews:
         """Addresses of shards and gradients, and which parameters are updated."""
         if self._signature is None:
             places = []
-            for chunk in self._chunks:
-                grad = chunk.gradient.shard
-                known = None if grad is None else (grad.data_ptr(), grad.dtype)
-                shard = None if chunk.files is not None else chunk.shard_memory.data_ptr()
-                places.append((known, shard))
+            for kept in self._shards:
+                grad = None if kept.grad is None else (kept.grad.data_ptr(), kept.grad.dtype)
+                places.append((grad, None if kept.memory is None else kept.memory.data_ptr()))
             self._signature = places, [hyper is None for hyper in self._hyper]
         return self._signature
 
@@ -178,7 +173,7 @@ class ShardViews:
         param: Tensor | None = None,
         grad: Tensor | None = None,
     ) -> list[Piece]:
-        runs = self._runs(block) if self._has_gradient(block) else []
+        runs = self._runs(block) if self._shards[block.shard].has_gradient else []
         if not runs:
             return []
         state = tuple([plane for name, plane in planes.items() if name not in _NO_STATE])
@@ -222,8 +217,12 @@ class ShardViews:
             loan.grad.give()
             loan.grad = None
 
-    def updated(self, block: Block) -> None:
-        """Return the block's loans; its new parameters go to their home."""
+    def left(self, block: Block, copies: CopyTicket) -> None:
+        loan = self._loans.get(block.id)
+        if loan is not None and loan.param is not None and loan.staged is None:
+            self._chunks[block.shard].is_copied(copies)
+
+    def put(self, block: Block, copies: CopyTicket | None = None) -> None:
         self._end_save()
         loan = self._loans.pop(block.id, None)
         ahead = self._ahead.pop(block.id, None)
@@ -233,13 +232,9 @@ class ShardViews:
             return
         if loan.grad is not None:
             loan.grad.give()
-        if loan.param is None:
-            return
-        if loan.chunk is not None:
-            self._return(loan.chunk, block, loan.param)
         if loan.staged is not None:
-            if loan.param is not loan.staged.values:
-                self._memory.copy(loan.staged.values, loan.param).wait()
+            if copies is not None:
+                copies.settle()
             if loan.weight is not None:
                 copy_alone(loan.weight, loan.staged.values)
             self._write_param(block, loan.staged)
@@ -256,19 +251,6 @@ class ShardViews:
         else:
             self._param_files.write_block(*self._place(block), staged)
 
-    def _return(self, chunk: Chunk, block: Block, param: Tensor) -> None:
-        """Begin to copy parameters to the shard in host memory, `BLOCKS_LEAVING` at once."""
-        shard = self._part_of(self._memory_of(block.shard), block)
-        ticket = self._memory.copy(shard, param)
-        chunk.is_copied(ticket)
-        self._leaving.append(ticket)
-        if len(self._leaving) > BLOCKS_LEAVING:
-            self._leaving.popleft().order()
-
-    def end(self) -> None:
-        while self._leaving:
-            self._leaving.popleft().order()
-
     def abandon(self) -> None:
         """Return all loans of a step that failed."""
         for ahead in self._ahead.values():
@@ -283,7 +265,6 @@ class ShardViews:
         self._ahead.clear()
         self._loans.clear()
         self._coming.clear()
-        self.end()
 
     def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
         chunk = self._chunks[block.shard]
@@ -295,9 +276,9 @@ class ShardViews:
         if self._staging is None or chunk.shard_on_host:
             copy_alone(into, self._shard_of(block))
             return True
-        self._end_save()  # of a block that waits for others of its matrix
+        self._end_save()  # of the block before, which may be on its way still
         through = into if into.is_pinned() else self._staging.host(block.numel, chunk.dtype)
-        ticket = self._memory.copy(through, self._part_of(self._memory_of(block.shard), block))
+        ticket = self._memory.copy(through, self._part_of(block))
         ticket.order()
         self._saving = ticket, into, through
         return True
@@ -314,13 +295,18 @@ class ShardViews:
 
     def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
         loan = self._loans.get(block.id)
-        if loan is not None and loan.staged is not None and loan.param is not None:
-            updated, loan.param, loan.weight = loan.param, loan.staged.values, weight
-            return [(loan.staged.values, updated)]
+        param = None if loan is None else loan.param
+        if loan is not None and loan.staged is not None:
+            assert param is not None
+            loan.weight = weight
+            return [(loan.staged.values, param)]
+        here = self._part_of(block)
+        if param is not None:
+            return [(here, param)]
         if weight is None or self._chunks[block.shard].shard_on_host:
             return ()
         self._left.add(block.id)
-        return [(weight, self._part_of(self._memory_of(block.shard), block))]
+        return [(weight, here)]
 
     def restore(self, block: Block, planes: Planes) -> None:
         self._end_save()
@@ -332,56 +318,45 @@ class ShardViews:
 
     def _param_of(self, block: Block, planes: Planes) -> Tensor:
         """Parameters [n] of the block where the update runs, or memory for their new values."""
-        chunk = self._chunks[block.shard]
-        staging = self._staging
+        chunk, staging = self._chunks[block.shard], self._staging
         if chunk.files is None and not (staging is not None and chunk.shard_on_host):
-            return self._part_of(self._memory_of(block.shard), block)
-        loan = self._loan(block)
+            return self._part_of(block)
+        loan, master = self._loan(block), planes.get(MASTER)
         if chunk.files is None:
-            assert staging is not None
-            loan.chunk = chunk
-            if MASTER in planes:
-                loan.param = staging.param(block.numel, chunk.dtype)
-                loan.param.copy_(planes[MASTER])  # gaps, and what this step leaves alone
-            else:
-                loan.param, ticket = self._bring(self._part_of(self._memory_of(block.shard), block))
-                chunk.is_copied(ticket)
-            return loan.param
-        files, loan.weight = self._param_files, planes.get(WEIGHT)
-        self.end()  # a buffer of the device that it takes may be one that is still on its way out
-        if MASTER in planes:
-            loan.staged = files.block_to_fill(*self._place(block))
-            loan.param = loan.staged.values
-            if staging is not None:
-                loan.param = staging.param(block.numel, chunk.dtype)
-            loan.param.copy_(planes[MASTER])
-            return loan.param
-        loan.staged = files.read_block(*self._place(block))
-        loan.param = loan.staged.wait()
-        if staging is not None:
-            loan.param, loan.coming = self._bring(loan.param)
+            there = self._part_of(block)
+        else:
+            files, loan.weight = self._param_files, planes.get(WEIGHT)
+            begin = files.read_block if master is None else files.block_to_fill
+            loan.staged = begin(*self._place(block))
+            there = loan.staged.wait()
+        if staging is None:
+            loan.param = there
+        elif master is not None:
+            loan.param = staging.param(block.numel, chunk.dtype)
+        else:
+            loan.param, loan.coming = self._bring(there)
+            chunk.is_copied(loan.coming)
+        if master is not None:
+            loan.param.copy_(master)  # gaps, and what this step leaves alone
         return loan.param
 
     def _grad_of(self, block: Block) -> Tensor:
-        gradient = self._chunks[block.shard].gradient
-        here = self._kept_grads[block.shard].grad if self._kept_grads else gradient.shard
+        here = self._shards[block.shard].grad
         if here is not None:
-            return self._part_of(here, block)
+            return here[block.shard_offset : block.shard_offset + block.numel]
         loan = self._loan(block)
         loan.grad = self._ahead.pop(block.id, None) or self._begin_grad(block)
         self._read.add(block.id)
         staging = self._staging
-        values = loan.grad.bring(self._memory, staging.grad) if staging else loan.grad.wait()
+        values = loan.grad.bring(staging) if staging is not None else loan.grad.wait()
         self._read_ahead()
         return values
 
     def _bring(self, values: Tensor) -> tuple[Tensor, CopyTicket]:
-        """Copy values to the device, ordered before what is launched next."""
+        """Copy values to the device, for what is launched next."""
         assert self._staging is not None
         there = self._staging.param(values.numel(), values.dtype)
-        ticket = self._memory.copy(there, values)
-        ticket.order()
-        return there, ticket
+        return there, self._staging.bring([(there, values)])
 
     def _read_ahead(self) -> None:
         while self._coming:
@@ -391,7 +366,7 @@ class ShardViews:
             shard = self._coming[-1].shard
             if len(self._ahead) >= self._storage.config.depth:
                 return
-            dtype = self._offloaded(shard)
+            dtype = self._shards[shard].offloaded
             assert dtype is not None
             if not self._can_read_ahead(self._coming[-1], dtype):
                 return
@@ -405,7 +380,7 @@ class ShardViews:
         return home.can_read_ahead(dtype)
 
     def _begin_grad(self, block: Block) -> GradientBlock:
-        dtype = self._offloaded(block.shard)
+        dtype = self._shards[block.shard].offloaded
         assert dtype is not None
         home = self._home_of(self._chunks[block.shard].gradient)
         if self.files is not None and isinstance(home, GradientFiles):
@@ -425,34 +400,16 @@ class ShardViews:
         index = block.shard_offset // self._storage.config.block_numel
         return self._chunks[block.shard].spec.id, index
 
-    def _has_gradient(self, block: Block) -> bool:
-        if self._kept_grads:
-            kept = self._kept_grads[block.shard]
-            return kept.grad is not None or kept.offloaded is not None
-        return self._chunks[block.shard].gradient.exists
-
-    def _offloaded(self, shard: int) -> torch.dtype | None:
-        """dtype of a gradient that is not on the device; None for others."""
-        if self._kept_grads:
-            return self._kept_grads[shard].offloaded
-        return self._chunks[shard].gradient.offloaded_dtype
-
-    def _memory_of(self, shard: int) -> Tensor:
-        """Memory [S] of a shard that lives in memory."""
-        if not self._kept_grads:
-            return self._chunks[shard].shard_memory
-        memory = self._kept_grads[shard].shard
+    def _part_of(self, block: Block) -> Tensor:
+        """[n] of a shard that lives in memory."""
+        memory = self._shards[block.shard].memory
         assert memory is not None
-        return memory
+        return memory[block.shard_offset : block.shard_offset + block.numel]
 
     def _shard_of(self, block: Block) -> Tensor:
-        if self._kept_grads:
-            return self._part_of(self._memory_of(block.shard), block)
-        return self._part_of(self._chunks[block.shard].shard, block)
-
-    @staticmethod
-    def _part_of(shard: Tensor, block: Block) -> Tensor:
-        return shard[block.shard_offset : block.shard_offset + block.numel]
+        """[n] of it, for the host to read and write."""
+        self._chunks[block.shard].settle_copies()
+        return self._part_of(block)
 
 
 def _is_here(chunk: Chunk) -> bool:

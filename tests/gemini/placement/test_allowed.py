@@ -12,19 +12,16 @@ from gemini.placement.timetable.updates import RETIRED, SERIAL, TAIL, UPDATES, c
 ON_DISK = OverlapFacts(
     state_homes=frozenset({Tier.NVME}),
     has_files=False,
-    has_host_tier=False,
     has_buffers=True,
     has_room=True,
 )
-ON_HOST = replace(ON_DISK, state_homes=frozenset({Tier.HOST, Tier.NVME}), has_host_tier=True)
+ON_HOST = replace(ON_DISK, state_homes=frozenset({Tier.HOST, Tier.NVME}))
 IN_FILES = replace(ON_DISK, has_files=True)
 
 # facts, and a word of the reason against a tail
 CASES = [
     (replace(ON_DISK, state_homes=frozenset({Tier.DEVICE})), "all state is on the device"),
     (replace(ON_DISK, state_homes=frozenset()), "all state is on the device"),
-    (replace(ON_HOST, has_files=True), "parameters or gradients are on NVMe"),
-    (replace(ON_HOST, state_homes=frozenset({Tier.NVME})), "state is only on NVMe"),
     (replace(IN_FILES, has_buffers=False), "no room for blocks"),
     (replace(ON_DISK, has_room=False), "live into a forward"),
     (replace(ON_DISK, is_gathered=True), "kept gathered"),
@@ -42,7 +39,16 @@ def test_a_rule_against_a_tail_leaves_a_serial_step(facts, words):
     assert allowed(TAIL, facts) == allowed(SERIAL, facts) == SERIAL
 
 
-@pytest.mark.parametrize("facts", [ON_DISK, ON_HOST, IN_FILES, replace(ON_DISK, has_buffers=False)])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        ON_DISK,
+        ON_HOST,
+        IN_FILES,
+        replace(ON_HOST, has_files=True),
+        replace(ON_DISK, has_buffers=False),
+    ],
+)
 def test_without_a_rule_an_update_is_as_it_was_asked_for(facts):
     assert [allowed(update, facts) for update in UPDATES] == list(UPDATES)
 

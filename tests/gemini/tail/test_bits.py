@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bench.shared.models import Tower, token_loss
-from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, trace
 from gemini.placement.timetable.allowed import NO_BUFFERS
 from gemini.placement.timetable.updates import priced_in_words, said
@@ -144,7 +143,6 @@ def test_a_view_that_is_read_behind_a_step_is_that_of_the_step():
 SERIAL = {
     "all state is on the device": lambda: {"fraction": 0.0},
     NO_BUFFERS: lambda: {"fraction": 0.0, "placement_policy": AutoPlacement("130KiB")},
-    "the device has memory of its own, and state is only on NVMe": lambda: {"device": SimBackend()},
 }
 
 

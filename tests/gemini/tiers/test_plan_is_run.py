@@ -132,13 +132,9 @@ def check(model, optimizer):
     streamed, resident = set(), set()
 
     updater = model.engine.target.executor.updater
-    staged, from_host, in_slab = updater.update_staged, updater.update_host, updater.update_resident
-    updater.update_staged = lambda block, planes, views: (
-        streamed.update({block.id} if views.touches(block) else ()), staged(block, planes, views)
-    )[1]  # fmt: skip
-    updater.update_host = lambda blocks, views: (
-        streamed.update(block.id for block, _ in blocks if views.touches(block)),
-        from_host(blocks, views),
+    one_block, in_slab = updater.update_block, updater.update_resident
+    updater.update_block = lambda block, planes, views: (
+        streamed.add(block.id), one_block(block, planes, views)
     )[1]  # fmt: skip
     updater.update_resident = lambda slab, views: (
         resident.update(block.id for block in slab.blocks), in_slab(slab, views)

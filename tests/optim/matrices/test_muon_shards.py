@@ -202,7 +202,7 @@ def test_all_ranks_together_make_a_matrix_orthogonal_once_a_step(fraction, monke
 @pytest.mark.parametrize("fails", [0, 1])
 def test_a_rank_that_fails_keeps_nobody_waiting_and_no_rank_steps(fails, monkeypatch):
     """What others exchange goes on to its end; the next step is as if nothing had been."""
-    real = MatrixUpdater.update_staged
+    real = MatrixUpdater.update_block
 
     def work(rank):
         model, optimizer = _made(1.0)
@@ -238,7 +238,7 @@ def test_a_rank_that_fails_keeps_nobody_waiting_and_no_rank_steps(fails, monkeyp
 def _patched(make, staged):
     def made(*args):
         updater = make(*args)
-        updater.update_staged = lambda *given: staged(updater, *given)
+        updater.update_block = lambda *given: staged(updater, *given)
         return updater
 
     return made
@@ -248,7 +248,7 @@ def test_a_step_that_fails_on_a_device_while_blocks_wait_changes_nothing(monkeyp
     """Each block that waits has weights of its own to go back to."""
     model, optimizer = program.made("muon, fp32", "on disk", "serial")
     program.backward(model, optimizer, 0.5)
-    before, taken_in, real = everything(model, optimizer), [], MatrixUpdater.update_staged
+    before, taken_in, real = everything(model, optimizer), [], MatrixUpdater.update_block
 
     def breaks(self, block, planes, views):
         if len(taken_in) == 3:
@@ -258,7 +258,7 @@ def test_a_step_that_fails_on_a_device_while_blocks_wait_changes_nothing(monkeyp
         assert self.is_waiting(block)
         return updates
 
-    monkeypatch.setattr(MatrixUpdater, "update_staged", breaks)
+    monkeypatch.setattr(MatrixUpdater, "update_block", breaks)
     with pytest.raises(MemoryError, match="on purpose"):
         optimizer.step()
     assert differences(everything(model, optimizer), before) == []

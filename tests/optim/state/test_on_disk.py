@@ -257,7 +257,7 @@ def test_a_signal_inside_a_step_leaves_it_undone_or_whole(case, at, tmp_path, mo
     optimizer = make_optimizer(params, tmp_path)
     train(params, optimizer, 2)
     updated = []
-    original = CpuUpdater.update_staged
+    original = CpuUpdater.update_block
 
     def send(self, block, planes, views):
         updated.append(block.id)
@@ -268,7 +268,7 @@ def test_a_signal_inside_a_step_leaves_it_undone_or_whole(case, at, tmp_path, mo
     old = signal.signal(number, handler)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(CpuUpdater, "update_staged", send)
+            patch.setattr(CpuUpdater, "update_block", send)
             with pytest.raises(expected) as raised:
                 one_step(params, optimizer, 2)
         assert signal.getsignal(number) is handler

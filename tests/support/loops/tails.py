@@ -104,23 +104,19 @@ class HeldUpdates:
 
 @contextmanager
 def held_updates(fails_at: int | None = None) -> Iterator[HeldUpdates]:
-    """By the host: they wait for `go_on`. fails_at: wherever they are done, none waits, and the
-    one behind so many fails."""
+    """They wait for `go_on`. fails_at: none waits, and the one behind so many fails."""
     found = HeldUpdates(fails_at)
-    by_host, by_kernels = CpuUpdater.update_staged, TritonUpdater._update_from_host
 
-    def update_staged(self: Any, block: Any, *args: Any) -> bool:
-        found.begin(block)
-        return by_host(self, block, *args)
-
-    def update_from_host(self: Any, turn: int, block: Any, *args: Any) -> Any:
-        if fails_at is not None:
+    def held(updates: Any) -> Any:
+        def update_block(self: Any, block: Any, *args: Any) -> Any:
             found.begin(block)
-        return by_kernels(self, turn, block, *args)
+            return updates(self, block, *args)
+
+        return update_block
 
     with (
-        mock.patch.object(CpuUpdater, "update_staged", update_staged),
-        mock.patch.object(TritonUpdater, "_update_from_host", update_from_host),
+        mock.patch.object(CpuUpdater, "update_block", held(CpuUpdater.update_block)),
+        mock.patch.object(TritonUpdater, "update_block", held(TritonUpdater.update_block)),
     ):
         try:
             yield found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gemini.nvme import BlockStore, Buffer, BufferPool, WriteBehind, settle
+from gemini.nvme import BlockStore, Buffer, BufferPool, Pin, WriteBehind, settle
 from gemini.tickets import Ticket
 from gemini.units import BlockId, ChunkId
 
@@ -87,10 +87,9 @@ class FileBlocks:
         self._pool = pool
         self._writes = WriteBehind(pool)
 
-    def with_own_staging(self, count: int) -> FileBlocks:
+    def with_own_staging(self, count: int, pin: Pin | None) -> FileBlocks:
         """Make the same for another thread, with `count` buffers of its own."""
-        # not pinned: such a thread updates on the host, which reads and fills them
-        pool = BufferPool(count, self._pool.buffer_nbytes)
+        pool = BufferPool(count, self._pool.buffer_nbytes, pin)
         return FileBlocks(self._places, self.store, pool, versioned=self._versioned)
 
     @property
