@@ -77,7 +77,7 @@ class TicketGroup(Generic[T]):
     parts: Sequence[Ticket[T]]
 
     def ready(self) -> bool:
-        return all(part.ready() for part in self.parts)
+        return False not in [part.ready() for part in self.parts]
 
     def wait(self) -> tuple[T, ...]:
         results: list[T] = []

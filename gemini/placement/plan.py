@@ -161,10 +161,12 @@ class Plan:
     def blocks_on(self, tier: Tier) -> frozenset[BlockId]:
         """Blocks whose state lives on `tier`."""
         return frozenset(
-            block.id
-            for sizes, shard in zip(self.chunks, self.shards, strict=True)
-            for block, home in zip(sizes.blocks, shard.state_homes, strict=True)
-            if home is tier
+            {
+                block.id
+                for sizes, shard in zip(self.chunks, self.shards, strict=True)
+                for block, home in zip(sizes.blocks, shard.state_homes, strict=True)
+                if home is tier
+            }
         )
 
     def digest(self) -> str:

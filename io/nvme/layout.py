@@ -80,7 +80,7 @@ class Index:
 
     def encode(self) -> bytes:
         """Bytes that `decode` reads."""
-        body = b"".join(_ENTRY.pack(e.version, e.checksum) for e in self.entries)
+        body = b"".join([_ENTRY.pack(e.version, e.checksum) for e in self.entries])
         head = _INDEX.pack(self.sequence, self.step, len(self.entries), zlib.crc32(body))
         return head + body
 

@@ -322,7 +322,10 @@ class BlockStore:
         assert self._flushed is not None
         entries = list(self._index.entries)
         for block, checksum in self._flushed.items():
-            entries[block] = IndexEntry(self._next_version(block), checksum)
+            version = 1 - entries[block].version
+            if self.versions.most:
+                version = self._next_version(block)
+            entries[block] = IndexEntry(version, checksum)
         before = self._index
         with self._counts:
             # In memory before on disk: readers of another thread see all blocks turn at once, and
@@ -473,7 +476,8 @@ class BlockStore:
         return _Read(inner, path, extent, block, checksum if self.checksums else None)
 
     def _transfer(self, block: BlockId, extent: Extent, buffer: memoryview) -> Transfer:
-        check_process(self._pid)
+        if os.getpid() != self._pid:
+            check_process(self._pid)  # raises
         if buffer.nbytes < extent.nbytes:
             raise ValueError(
                 f"buffer of {buffer.nbytes} bytes for block {block} of {extent.nbytes} bytes"

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 END_A_STEP = (signal.SIGINT, signal.SIGTERM)
+END_A_STEP_SET = frozenset(END_A_STEP)
 # Signals of a fault of the thread itself: it would come to the same fault again.
 FAULTS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS"}
 OTHERS = sorted(
@@ -94,19 +95,30 @@ class Deferral:
                 setsignal(number, _own(handler, number))
 
 
+_outermost: list[DeferredSignals] = []  # that the main thread is inside of: one or none
+os.register_at_fork(after_in_child=_outermost.clear)
+
+
 class DeferredSignals(Deferral):
     """`with DeferredSignals() as signals:` defers signals; `signals.pending`: one came that ends a
     step.
 
-    Delivered on leaving: the handler that was there runs.
+    Delivered on leaving: the handler that was there runs. Inside of another, which notes them
+    already, it does nothing.
     """
+
+    _is_inside = False
 
     @property
     def pending(self) -> bool:
-        return any(number in END_A_STEP for number in self._came)
+        return not END_A_STEP_SET.isdisjoint(self._came)
 
     def __enter__(self) -> DeferredSignals:
-        self._hold()
+        if threading.current_thread() is not threading.main_thread() or _outermost:
+            self._is_inside = True
+        else:
+            self._hold()
+            _outermost.append(self)
         return self
 
     def __exit__(
@@ -115,7 +127,10 @@ class DeferredSignals(Deferral):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._is_inside:
+            return
         self._is_over = True  # `_note` delivers what comes from here on
+        _outermost.clear()
         try:
             self._put_back()
         finally:

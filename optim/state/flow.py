@@ -29,6 +29,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from gemini.tickets import Ticket
 from gemini.units import BlockId
 
+LEAVING = 1  # spans whose copies go on beside the next update
+
 
 class Record(Protocol):
     """Place of a span's bytes outside of its buffer."""
@@ -117,6 +119,8 @@ class Flow(Generic[R]):
             span = self.todo.popleft()
             self.reads.append(span)
             span.ticket = span.record.begin(span.buffer)
+        if len(self.leaving) > LEAVING:
+            return self.leaving[0]
         if self.reads:
             first = self.reads[0]
             if first.ticket is None:

@@ -445,7 +445,7 @@ class NvmeState:
             if not is_new:
                 record.read_all(buffer).wait()
             record.change(buffer, fill, is_new=is_new)
-            ticket = record.write(buffer, record.committed)
+            ticket = record.put(buffer, record.committed)
         except BaseException:
             self._pool.give(buffer)
             raise

@@ -75,7 +75,7 @@ class Step:
         self._matrices = updater if isinstance(updater, MatrixUpdater) else None
         # Ranks exchange buckets of matrices in one order, so their blocks come in it, too.
         self._in_order = in_order or self._matrices is not None
-        self._watch: Callable[[BlockId], None] = lambda block: None
+        self._watch: Callable[[BlockId], None] | None = None
 
     @property
     def updater(self) -> Updater | MatrixUpdater:
@@ -99,7 +99,7 @@ class Step:
     def prepare(
         self,
         signals: DeferredSignals | None = None,
-        watch: Callable[[BlockId], None] = lambda block: None,
+        watch: Callable[[BlockId], None] | None = None,
     ) -> BaseException | None:
         """Update all blocks on disk as new versions. Returns the error, if there was one.
 
@@ -146,7 +146,8 @@ class Step:
             block = span.record.block
             if not views.touches(block):  # it stays as it is
                 flow.give(span)
-                self._watch(span.id)
+                if self._watch is not None:
+                    self._watch(span.id)
                 continue
             nvme.save(span, views.save)
             copies = self._updater.update_block(block, span.record.planes(span.buffer), views)
@@ -163,7 +164,8 @@ class Step:
         assert self._nvme is not None
         self._nvme.save_weight(span, self._views.save)
         self._views.put(span.record.block)
-        self._watch(span.id)
+        if self._watch is not None:
+            self._watch(span.id)
 
     def confirm(self, *, settles: bool = False) -> None:
         """Commit the versions on disk, and update the blocks in memory.
@@ -177,7 +179,8 @@ class Step:
             # before updates in memory: the disk would have nothing to do
             self._nvme.flow.read_ahead()
         for block in self._updates_in_memory():
-            self._watch(block.id)
+            if self._watch is not None:
+                self._watch(block.id)
         if settles:
             self._tiered_state.settle()
 

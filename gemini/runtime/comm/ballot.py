@@ -112,7 +112,7 @@ class Agreement:
         ]
         return cls(
             power_sum=math.nan if found else _in_order(vector[:w], norm_type),
-            present=tuple(count > 0 for count in vector[scope.num_slots :]),
+            present=tuple([count > 0 for count in vector[scope.num_slots :]]),
             nonfinite=min(found, default=None),
             deviated=tuple(rank for rank in range(w) if vector[2 * w + rank]),
             io_failed=tuple(rank for rank in range(w) if vector[3 * w + rank]),

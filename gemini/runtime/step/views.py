@@ -65,10 +65,6 @@ class _Shard:
     grad: Tensor | None  # [S] on the device
     offloaded: torch.dtype | None  # of the gradient, if it waits elsewhere
 
-    @property
-    def has_gradient(self) -> bool:
-        return self.grad is not None or self.offloaded is not None
-
 
 class ShardViews:
     """View of shards and gradients for one step; see `optim.state.tiered_state.BlockViews`.
@@ -111,6 +107,7 @@ class ShardViews:
             )
             for chunk in chunks
         ]
+        self._has_gradient = [chunk.gradient.exists for chunk in chunks]  # by shard
         self._coming: list[Block] = []  # whose gradients are to be read, the next one last
         self._read: set[BlockId] = set()  # of these, blocks that did not wait for their turn
         self._ahead: dict[BlockId, GradientBlock] = {}
@@ -126,7 +123,7 @@ class ShardViews:
 
     def let_go(self, shard: int) -> None:
         """Drop the gradient of this shard: all of its blocks are updated."""
-        self._shards[shard].grad = self._shards[shard].offloaded = None
+        self._shards[shard].grad = None
 
     @property
     def kept_bytes(self) -> int:
@@ -145,7 +142,7 @@ class ShardViews:
         self._read_ahead()
 
     def touches(self, block: Block) -> bool:
-        if self._shards[block.shard].has_gradient:
+        if self._has_gradient[block.shard]:
             for part in block.segments:
                 if self._hyper[part.param] is not None:
                     return True
@@ -173,7 +170,7 @@ class ShardViews:
         param: Tensor | None = None,
         grad: Tensor | None = None,
     ) -> list[Piece]:
-        runs = self._runs(block) if self._shards[block.shard].has_gradient else []
+        runs = self._runs(block) if self._has_gradient[block.shard] else []
         if not runs:
             return []
         state = tuple([plane for name, plane in planes.items() if name not in _NO_STATE])

@@ -11,7 +11,7 @@ checksum of its own:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -95,6 +95,10 @@ class Filed:
     is_split: bool  # its masters are joined with its parameters
     views: dict[tuple[int, int, StateLayout], Planes]  # of buffers, shared with blocks of this size
     store: BlockStore | None = None  # None: another reads its parts
+    parts: tuple[FilePart, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = (self.state,) if self.undo is None else (self.state, self.undo)
 
     @property
     def id(self) -> BlockId:
@@ -104,10 +108,6 @@ class Filed:
     def nbytes(self) -> int:
         """Bytes in a buffer."""
         return self.state.stop if self.undo is None else self.undo.stop
-
-    @property
-    def parts(self) -> tuple[FilePart, ...]:
-        return (self.state,) if self.undo is None else (self.state, self.undo)
 
     @property
     def committed(self) -> tuple[FilePart, ...]:
@@ -122,16 +122,13 @@ class Filed:
         with named("read", "block", self.block.id):
             return self.store.read(self.state.block, buffer.view[: self.state.stop])
 
-    def put(self, buffer: Buffer) -> Ticket[object]:
-        """Begin to write the next version, and with it what undoes the step."""
-        return self.write(buffer, self.parts)
-
-    def write(self, buffer: Buffer, parts: Sequence[FilePart]) -> Ticket[object]:
-        """Begin to write the next version of these parts."""
-        store, view = self.store, buffer.view
+    def put(self, buffer: Buffer, parts: Sequence[FilePart] | None = None) -> Ticket[object]:
+        """Begin to write the next version, and with it what undoes the step; or these parts."""
+        store, view, begun = self.store, buffer.view, list[Ticket[int]]()
         assert store is not None
         with named("write", "block", self.block.id):
-            begun = [store.write(part.block, view[part.start : part.stop]) for part in parts]
+            for part in self.parts if parts is None else parts:
+                begun.append(store.write(part.block, view[part.start : part.stop]))
         return begun[0] if len(begun) == 1 else TicketGroup(begun)
 
     def read_all(self, buffer: Buffer, at: Index | None = None) -> Ticket[object]:
