@@ -46,7 +46,7 @@ def measure() -> dict[str, int]:
     floor: interpreter, libraries and threads.
     product: code of one matrix product in 16 bits that the processor compiles; 0: it compiles none.
     parameter: objects of one wrapped parameter, and its share of its module.
-    thread: scratch of updates in a thread.
+    thread: one tile of scratch in all threads that update, and what else these take.
     """
     for update, fraction in (("tail", 1.0), ("serial", 0.0)):
         _train_small(update, fraction)
