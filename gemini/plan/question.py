@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # which needs torch
     from .activations import Activations
 
 ADAM = StateBytes(per_element=12, has_master=True)
-SLACK_BYTES, SLACK_SHARE = 6 << 20, 0.02  # margin of what is measured, and of RAM that is planned
+SLACK_BYTES, SLACK_SHARE = 4 << 20, 0.005  # margin of what is measured, and of RAM that is planned
 # oneDNN compiles a product in 16 bits for each number of rows, and keeps the last 1024 of them. An
 # expert has two products forward, as many for gradients of inputs, and of weights where they are
 # trained.
