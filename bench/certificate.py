@@ -180,6 +180,7 @@ class Certificate:
     trace: Any
     update: str
     on_disk: int
+    own: dict[str, int] | None = None  # bytes of the process, as the plan has them
 
 
 def certify(draw: Draw, costs: ProcessCosts) -> Certificate:
@@ -195,10 +196,11 @@ def certify(draw: Draw, costs: ProcessCosts) -> Certificate:
     if asked.update == "auto":
         asked = replace(asked, update=planned.best_update)
         planned = asked.planned()
-    own = asked.process(planned).total
+    process = asked.process(planned)
+    own = process.total
     return Certificate(
         planned.profile.peak(Tier.DEVICE) + own, budget + own, costs.floor or 0, is_refused,
-        asked.policy, asked.trace, asked.update, planned.profile.peak(Tier.NVME),
+        asked.policy, asked.trace, asked.update, planned.profile.peak(Tier.NVME), asdict(process),
     )  # fmt: skip
 
 
@@ -254,7 +256,7 @@ def _run(draw: Draw, costs: ProcessCosts, folder: str) -> dict[str, Any]:
     return {
         **asdict(draw), "refused": plan.is_refused, "used": plan.update, "on_disk": plan.on_disk,
         "needs": plan.needs - plan.floor, "allowed": limit - plan.floor,
-        "took": peak - plan.floor, "killed": is_killed,
+        "took": peak - plan.floor, "killed": is_killed, "own": plan.own,
     }  # fmt: skip
 
 

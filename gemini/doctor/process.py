@@ -43,19 +43,20 @@ class _Layers(nn.Module):
 def measure() -> dict[str, int]:
     """Bytes of this process, which trains for it.
 
-    floor: interpreter, libraries and threads.
+    floor: interpreter, libraries and threads, with what malloc keeps of them: 9 MiB of a heap in
+        which other objects lie by then.
     product: code of one matrix product in 16 bits that the processor compiles; 0: it compiles none.
     parameter: objects of one wrapped parameter, and its share of its module.
-    thread: scratch of updates in a thread.
+    thread: one tile of scratch in all threads that update, and what else these take.
     """
     for update, fraction in (("tail", 1.0), ("serial", 0.0)):
         _train_small(update, fraction)
     _multiply(1, ROWS)
-    floor = resident_bytes()
+    floor, before = resident_bytes(trimmed=False), resident_bytes()
     layers = _Layers(LAYERS)
     _train(layers, {"rows": torch.ones(ROWS, HIDDEN)}, "serial", 0.0)
     numel = sum(param.numel() for param in layers.parameters())
-    objects = resident_bytes() - floor - 4 * numel
+    objects = resident_bytes() - before - 4 * numel
     del layers
     before = resident_bytes()
     _multiply(PRODUCTS, ROWS * ROWS)

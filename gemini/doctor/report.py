@@ -268,7 +268,7 @@ def _folder(folder: FolderFacts) -> Iterator[Finding]:
 
 _OWN = {
     "floor": "its libraries", "product": "a compiled product", "parameter": "a wrapped parameter",
-    "thread": "a thread that updates",
+    "thread": "a tile of each thread that updates",
 }  # fmt: skip
 
 

@@ -225,10 +225,11 @@ def peak_rss_bytes() -> int:
     return _status_bytes(_HIGHEST)
 
 
-def resident_bytes() -> int:
-    """VmRSS: resident memory of this process, without what malloc can give back."""
+def resident_bytes(*, trimmed: bool = True) -> int:
+    """VmRSS: resident memory of this process. trimmed: without what malloc can give back."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    if trimmed:
+        ctypes.CDLL(None).malloc_trim(0)
     return _status_bytes(_RESIDENT)
 
 

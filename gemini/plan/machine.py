@@ -76,7 +76,7 @@ class ProcessCosts:
     floor: interpreter, libraries and threads; None where it was not measured.
     product: code of one matrix product in 16 bits that the CPU compiles; 0: it compiles none.
     parameter: objects of one wrapped parameter.
-    thread: scratch of a thread that updates.
+    thread: one tile of scratch in all threads that update, and what else these take.
     """
 
     floor: int | None

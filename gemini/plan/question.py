@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # which needs torch
     from .activations import Activations
 
 ADAM = StateBytes(per_element=12, has_master=True)
-SLACK_BYTES, SLACK_SHARE = 6 << 20, 0.02  # margin of what is measured, and of RAM that is planned
+SLACK_BYTES, SLACK_SHARE = 4 << 20, 0.005  # margin of what is measured, and of RAM that is planned
 # oneDNN compiles a product in 16 bits for each number of rows, and keeps the last 1024 of them. An
 # expert has two products forward, as many for gradients of inputs, and of weights where they are
 # trained.
@@ -51,6 +51,7 @@ STATE_FILE_OBJECTS = 2900  # more, if its state is in a file
 FILE_OBJECTS = 1550  # more, if its parameters are in a file; its gradients: the same
 TAIL_OBJECTS = 130  # more, if it is updated behind a step
 ORIGINAL_OBJECTS = 580  # of a block of fp32 originals in a file
+SPLIT_TILES = 2  # of scratch in a thread that updates split masters; all updates have one
 DEPTH = 2  # of `NvmeConfig`
 
 
@@ -61,7 +62,7 @@ class ProcessBytes:
     floor: of the libraries that are loaded, as measured; None where they were not.
     products: compiled for what is no expert. experts: an estimate of theirs, which has no bound.
     objects: of wrapped parameters. blocks: objects of blocks.
-    thread: scratch of one that updates beside backward or forward.
+    scratch: of the threads that update.
     held: gradients that it still needs in the forward.
     set_up: by how much wrapping passes the peak with all of the above.
     slack: margin of the bound.
@@ -72,7 +73,7 @@ class ProcessBytes:
     experts: int
     objects: int
     blocks: int
-    thread: int
+    scratch: int
     held: int
     set_up: int
     slack: int
@@ -80,7 +81,7 @@ class ProcessBytes:
     @property
     def above_floor(self) -> int:
         return (
-            self.products + self.experts + self.objects + self.blocks + self.thread + self.held
+            self.products + self.experts + self.objects + self.blocks + self.scratch + self.held
             + self.set_up + self.slack
         )  # fmt: skip
 
@@ -234,14 +235,14 @@ class Question:
         if self.machine.device == "cpu":
             products = costs.product * min(KEPT_PRODUCTS, self.products * self.lengths)
         objects = costs.parameter * len(self.layout.params)
-        thread = costs.thread if self.runs(result) != SERIAL else 0
+        scratch = self._scratch_bytes(result)
         held = 0
-        if thread and not result.plan.has_host_tier:
+        if self.runs(result) != SERIAL and not result.plan.has_host_tier:
             held = self._kept_bytes(result)
         experts = self.expert_bytes(iterations)
-        set_up = self._set_up_bytes() - peak - products - experts - thread - held
+        set_up = self._set_up_bytes() - peak - products - experts - scratch - held
         return ProcessBytes(
-            costs.floor, products, experts, objects, self._block_objects(result), thread, held,
+            costs.floor, products, experts, objects, self._block_objects(result), scratch, held,
             max(0, set_up), SLACK_BYTES + int(SLACK_SHARE * peak),
         )  # fmt: skip
 
@@ -254,6 +255,18 @@ class Question:
             numbers *= -expm1(-iterations * self.experts / numbers)
         per_number = EXPERT_PRODUCTS * (2 if self.lora else 3)
         return int(self.machine.process.product * per_number * numbers)
+
+    def _scratch_bytes(self, result: PlanResult) -> int:
+        """Bytes of tiles that threads of a CPU keep from update to update."""
+        if self.machine.device != "cpu":
+            return 0
+        numel, num_tiles = 0, 1
+        for sizes, shard in zip(result.plan.chunks, result.plan.shards, strict=True):
+            for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
+                numel += block.numel
+                if self.state.has_master and not block.gives_parameters(home):
+                    num_tiles = 1 + SPLIT_TILES
+        return num_tiles * min(self.machine.process.thread, FP32_BYTES * numel)
 
     def _block_objects(self, result: PlanResult) -> int:
         """Bytes of objects that blocks have, of state and in files."""

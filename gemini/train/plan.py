@@ -71,7 +71,7 @@ def hardware(config: TrainConfig, comm: Communicator, device: torch.device) -> H
         comm.world_size, machine.ranks_per_node, **least, bandwidths=all_speeds[0],
         device=device.type,
         sources=tuple(sources.items()), folder=folder, is_here=True,
-        process=replace(TYPICAL_PROCESS, floor=resident_bytes()),
+        process=replace(TYPICAL_PROCESS, floor=resident_bytes(trimmed=False)),
     )  # fmt: skip
 
 

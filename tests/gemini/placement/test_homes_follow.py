@@ -13,7 +13,7 @@ from torch import nn
 
 import nvme
 from bench.shared.models import Tower, seeded
-from gemini import EMA, BudgetWarning, load_checkpoint, save_checkpoint
+from gemini import EMA, BudgetWarning, load_checkpoint, save_checkpoint, trace
 from gemini.memtracer.forecast import with_bytes_added
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace, TraceMoment
 from gemini.placement.renting import Raised, Tenancy
@@ -184,6 +184,20 @@ def test_lengths_that_take_turns_move_nothing_after_the_second_long_one():
     moves, peaks = loop.moves, loop.on_device()
     loop.train(S, L, S, L, S, L)
     assert loop.moves == moves and loop.on_device() == peaks
+
+
+def test_a_batch_that_a_trace_came_for_needs_no_bound_of_a_shorter_one(no_warning):
+    """Its homes have room for it, so nothing moves, whatever came first."""
+
+    def loss(logits):
+        targets = torch.zeros(8 * L, dtype=torch.int64)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets)
+
+    given = trace(Tower(), (torch.zeros(L, 9, dtype=torch.int64),), loss=loss)
+    loop, free = (Loop(kib, trace=given).train(S, L, S, L) for kib in (1250, 1 << 20))
+    assert loop.moves == (0, 0)
+    assert max(loop.peaks) <= 1250 * KIB
+    assert_same(loop, free)
 
 
 def test_homes_rise_again_where_short_batches_go_on():

@@ -6,8 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemini import GeminiDDP
+from gemini.optim import HybridAdam
+from gemini.optim.update.cpu_update import CpuWorkers
 from gemini.placement.tiers import Tier
 from gemini.plan import models
 from gemini.plan.ask import Training, ask
@@ -111,10 +115,13 @@ def test_a_process_takes_its_floor_and_what_is_compiled_for_each_length(config):
     peak = result.profile.peak(Tier.DEVICE)
     assert own.products == asked.products << 20 and own.objects == len(asked.layout.params) * 10240
     assert own.slack == SLACK_BYTES + int(SLACK_SHARE * peak)
-    assert own.held == own.set_up == own.thread == 0
+    assert own.held == own.set_up == 0
+    numel = sum(block.numel for sizes in result.plan.chunks for block in sizes.blocks)
+    assert own.scratch == min(4 * numel, 6 << 20)
     blocks = sum(len(sizes.blocks) for sizes in result.plan.chunks)
     assert own.blocks == BLOCK_OBJECTS * blocks > 0
-    assert own.total == (400 << 20) + own.products + own.objects + own.blocks + own.slack
+    known = own.products + own.objects + own.blocks + own.scratch
+    assert own.total == (400 << 20) + known + own.slack
     assert "a floor of 400.00 MiB" in process_in_words(own)
     some = replace(asked, lengths=3).process(result)
     assert some.products == 3 * own.products
@@ -147,7 +154,31 @@ def test_a_tail_holds_what_no_call_has_asked_for_yet(config):
                 late.pop(chunk_of[param], None)
     assert held == max(0, most - max(totals))
     serial = replace(asked, update="serial").process(result)
-    assert serial.held == serial.thread == 0 < asked.process(result).thread
+    assert serial.held == 0
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0], ids=["whole", "split"])
+def test_threads_that_update_keep_as_many_tiles_as_a_plan_counts(config, fraction, monkeypatch):
+    """Masters on disk are split, and joined in two of them."""
+    kept, scratch = set(), CpuWorkers.scratch
+
+    def counted(workers, name, *args):
+        kept.add(name)
+        return scratch(workers, name, *args)
+
+    monkeypatch.setattr(CpuWorkers, "scratch", counted)
+    model = GeminiDDP(nn.Linear(64, 64), device="cpu", max_norm=1e-3)
+    optimizer = HybridAdam(model.parameters(), lr=1e-3, nvme_offload_fraction=fraction)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    optimizer.last_report.behind.wait()
+    machine = machine_of({"device_mem": 1 << 50, "host_mem": 1 << 50, "nvme": 1 << 50},
+                         device="cpu")  # fmt: skip
+    machine = replace(machine, process=ProcessCosts(floor=0, product=0, parameter=0, thread=1000))
+    asked = ask(str(config), machine, Training(seq=64, nvme_fraction=fraction))
+    assert asked.process(asked.planned()).scratch == 1000 * len(kept)
+    on_gpu = replace(asked, machine=replace(machine, device="cuda"))
+    assert on_gpu.process(on_gpu.planned()).scratch == 0
 
 
 def test_an_average_of_weights_is_in_its_homes_budget(config):
@@ -184,7 +215,7 @@ def test_wrapping_takes_a_chunk_and_its_values_beside_what_was_wrapped(config):
     peak = result.profile.peak(Tier.DEVICE)
     own = asked.process(result)
     most = there + last.payload_bytes + 4 * numel + blocks
-    assert most > peak and own.products + own.set_up == most - peak
+    assert most > peak and own.products + own.scratch + own.set_up == most - peak
     in_16_bits = replace(asked, with_originals=frozenset())
     assert in_16_bits.process(in_16_bits.planned()).set_up < 4 << 20
 
@@ -204,13 +235,15 @@ def test_a_module_with_its_values_has_all_of_them_when_its_first_chunk_is_filled
         blocks *= chunk.id in asked.with_originals and not chunk.trainable
         most = max(most, wrapped + sum(values[i:]) + chunk.payload_bytes + blocks)
         wrapped += chunk.payload_bytes * (shard.param_home is Tier.DEVICE)
-    assert most > sum(values) and own.products + own.set_up == most - peak
+    known = own.products + own.scratch + own.set_up
+    assert most > sum(values) and known == most - peak
     assert replace(asked, loaded=False).process(result).set_up < own.set_up
 
 
 def test_wrapping_has_originals_in_memory_where_state_goes_to_files_only_with_the_optimizer(config):
     """A module is wrapped before anybody says so: its fp32 values stay in RAM until then."""
     machine = machine_of({"nvme": 1 << 40}, device="cpu")
+    machine = replace(machine, process=replace(machine.process, thread=0))
     training = Training(seq=8, optimizer="sgd", nvme_fraction=1.0, update="serial")
     asked = ask(str(config), machine, training)
     result, chunks = asked.planned(), asked.layout.chunks

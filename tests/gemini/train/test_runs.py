@@ -385,7 +385,7 @@ def test_plan_and_train_ask_one_question_of_any_config(folder, tmp_path, monkeyp
     monkeypatch.setattr(train_plan, "look_at_machine", lambda *_: here)  # nothing else runs
     monkeypatch.setattr(train_plan, "free_bytes", lambda _: 1 << 30)
     monkeypatch.setattr(train_plan, "flops_of", lambda _: 1e12)
-    monkeypatch.setattr(train_plan, "resident_bytes", lambda: 1 << 28)  # of its own libraries
+    monkeypatch.setattr(train_plan, "resident_bytes", lambda **_: 1 << 28)  # of its own libraries
     monkeypatch.setattr(nvme, "probe", lambda *_, **__: SimpleNamespace(read=1e9, write=1e9))
     monkeypatch.setattr(data, "load", lambda *_: Data(SimpleNamespace(kind="text"), None, None))
     monkeypatch.setattr(run, "plan_for", ask)
