@@ -172,7 +172,8 @@ class Job:
                 input_ids=given, attention_mask=torch.ones_like(given), do_sample=False,
                 max_new_tokens=tokens,
             )[0]  # fmt: skip
-            found.append((self.tokenizer.decode(ids), self.tokenizer.decode(out[len(ids) :])))
+            answer = self.tokenizer.decode(out[len(ids) :])
+            found.append((self.tokenizer.decode(ids), visible(answer)))
         return found
 
 
@@ -306,6 +307,12 @@ def _status(phase: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"{phase} ...\n")
         sys.stderr.flush()
+
+
+def visible(text: str) -> str:
+    """Text without the blank lines at its end, of which a young model writes many; escaped if there
+    is nothing else."""
+    return text.rstrip() or repr(text)
 
 
 def printable(text: str) -> str:

@@ -58,10 +58,13 @@ def test_a_table_that_was_changed_by_hand_is_found():
     assert render(text.replace("| resident |", "| resident, faster |")) == text
 
 
-def test_the_committed_picture_is_small_and_a_drawing():
-    text = (ROOT / "docs/timeline.svg").read_text()
-    assert len(text) < 200_000
-    assert ElementTree.fromstring(text).tag.endswith("svg")
+@pytest.mark.parametrize("name", ["timeline", "comparison", "converge"])
+def test_a_committed_picture_is_small_and_a_drawing_in_light_and_dark(name):
+    """And narrow, so that its letters can be read on a phone."""
+    text = (ROOT / f"docs/{name}.svg").read_text(encoding="utf-8")
+    assert len(text) < 200_000 and "prefers-color-scheme: dark" in text
+    drawn = ElementTree.fromstring(text)
+    assert drawn.tag.endswith("svg") and float(drawn.get("width").removesuffix("pt")) < 650
 
 
 def test_the_worked_example_is_what_its_text_works_out():
