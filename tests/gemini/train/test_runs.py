@@ -22,11 +22,11 @@ import nvme
 from gemini.checkpoint import CheckpointError
 from gemini.integrations import run as launcher
 from gemini.placement.timetable.updates import UPDATES
-from gemini.plan import words
+from gemini.plan import models, words
 from gemini.plan.ask import plan_for
 from gemini.plan.machine import machine_of
 from gemini.runtime.memory.backend import make_backend
-from gemini.train import data, report, run, trainer
+from gemini.train import data, inputs, report, run, trainer
 from gemini.train import plan as train_plan
 from gemini.train import plan_command as command
 from gemini.train.config import TrainConfig, parse
@@ -148,7 +148,7 @@ def test_adapters_are_trained_and_come_back(
 ):
     """Of a base on the hub, whose id is saved with them."""
     out = tmp_path / "out"
-    monkeypatch.setattr(run, "downloaded", lambda _: folder / "model")
+    monkeypatch.setattr(inputs, "downloaded", lambda _, weights: folder / "model")
     made = [*flags(folder, out, "--lora", "2", *more, data=data), "--model", "org/base"]
     assert run.main(made) == 0
     assert f"LoRA of rank 2{said} (as asked)" in capsys.readouterr().out
@@ -224,6 +224,66 @@ def test_new_weights_are_trained_on_a_stream_of_packed_text(folder, tmp_path):
     assert found[0] == pytest.approx(5.7, abs=0.2) and found[-1] < found[0]  # log of the tokens
     assert "trained from scratch on" in (tmp_path / "out/README.md").read_text()
     assert generated(tmp_path / "out").shape[1] > 3
+
+
+def test_a_name_of_plans_and_a_tokenizer_are_pretrained_without_a_network(
+    folder, tmp_path, monkeypatch, capsys
+):
+    """As is an id on the hub, whose weights are not asked for."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    asked = []
+
+    def download(model, *, revision, ignore_patterns):
+        asked.append((model, "*.safetensors" in ignore_patterns))
+        if model == "org/given":
+            return str(folder / "model")
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=300,
+                 num_attention_heads=2, num_key_value_heads=2)  # fmt: skip
+    entry = ("LlamaConfig", "LlamaForCausalLM", sizes)
+    monkeypatch.setitem(models.MODELS, "qwen2.5-7b", entry)
+    given = flags(folder, tmp_path / "out", "--from-scratch", "--model", "Qwen/Qwen2.5-7B-Instruct")
+    with pytest.raises(SystemExit):
+        run.main(given)
+    said = capsys.readouterr().err.splitlines()[-1]
+    offered = re.search(r"or (--model qwen2.5-7b --tokenizer) FOLDER, which needs no netw", said)[1]
+    assert asked == [("Qwen/Qwen2.5-7B-Instruct", True)]
+    assert run.main([*given, *offered.split(), "org/given"]) == 0
+    assert asked[1:] == [("org/given", True)]
+    config = json.loads((tmp_path / "out/config.json").read_text(encoding="utf-8"))
+    assert config["vocab_size"] == 300 and config["eos_token_id"] == 1  # the tokenizer's
+    assert generated(tmp_path / "out").shape[1] > 3
+    for wrong, what in {
+        ("--model", "qwen2.5-7b"): "as a name of plan's qwen2.5-7b has sizes, and no weights",
+        ("--model", "bert-base", "--from-scratch", "--tokenizer", str(folder / "model")): (
+            "bert-base is no causal language model"
+        ),
+    }.items():
+        with pytest.raises(SystemExit):
+            run.main([*flags(folder, tmp_path / "none"), *wrong])
+        assert what in capsys.readouterr().err
+
+
+def test_a_tokenizer_from_elsewhere_is_that_of_the_run(folder, tmp_path, capsys):
+    model, words = tmp_path / "model", tmp_path / "words"
+    names = ("tokenizer.json", "tokenizer_config.json")
+    shutil.copytree(folder / "model", model, ignore=shutil.ignore_patterns(*names))
+    words.mkdir()
+    for name in names:
+        shutil.copy(folder / "model" / name, words)
+    made = flags(folder, tmp_path / "out", "--model", str(model))
+    with pytest.raises(SystemExit):
+        run.main(made)
+    assert "expected one beside the weights, or --tokenizer FOLDER" in capsys.readouterr().err
+    assert run.main([*made, "--tokenizer", str(words)]) == 0
+    assert generated(tmp_path / "out").shape[1] > 3
+    with pytest.raises(SystemExit):
+        run.main([*made, "--tokenizer", str(words / names[0])])
+    assert f"--tokenizer {words / names[0]} is a file; expected a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
