@@ -121,8 +121,8 @@ def check_fit(
         if config.from_scratch:
             how = f"a config.json with a vocab_size of {tokens}, or another --tokenizer"
         raise ValueError(
-            f"the tokenizer{whose} has {tokens} tokens, and the embedding of --model {config.model} "
-            f"{rows} rows; expected no more tokens than rows: {how}"
+            f"the tokenizer{whose} has {tokens} tokens, and the embedding of --model "
+            f"{config.model} {rows} rows; expected no more tokens than rows: {how}"
         )
     most = getattr(settings, "max_position_embeddings", None)
     is_rotary = any(getattr(settings, name, None) for name in _ROTARY)

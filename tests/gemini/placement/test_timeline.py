@@ -142,7 +142,7 @@ def test_without_speeds_moments_are_equally_wide_and_said_to_be(inputs):
 
 def test_chrome_trace_has_every_moment_and_move(timeline, tmp_path):
     write_timeline(timeline, tmp_path / "t.json")
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
     counters = [e for e in events if e["ph"] == "C" and e["name"] == "device"]
     assert [sum(e["args"].values()) for e in counters] == timeline.total(Tier.DEVICE)
     moves = [e for e in events if e["ph"] == "X" and e["tid"] != "moments"]

@@ -24,7 +24,7 @@ def written(tmp_path, log):
         path, log, title="m on <d>", plan="a plan", config="lr: 1", samples=[("a", "<b>")],
         planned_seconds=1.5,
     )  # fmt: skip
-    return path.read_text()
+    return path.read_text(encoding="utf-8")
 
 
 def test_a_report_has_every_picture_and_fetches_nothing(tmp_path):
