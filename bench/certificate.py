@@ -338,7 +338,7 @@ def main() -> int:
     print(f"a process: {costs}; without {WITHOUT}", flush=True)
     known = {row["number"]: row for row in map(json.loads, lines) if row["commit"] == now}
     end, failed = time.monotonic() + 60 * args.minutes, list[int]()
-    with path.open("a") as kept:
+    with path.open("a", encoding="utf-8") as kept:
         for number in range(args.first, args.draws):
             if number in known:
                 continue

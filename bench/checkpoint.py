@@ -186,7 +186,8 @@ class Fio:
                 f"--bs={PIECE_BYTES}", f"--size={self.nbytes}", "--ioengine=libaio",
                 "--iodepth=4", "--output-format=json", *options,
             ],
-            check=True, capture_output=True, text=True, env={**os.environ, **fio.HUGE_PAGES},
+            check=True, capture_output=True, text=True,
+            encoding="utf-8", env={**os.environ, **fio.HUGE_PAGES},
         )  # fmt: skip
         return float(json.loads(done.stdout)["jobs"][0][kind]["runtime"]) / 1e3
 

@@ -23,6 +23,7 @@ from bench.shared.models import seeded
 from bench.support.machine import write_result
 from examples.train_gpt import Text
 from gemini.optim import HybridAdam
+from gemini.placement.picture import dark_too
 
 BATCH, SEQ = 8, 128
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
@@ -122,10 +123,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(7, 4))
+    figure, axis = pyplot.subplots(figsize=(6.6, 4))
     for name, seeds in result["losses"].items():
         means = [fmean(at) for at in zip(*seeds, strict=True)]
-        axis.plot(result["steps_at"], means, "-" if name.startswith("ours") else "--", label=name)
+        whose, _, state = name.replace("ours/", "Gemini/").replace("8bit", "8-bit").partition("/")
+        style = "-" if whose == "Gemini" else "--"
+        axis.plot(result["steps_at"], means, style, label=f"{whose}, {state} state")
     axis.set(
         xlabel="steps", ylabel="held-out loss", title=f"GPT-2 of {result['numel']:,} parameters"
     )
@@ -134,6 +137,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     part = path.with_name(path.name + ".part")
     with matplotlib.rc_context({"svg.hashsalt": "converge"}):
         figure.savefig(part, format="svg", metadata={"Date": None})
+    part.write_text(dark_too(part.read_text(encoding="utf-8")), encoding="utf-8")
     part.replace(path)
 
 

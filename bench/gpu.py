@@ -125,7 +125,7 @@ def run(section: Section, out: Path, seconds: float, *, dry: bool) -> dict[str, 
     else:
         environment.pop("TRITON_INTERPRET", None)
     started = time.perf_counter()
-    with (out / f"{section.name}.log").open("w") as log:
+    with (out / f"{section.name}.log").open("w", encoding="utf-8") as log:
         try:
             code: int | str = subprocess.run(
                 section.command, stdout=log, stderr=subprocess.STDOUT, timeout=seconds,

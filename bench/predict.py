@@ -174,7 +174,8 @@ def run(case: Case) -> list[dict[str, Any]]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "io"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", "bench.predict", "--case", json.dumps(asdict(case))],
-        env={**environment, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True,
+        env={**environment, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True,
+        encoding="utf-8", check=True,
     )  # fmt: skip
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -84,7 +84,7 @@ def run(side: str, folder: Path, steps: int) -> dict[str, float]:
         started = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-m", "bench.tune", "--side", side, *flags(folder, Path(out), steps)],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
+            cwd=ROOT, stdout=subprocess.PIPE, text=True, encoding="utf-8", check=True,
         )  # fmt: skip
         whole = time.perf_counter() - started
     return {"train_seconds": float(done.stdout.splitlines()[-1]), "whole_seconds": whole}

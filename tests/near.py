@@ -36,7 +36,7 @@ def test_files() -> dict[str, frozenset[str]]:
     """By path, the modules that each names in an import. Not those of tests/deep/."""
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     return {
-        str(path.relative_to(ROOT)): frozenset(imported(path.read_text()))
+        str(path.relative_to(ROOT)): frozenset(imported(path.read_text(encoding="utf-8")))
         for path in paths
         if "deep" not in path.parts
     }

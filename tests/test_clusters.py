@@ -42,9 +42,9 @@ def nodes(tmp_path, monkeypatch):
         "python": PYTHON.format(cleaned=tmp_path / "cleaned", python=sys.executable),
     }  # fmt: skip
     for name, text in programs.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "job.py").write_text(JOB, encoding="utf-8")
     values = {
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PORT": str(free_port()),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")]), "NVME_DIR": "/fast",
@@ -59,16 +59,16 @@ def nodes(tmp_path, monkeypatch):
 @pytest.mark.ci
 def test_ranks_of_two_nodes_meet_and_each_cleans_its_disk(nodes):
     command = ["bash", str(EXAMPLES / "slurm.sbatch"), "job.py", "--x", "a b"]
-    done = subprocess.run(command, cwd=nodes, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=nodes, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     said = sorted(re.findall(r"rank \d of .*?\]", done.stdout))
     assert said == [f"rank {rank} of 2: 3 ['--x', 'a b']" for rank in (0, 1)]
-    assert (nodes / "cleaned").read_text() == "-m gemini clean /fast --remove\n" * 2
+    assert (nodes / "cleaned").read_text(encoding="utf-8") == "-m gemini clean /fast --remove\n" * 2
 
 
 def test_the_image_copies_what_there_is_and_installs_an_extra_that_there_is():
-    text = (EXAMPLES / "Dockerfile").read_text()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (EXAMPLES / "Dockerfile").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     copied = [name for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for name in line.split()]
     assert len(copied) > 5 and all((ROOT / name).exists() for name in copied)
     (extra,) = re.findall(r"pip install .*\[(\w+)\]", text)

@@ -26,14 +26,14 @@ COMMAND = re.compile(r"python -m ((?:bench|gemini)[\w.]*)([^\n`#]*)")
 
 def python_blocks(page):
     """Blocks that are run in order; those with `file=` are files."""
-    found = FENCE.findall((ROOT / page).read_text())
+    found = FENCE.findall((ROOT / page).read_text(encoding="utf-8"))
     assert found, f"{page} has no python block"
     return [code for info, code in found if "file=" not in info]
 
 
 def files_of(page):
     """File name to text, of blocks that say `file=NAME`."""
-    found = FENCE.findall((ROOT / page).read_text())
+    found = FENCE.findall((ROOT / page).read_text(encoding="utf-8"))
     return {info.split("file=")[1].strip(): code for info, code in found if "file=" in info}
 
 
@@ -103,7 +103,7 @@ def test_blocks_that_need_a_model_run_with_a_small_one(on_disk):
 
 def test_what_explain_prints_is_what_the_page_shows(on_disk):
     """Word for word, but for the sizes."""
-    page = (ROOT / "docs/reports.md").read_text()
+    page = (ROOT / "docs/reports.md").read_text(encoding="utf-8")
     shown = re.search(r"^    7\.weight.*?\n\n", page, re.DOTALL | re.MULTILINE)[0]
     blocks = python_blocks("docs/reports.md")
     names = {}
@@ -116,14 +116,16 @@ def test_what_explain_prints_is_what_the_page_shows(on_disk):
 @pytest.mark.ci
 def test_the_tutorials_script_runs_under_torchrun(on_disk):
     losses = {}
-    (on_disk / "train.py").write_text(files_of("docs/tutorial.md")["train.py"])
+    (on_disk / "train.py").write_text(files_of("docs/tutorial.md")["train.py"], encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")])}
     for ranks in (1, 2):
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
             "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "train.py",
         ]  # fmt: skip
-        done = subprocess.run(command, env=environment, cwd=on_disk, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=environment, cwd=on_disk, capture_output=True, text=True, encoding="utf-8"
+        )
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("gemini optimizer") == 1  # on rank 0
         losses[ranks] = re.search(rf"{ranks} ranks: (\S+) to (\S+)", done.stdout).groups()
@@ -133,7 +135,9 @@ def test_the_tutorials_script_runs_under_torchrun(on_disk):
 
 def sides(page):
     """The code before and after, of the page's first block of `diff`."""
-    block = re.search(r"^```diff\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    block = re.search(
+        r"^```diff\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     lines = block[1].splitlines()
     return ["\n".join(line[1:] for line in lines if line[:1] in (sign, " ")) for sign in "-+"]
 
@@ -160,7 +164,7 @@ def test_both_sides_of_the_readmes_diff_train_to_the_same_loss(on_disk):
 
 
 def test_the_readme_is_short_and_names_the_two_commands_of_a_contributor():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 120
     commands = text.partition("## Contribute")[2]
     assert re.findall(r"^    (make \w+)", commands, re.MULTILINE) == ["make demo", "make test"]
@@ -176,7 +180,7 @@ def test_the_two_commands_of_a_contributor_do_what_the_readme_says():
     ):
         done = subprocess.run(
             ["make", "--dry-run", "--always-make", name, "TORCH=torch"],
-            cwd=ROOT, text=True, capture_output=True, env=env,
+            cwd=ROOT, text=True, encoding="utf-8", capture_output=True, env=env,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         made[name] = line, done.stdout
@@ -200,7 +204,7 @@ REPLACES = (
 @pytest.mark.parametrize("page", REPLACES)
 def test_a_line_in_place_of_torchs_adamw_states_its_decay(page):
     """HybridAdam's is 0.0, as Colossal-AI's, and torch's 0.01."""
-    text = (ROOT / page).read_text()
+    text = (ROOT / page).read_text(encoding="utf-8")
     blocks = "".join(re.findall(r"^```(?:python|diff).*?^```$", text, re.DOTALL | re.MULTILINE))
     made = re.findall(r"HybridAdam\(.*?\)$", blocks, re.DOTALL | re.MULTILINE)
     assert made or page in ("docs/from-accelerate.md", "docs/from-colossal.md")
@@ -227,14 +231,15 @@ def test_the_optimizer_that_fsdps_page_writes_updates_as_the_one_it_replaces():
 
 def test_what_the_readme_says_of_its_table_holds():
     rows = {
-        r["name"]: r for r in json.loads((ROOT / "bench/results/ways.json").read_text())["rows"]
+        r["name"]: r
+        for r in json.loads((ROOT / "bench/results/ways.json").read_text(encoding="utf-8"))["rows"]
     }
     assert rows["nvme"]["train_loss_last"] == rows["resident"]["train_loss_last"]
     assert rows["nvme"]["val_loss"] == rows["resident"]["val_loss"]
 
 
 def test_no_measured_figure_stands_outside_the_readmes_tables():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"<!-- table .*?<!-- end -->", "", text, flags=re.DOTALL)
     text = re.sub(r"```.*?```|`[^`\n]*`|^    .*?$", "", text, flags=re.DOTALL | re.MULTILINE)
     unit = r"\d\s?(?:ms|s|seconds?|minutes?|[KMGT]i?B|GB/s|%|times)\b"
@@ -243,7 +248,7 @@ def test_no_measured_figure_stands_outside_the_readmes_tables():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_and_every_named_file_is_there(page):
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)", text):
         if "://" not in target:
             assert (page.parent / target).exists(), target
@@ -254,10 +259,10 @@ def test_every_link_and_every_named_file_is_there(page):
 
 def test_the_page_of_what_fits_has_the_rows_of_the_table():
     """And its script asks for what is on the page."""
-    text = (ROOT / "docs/what-fits.html").read_text()
+    text = (ROOT / "docs/what-fits.html").read_text(encoding="utf-8")
     title = re.search(r"</h1>\s*<p>(.*?)</p>", text)[1]
     shown = table.rows_of(text)
-    assert table.markdown(shown, title) == (ROOT / "docs/what-fits.md").read_text()
+    assert table.markdown(shown, title) == (ROOT / "docs/what-fits.md").read_text(encoding="utf-8")
     assert table.page(shown, title) == text
     rows = [line for line in table.markdown(shown, title).splitlines() if " GiB" in line]
     for line in rows:
@@ -273,34 +278,47 @@ def test_the_page_of_what_fits_has_the_rows_of_the_table():
 
 
 def test_the_sites_contents_list_every_document():
-    listed = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    listed = set(
+        re.findall(
+            r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
     there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert there <= listed
 
 
 def test_pages_for_users_are_at_most_18_thousand_words():
     """Without failures.md, which is searched, and what is generated."""
-    contents = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2].partition("Developers")[0]
+    contents = (
+        (ROOT / "mkdocs.yml")
+        .read_text(encoding="utf-8")
+        .partition("\nnav:")[2]
+        .partition("Developers")[0]
+    )
     pages = [ROOT / "docs" / name for name in re.findall(r"([\w/-]+\.md)$", contents, re.MULTILINE)]
     pages = [page for page in pages if page.stem not in ("index", "failures", "what-fits")]
-    text = "".join(page.read_text() for page in (ROOT / "README.md", *pages))
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *pages))
     text = re.sub(r"<!-- table .*?<!-- end -->", "", text, flags=re.DOTALL)
     assert len(pages) > 15 and len(text.split()) <= 18_000, len(text.split())
 
 
 def test_commands_of_the_readme_are_installed():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert re.search(r"^    pip install \"?\.", text, re.MULTILINE)
     text = re.sub(r"<!-- table .*?<!-- end -->", "", text, flags=re.DOTALL)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = set(project["tool"]["setuptools"]["packages"])
     assert {module.partition(".")[0] for module, _ in COMMAND.findall(text)} <= packages
 
 
 def test_every_make_target_that_is_named_exists():
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(
+        r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )
     for page in PAGES:
-        for name in re.findall(r"(?:`|^    )make ([\w-]+)", page.read_text(), re.MULTILINE):
+        for name in re.findall(
+            r"(?:`|^    )make ([\w-]+)", page.read_text(encoding="utf-8"), re.MULTILINE
+        ):
             assert name in targets, f"{page.name}: make {name}"
 
 
@@ -325,14 +343,14 @@ print(json.dumps(helps))
 def test_every_command_that_is_shown_knows_its_flags():
     shown = {}
     for page in PAGES:
-        for module, rest in COMMAND.findall(page.read_text()):
+        for module, rest in COMMAND.findall(page.read_text(encoding="utf-8")):
             command = (module, *rest.split()[:1]) if module == "gemini" else (module,)
             shown.setdefault(command, set()).update(re.findall(r"--[\w-]+", rest))
     assert {("gemini", "doctor"), ("gemini", "run"), ("gemini", "plan")} <= shown.keys()
     done = subprocess.run(
         [sys.executable, "-c", HELPS, json.dumps(list(shown))],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")])},
-        capture_output=True, text=True,
+        capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for (command, flags), said in zip(shown.items(), json.loads(done.stdout), strict=True):
@@ -341,7 +359,9 @@ def test_every_command_that_is_shown_knows_its_flags():
 
 
 def test_every_test_that_security_names_is_there():
-    named = set(re.findall(r"`(test_\w+)`", (ROOT / "SECURITY.md").read_text()))
-    there = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8")))
+    there = "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
+    )
     assert len(named) > 15
     assert [name for name in sorted(named) if f"def {name}(" not in there] == []

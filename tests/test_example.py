@@ -48,7 +48,7 @@ def test_two_ranks_have_the_losses_of_one_process_at_the_same_global_batch(tmp_p
     outs = [tmp_path / "1.json", tmp_path / "2.json"]
     started(*arguments(tmp_path, outs[0]))
     started(*TORCHRUN, *arguments(tmp_path, outs[1]))
-    one, two = (json.loads(out.read_text()) for out in outs)
+    one, two = (json.loads(out.read_text(encoding="utf-8")) for out in outs)
     assert one["train_loss"] == pytest.approx(two["train_loss"], rel=1e-3)
     assert one["val_loss"] == pytest.approx(two["val_loss"], rel=1e-3)
     assert one["val_loss"] < one["train_loss"][0] - 0.3
@@ -56,7 +56,7 @@ def test_two_ranks_have_the_losses_of_one_process_at_the_same_global_batch(tmp_p
 
 def test_every_way_of_running_it_ends_with_a_loss_and_leaves_nothing(tmp_path):
     data = tmp_path / "text.txt"
-    data.write_text("the quick brown fox " * 2000)
+    data.write_text("the quick brown fox " * 2000, encoding="utf-8")
     ways = [
         ("--plot", str(tmp_path / "p.png")),
         ("--nvme-fraction", "1.0"),
@@ -67,7 +67,9 @@ def test_every_way_of_running_it_ends_with_a_loss_and_leaves_nothing(tmp_path):
     outs = [tmp_path / f"{number}.json" for number in range(len(ways))]
     each = [arguments(tmp_path, out, *way) for way, out in zip(ways, outs, strict=True)]
     started("-c", IN_TURN, json.dumps(each))
-    resident, on_disk, within, *others, of_text = (json.loads(out.read_text()) for out in outs)
+    resident, on_disk, within, *others, of_text = (
+        json.loads(out.read_text(encoding="utf-8")) for out in outs
+    )
     assert (tmp_path / "p.png").stat().st_size > 1000
     assert on_disk["train_loss"] == resident["train_loss"] and on_disk["nvme_bytes"] > 0
     assert within["train_loss"] == resident["train_loss"]
@@ -168,11 +170,11 @@ def test_on_two_ranks_the_examples_train_as_the_libraries_alone(tmp_path, monkey
     monkeypatch.chdir(ROOT)
     names = [n for n in LIKE_THE_LIBRARY if n != "diffusion" or find_spec("diffusers")]
     flags = {name: flags_of(name, tmp_path) for name in names}
-    (tmp_path / "flags.json").write_text(json.dumps(flags))
-    (tmp_path / "script.py").write_text(ON_RANKS)
+    (tmp_path / "flags.json").write_text(json.dumps(flags), encoding="utf-8")
+    (tmp_path / "script.py").write_text(ON_RANKS, encoding="utf-8")
     started(*TORCHRUN, *(str(tmp_path / name) for name in ("script.py", "flags.json", "")))
     for rank in (0, 1):
-        losses = json.loads((tmp_path / f"losses-{rank}").read_text())
+        losses = json.loads((tmp_path / f"losses-{rank}").read_text(encoding="utf-8"))
         assert list(losses) == names
         for name, (want, got) in losses.items():
             assert (len(want) > 2 and len(set(want)) > 1) or rank, name

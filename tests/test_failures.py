@@ -19,7 +19,7 @@ INTERNAL = (
 
 
 def page():
-    return re.sub(r"\s+", " ", (ROOT / "docs/failures.md").read_text())
+    return re.sub(r"\s+", " ", (ROOT / "docs/failures.md").read_text(encoding="utf-8"))
 
 
 def listed():
@@ -57,7 +57,7 @@ def test_every_message_on_the_page_is_one_of_ours():
     """A message that was changed leaves no stale remedy behind."""
     keys = [message.key for message in messages() if message.key]
     texts = [message.text for message in messages()]
-    for row in (ROOT / "docs/failures.md").read_text().splitlines():
+    for row in (ROOT / "docs/failures.md").read_text(encoding="utf-8").splitlines():
         if not row.startswith("| ") or row.startswith(("| message", "| class")):
             continue
         for shown in re.findall(r"``? ?(.+?) ?``?(?!`)", row.split(" | ")[0]):
@@ -72,6 +72,10 @@ def test_a_message_without_a_remedy_is_found():
 
 
 def test_every_row_has_a_remedy_of_its_own():
-    rows = [row for row in (ROOT / "docs/failures.md").read_text().splitlines() if row[:2] == "| "]
+    rows = [
+        row
+        for row in (ROOT / "docs/failures.md").read_text(encoding="utf-8").splitlines()
+        if row[:2] == "| "
+    ]
     assert len(rows) > 150
     assert [row for row in rows if re.search(r"\| (as it says.*)?\s*\|$", row)] == []

@@ -34,7 +34,7 @@ def shell(tmp_path):
 
     def start(script):
         return subprocess.Popen(
-            ["bash", "-ec", script], cwd=tmp_path, env=environment, text=True,
+            ["bash", "-ec", script], cwd=tmp_path, env=environment, text=True, encoding="utf-8",
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 

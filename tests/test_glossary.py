@@ -83,7 +83,7 @@ def source():
     """Path from the root -> text, of all modules."""
     paths = [path for folder in SOURCE for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(paths) > 150
-    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
 
 
 @cache
@@ -131,26 +131,30 @@ def test_a_word_that_no_code_uses_is_found():
 
 
 def test_every_word_is_used_in_the_code():
-    found = rows(GLOSSARY.read_text())
+    found = rows(GLOSSARY.read_text(encoding="utf-8"))
     assert len(found) > 60
-    helpers = [path.read_text() for path in (ROOT / "tests/support").rglob("*.py")]
+    helpers = [path.read_text(encoding="utf-8") for path in (ROOT / "tests/support").rglob("*.py")]
     words = [word for several, _ in found for word in several]
     assert unused(words, [*source().values(), *helpers]) == []
 
 
 def test_no_word_has_two_rows():
-    counts = Counter(word.lower() for words, _ in rows(GLOSSARY.read_text()) for word in words)
+    counts = Counter(
+        word.lower() for words, _ in rows(GLOSSARY.read_text(encoding="utf-8")) for word in words
+    )
     assert [word for word, count in counts.items() if count > 1] == []
 
 
 def test_every_name_that_the_glossary_shows_exists():
-    shown = re.findall(r"`([A-Z]\w*[a-z]\w*)`", GLOSSARY.read_text())
+    shown = re.findall(r"`([A-Z]\w*[a-z]\w*)`", GLOSSARY.read_text(encoding="utf-8"))
     known = {name for tree in trees().values() for name, _ in identifiers(tree)}
     assert len(shown) > 10 and [name for name in shown if name not in known] == []
 
 
 def test_every_public_class_is_in_the_glossary_or_says_what_it_is():
-    known = {words_of(word) for words, _ in rows(GLOSSARY.read_text()) for word in words}
+    known = {
+        words_of(word) for words, _ in rows(GLOSSARY.read_text(encoding="utf-8")) for word in words
+    }
     assert [
         f"{path}: {node.name}"
         for path, node in public_classes()

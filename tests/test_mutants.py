@@ -32,12 +32,12 @@ def test_tests_that_are_named_exist_and_one_is_in_ci():
         assert in_ci or mutant.equivalent, mutant.title
         for test in mutant.killed_by:
             file, _, name = test.partition("::")
-            text = (ROOT / file).read_text()
+            text = (ROOT / file).read_text(encoding="utf-8")
             assert not name or re.search(rf"^def {name}\(", text, re.MULTILINE), mutant.title
 
 
 def test_the_promises_are_those_of_the_guarantees():
-    promises = " ".join((ROOT / "docs/guarantees.md").read_text().split())
+    promises = " ".join((ROOT / "docs/guarantees.md").read_text(encoding="utf-8").split())
     held = [mutant for mutant in MUTANTS if mutant.promise]
     assert len(held) >= 40
     assert [m.title for m in held if m.promise not in promises or m.equivalent] == []
@@ -111,7 +111,12 @@ sys.exit(run.main(["--jobs", "1"]))
 def test_what_no_test_notices_survives_and_fails_the_run():
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'io'}"}
     done = subprocess.run(
-        [sys.executable, "-c", RUN], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", RUN],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     assert done.returncode == 1, done.stderr
     assert "area: seen: tests/optim/state/test_space.py" in done.stdout
@@ -140,7 +145,10 @@ def test_a_ledger_knows_verdicts_until_a_function_or_its_test_changes(tmp_path, 
     ledger = history.Ledger(path)
     ledger.add("a: g", "survived")
     ledger.add("a: f", "t.py::t")
-    assert path.read_text() == '"a: f" = ["one", "t.py::t"]\n"a: g" = ["one", "survived"]\n'
+    assert (
+        path.read_text(encoding="utf-8")
+        == '"a: f" = ["one", "t.py::t"]\n"a: g" = ["one", "survived"]\n'
+    )
     assert history.Ledger(path, [first, second]).known == {"a: f": "t.py::t", "a: g": "survived"}
     now["m.py"] = "def f(): 1\ndef g(): 3\n"
     assert history.Ledger(path, [first, second]).known == {"a: f": "t.py::t"}

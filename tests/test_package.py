@@ -15,7 +15,7 @@ import pytest
 from gemini import names
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PUBLIC = {
     "gemini": "gemini",
     "gemini.optim": "optim",
@@ -84,7 +84,12 @@ def installed(tmp_path_factory):
             shutil.copy(path, source / name)
     pip = [sys.executable, "-m", "pip"]
     sdist = subprocess.run(
-        [sys.executable, "-c", SDIST], check=True, cwd=source, capture_output=True, text=True
+        [sys.executable, "-c", SDIST],
+        check=True,
+        cwd=source,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     ).stdout.split()[-1]
     subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", folder, source / sdist], check=True)
     (wheel,) = folder.glob("*.whl")
@@ -93,7 +98,7 @@ def installed(tmp_path_factory):
     subprocess.run([*pip, "--python", python, "install", "-q", "--no-deps", wheel], check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = folder / "venv/lib" / version / "site-packages"
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     return python
 
 
@@ -101,7 +106,7 @@ def run_there(python, *arguments, **environment):
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
     return subprocess.run(
         [python, *arguments], env={**inherited, **environment}, cwd=python.parent,
-        capture_output=True, text=True,
+        capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
 
 
@@ -116,7 +121,7 @@ def test_the_wheel_in_a_clean_environment_trains_a_step(installed, tmp_path):
     (licence,) = (installed.parent.parent / "lib").glob(
         "*/site-packages/gemini_memory-*/**/LICENSE"
     )
-    assert "Apache License" in licence.read_text()
+    assert "Apache License" in licence.read_text(encoding="utf-8")
 
 
 @pytest.mark.ci
@@ -125,7 +130,7 @@ def test_a_cpu_needs_no_triton(tmp_path):
     code = blocked + ONE_STEP.replace("module.__file__.startswith(sys.prefix)", "True")
     done = subprocess.run(
         [sys.executable, "-c", code], env={**_environment(), "HERE": str(tmp_path)},
-        capture_output=True, text=True,
+        capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
     if "which is RAM" in done.stderr:
         pytest.skip("the folder for temporary files is in RAM")
@@ -141,8 +146,10 @@ def test_a_user_has_names_of_our_folders(installed, tmp_path):
     own = tmp_path / "own"
     for name, text in OWN.items():
         (own / name).parent.mkdir(parents=True, exist_ok=True)
-        (own / name).write_text(text)
-    (own / "script.py").write_text("import bench, kernels_triton, nvme, optim" + OF_OURS)
+        (own / name).write_text(text, encoding="utf-8")
+    (own / "script.py").write_text(
+        "import bench, kernels_triton, nvme, optim" + OF_OURS, encoding="utf-8"
+    )
     done = run_there(installed, own / "script.py", HERE=str(tmp_path))
     if "which is RAM" in done.stderr:
         pytest.skip("the folder for temporary files is in RAM")
@@ -166,12 +173,14 @@ def test_a_short_name_is_the_same_module():
 
 @pytest.mark.ci
 def test_a_type_checker_sees_the_types_of_the_wheel(installed, tmp_path):
-    (tmp_path / "user.py").write_text(USER_CODE)
+    (tmp_path / "user.py").write_text(USER_CODE, encoding="utf-8")
     # ours alone is asked about: torch takes mypy half a minute
-    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,triton.*]\nfollow_imports = skip\n")
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\n[mypy-torch.*,triton.*]\nfollow_imports = skip\n", encoding="utf-8"
+    )
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--python-executable", installed, "user.py"],
-        cwd=tmp_path, capture_output=True, text=True,
+        cwd=tmp_path, capture_output=True, text=True, encoding="utf-8",
         env={k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")},
     )  # fmt: skip
     assert "user.py:4: error: Incompatible types in assignment" in done.stdout, done.stdout
@@ -213,7 +222,7 @@ def test_importing_is_ours_alone_and_wrapping_needs_nothing_heavy_beside_torch()
     """What `import torch` has not imported already. Seconds: tests/deep/clock/."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORTED], check=True, env=_environment(), stdout=subprocess.PIPE,
-        text=True,
+        text=True, encoding="utf-8",
     )  # fmt: skip
     imported, wrapping = (set(part.split()) for part in done.stdout.split("|"))
     assert imported == {"gemini", "gemini.arguments", "gemini.names", "gemini.optim", "optim"}
@@ -239,12 +248,19 @@ def test_nothing_depends_on_asserts(tmp_path):
     pytest's own rewriting keeps the asserts of test files, which the first run shows.
     """
     false = tmp_path / "test_false.py"
-    false.write_text("def test_false():\n    assert 1 == 2\n")
+    false.write_text("def test_false():\n    assert 1 == 2\n", encoding="utf-8")
     command = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, false], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, false], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8"
+    )
     assert done.returncode == 1, "a false assert passed"
     done = subprocess.run(
-        [*command, *OPTIMIZED], cwd=ROOT, env=_environment(), capture_output=True, text=True
+        [*command, *OPTIMIZED],
+        cwd=ROOT,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     assert done.returncode == 0, done.stdout
 
@@ -283,7 +299,7 @@ def test_everything_is_imported_helps_and_trains_without_docstrings():
     """Under `python -OO`."""
     done = subprocess.run(
         [sys.executable, "-OO", "-c", BARE, *modules()],
-        env=_environment(), capture_output=True, text=True,
+        env=_environment(), capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
@@ -308,7 +324,7 @@ def test_importing_everything_warns_of_nothing():
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, *modules()],
-        env=_environment(), capture_output=True, text=True,
+        env=_environment(), capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -68,6 +68,7 @@ def imported() -> tuple[list[str], str]:
         check=True,
         capture_output=True,
         text=True,
+        encoding="utf-8",
         env={"PYTHONPATH": ":".join(sys.path)},
     )
     return run.stdout.split(), run.stderr
@@ -103,7 +104,7 @@ def test_a_system_without_our_calls_plans_and_is_told_what_cannot_work(tmp_path)
     """As macOS has it; without torch blocked, which `plan` traces with."""
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_CALLS, str(tmp_path)],
-        capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True, text=True, encoding="utf-8", env={"PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert "gpt2 fits" in run.stdout

@@ -37,16 +37,16 @@ def make(tmp_path):
             PYTHON.format(
                 calls=calls, constraints=constraints, cpu=int(not has_cpu_build),
                 triton=int(not brings_triton),
-            )
+            ), encoding="utf-8"
         )  # fmt: skip
         (tools / "python3").chmod(0o755)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
         done = subprocess.run(
-            ["make", target], cwd=tmp_path, capture_output=True, text=True,
+            ["make", target], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8",
             env={**inherited, "PATH": f"{tools}:{os.environ['PATH']}", "TORCH": torch},
         )  # fmt: skip
-        used = constraints.read_text() if constraints.exists() else ""
-        return done, calls.read_text().splitlines(), used
+        used = constraints.read_text(encoding="utf-8") if constraints.exists() else ""
+        return done, calls.read_text(encoding="utf-8").splitlines(), used
 
     return run
 
@@ -71,7 +71,7 @@ def test_where_pip_has_it_the_cpu_build_is_taken_with_our_triton(make, target):
     assert done.returncode == 0, done.stderr
     assert installed(calls) == ["torch==2.13.0+cpu"]
     assert "GiB" not in done.stdout
-    assert constraints == (ROOT / "constraints.txt").read_text()
+    assert constraints == (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
 def test_a_plain_build_that_cannot_be_had_ends_the_make(make):
@@ -87,7 +87,13 @@ def test_where_there_is_a_gpu_the_tests_of_the_interpreter_do_not_see_it(target)
     """CPU tensors would meet kernels that are compiled, and modules would be wrapped on the GPU."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
     printed = subprocess.run(
-        ["make", "-n", target], cwd=ROOT, env=inherited, capture_output=True, text=True, check=True
+        ["make", "-n", target],
+        cwd=ROOT,
+        env=inherited,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=True,
     ).stdout.replace("\\\n", "")
     lines = [line for line in printed.splitlines() if "-m pytest" in line]
     assert lines

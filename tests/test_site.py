@@ -23,7 +23,7 @@ def built(tmp_path_factory):
     site = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site], cwd=ROOT,
-        capture_output=True, text=True,
+        capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return site
@@ -35,16 +35,16 @@ def public_names():
 
 
 def test_every_public_name_is_in_the_reference():
-    page = (ROOT / "docs/api.md").read_text().splitlines()
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8").splitlines()
     assert [name for name in public_names() if f"::: {name}" not in page] == []
 
 
 @pytest.mark.ci
 def test_the_site_builds_without_a_warning_and_shows_docstrings(built):
-    page = (built / "api/index.html").read_text()
+    page = (built / "api/index.html").read_text(encoding="utf-8")
     assert [name for name in public_names() if f'id="{name}"' not in page] == []
     assert "<li><strong>device</strong>: where modules compute;" in page
-    front = (built / "index.html").read_text()
+    front = (built / "index.html").read_text(encoding="utf-8")
     assert 'href="train/"' in front and (built / "LICENSE").is_file()
 
 
@@ -54,7 +54,7 @@ def test_the_site_loads_nothing_from_elsewhere(built):
     found = {
         target
         for page in built.rglob("*.html")
-        for target in LOADED.findall(page.read_text())
+        for target in LOADED.findall(page.read_text(encoding="utf-8"))
         if "//" in target
     }
     assert found == set()

@@ -31,7 +31,7 @@ def shown():
 
 
 def text():
-    return (ROOT / "README.md").read_text()
+    return (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def clone(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     line = sysconfig.get_path("purelib") + "\n"
-    (venv / "lib" / version / "site-packages/others.pth").write_text(line)
+    (venv / "lib" / version / "site-packages/others.pth").write_text(line, encoding="utf-8")
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
     environment |= {
         "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}", "HF_HOME": str(tmp_path / "hub"),
@@ -66,6 +66,7 @@ def test_a_reader_trains_stops_goes_on_and_generates(clone):
     def run(*commands, **options):
         return subprocess.Popen(
             ["bash", "-ec", "\n".join(commands)], cwd=folder, env=environment, text=True,
+            encoding="utf-8",
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **options,
         )  # fmt: skip
 

@@ -44,7 +44,7 @@ def room_of(module):
 
 def imported(module):
     """Modules of ours that one imports, wherever the import stands."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names if name.name in MODULES)
         elif isinstance(node, ast.ImportFrom):
@@ -111,7 +111,7 @@ def test_a_class_has_its_name_alone():
     """A reader who looks for a class by its name finds one."""
     homes = defaultdict(list)
     for module, path in MODULES.items():
-        for node in ast.parse(path.read_text()).body:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(module)
     assert len(homes) > 400
@@ -120,7 +120,7 @@ def test_a_class_has_its_name_alone():
 
 def imports_of(path):
     """Modules that a file imports, wherever the import stands, with the names that it takes."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -149,7 +149,7 @@ def test_no_test_imports_another():
     statement = re.compile(r"^\s*(?:from|import)\s+tests\.[\w.]*\btest_\w+", re.MULTILINE)
     assert statement.search("    from tests.gemini.test_units import align_up\n")
     files = sorted((ROOT / "tests").rglob("*.py"))
-    assert [str(path) for path in files if statement.search(path.read_text())] == []
+    assert [str(path) for path in files if statement.search(path.read_text(encoding="utf-8"))] == []
 
 
 def is_private(name):
@@ -210,12 +210,14 @@ def test_private_uses_are_found():
 
 def test_tests_and_benches_ask_by_public_names():
     names = {
-        name for path in MODULES.values() for name in private_names(ast.parse(path.read_text()))
+        name
+        for path in MODULES.values()
+        for name in private_names(ast.parse(path.read_text(encoding="utf-8")))
     }
     assert len(names) > 500
     found = []
     for path in [*(ROOT / "bench").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
-        source = ast.parse(path.read_text())
+        source = ast.parse(path.read_text(encoding="utf-8"))
         uses = private_uses(source, names - set(private_names(source)))  # its own are its own
         found += [f"{path.relative_to(ROOT)}:{line} {name}" for line, name in uses]
     assert len(found) < MOST_PRIVATE_USES, "\n".join(sorted(found))
@@ -266,7 +268,7 @@ def test_no_verdict_depends_on_how_busy_the_machine_is():
     for path in sorted((ROOT / "tests").rglob("*.py")):
         file = str(path.relative_to(ROOT))
         if not file.startswith(READ_CLOCKS):
-            lines = enumerate(path.read_text().splitlines(), 1)
+            lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
             found += [
                 f"{file}:{number} {line.strip()}" for number, line in lines if CLOCKS.search(line)
             ]
@@ -315,7 +317,7 @@ def test_nothing_walks_a_set_where_order_can_matter():
     it collectives, files and plans. The same is true of folders, which disks list."""
     trees = {source.path: source.tree for source in house.sources()}
     for path in sorted((ROOT / "bench").rglob("*.py")):
-        trees[str(path.relative_to(ROOT))] = ast.parse(path.read_text())
+        trees[str(path.relative_to(ROOT))] = ast.parse(path.read_text(encoding="utf-8"))
     found = walks_of_sets(trees)
     assert {text.split(":")[0] for text in found} == SUMS and len(found) == len(SUMS), found
 
@@ -347,10 +349,13 @@ def test_every_text_file_is_utf_8():
     )
     assert [*texts_without_encoding(ast.parse(source))] == [1, 2, 5, 6]
     assert [*texts_without_encoding(ast.parse("p.write_text(a, encoding='utf-8')"))] == []
+    others = (
+        path for name in ("bench", "examples", "tests") for path in (ROOT / name).rglob("*.py")
+    )
     found = [
         f"{path.relative_to(ROOT)}:{line}"
-        for path in MODULES.values()
-        for line in texts_without_encoding(ast.parse(path.read_text()))
+        for path in (*MODULES.values(), *sorted(others))
+        for line in texts_without_encoding(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert found == []
 
@@ -395,7 +400,7 @@ def test_readers_of_files_of_others_open_them_in_one_place():
     found = [
         (module, *call)
         for module in readers
-        for call in opens_by_itself(module, ast.parse(MODULES[module].read_text()))
+        for call in opens_by_itself(module, ast.parse(MODULES[module].read_text(encoding="utf-8")))
     ]
     assert found == []
 
@@ -420,6 +425,6 @@ def test_no_call_leaves_to_transformers_whether_code_of_others_runs():
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in [*MODULES.values(), *sorted((ROOT / "bench").rglob("*.py"))]
-        for line in calls_that_may_run_code(ast.parse(path.read_text()))
+        for line in calls_that_may_run_code(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert found == []

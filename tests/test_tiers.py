@@ -40,7 +40,7 @@ class Report:
 
 
 def test_work_is_added_up_by_tier_and_what_passes_its_budget_is_said():
-    budget, limit = Budget(), tomllib.loads(BUDGET.read_text())
+    budget, limit = Budget(), tomllib.loads(BUDGET.read_text(encoding="utf-8"))
     budget.pytest_runtest_logreport(Report("a", "test", process=2, step=3))
     budget.pytest_runtest_logreport(Report("b", "deep", process=10**6))
     assert budget.over() == []
@@ -54,7 +54,7 @@ def test_work_is_added_up_by_tier_and_what_passes_its_budget_is_said():
 
 def test_every_folder_of_tests_is_in_one_shard_of_the_workflow():
     root = Path(__file__).resolve().parent.parent
-    workflow = (root / ".github/workflows/test.yml").read_text()
+    workflow = (root / ".github/workflows/test.yml").read_text(encoding="utf-8")
     shards = " ".join(re.findall(r"^          - (tests/.*)$", workflow, re.MULTILINE)).split()
     files = [name if name.endswith(".py") else f"{name}/**/test_*.py" for name in shards]
     run = [file for pattern in files for file in root.glob(pattern)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.rows.job import number_of_settings
 from bench.rows.table import Row
+from gemini.placement.picture import dark_too
 
 WARMUP_STEPS = 2  # of each process: the first allocates, and we plan with what it showed
 PARTS = ("step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
@@ -209,19 +210,24 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     rows = [row for row in result["rows"] if "reason" not in row][::-1]
     names = [row["name"] for row in rows]
-    figure, (left, right) = pyplot.subplots(1, 2, sharey=True, figsize=(11, 0.4 * len(rows) + 1.5))
+    # one above the other: a phone shows both, in letters that can be read
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(6.6, 0.7 * len(rows) + 2))
     before = [0.0] * len(rows)
     for part in PARTS[1:]:
         seconds = [row[part] for row in rows]
-        left.barh(names, seconds, left=before, label=part.removesuffix("_seconds"))
+        top.barh(names, seconds, left=before, label=part.removesuffix("_seconds"))
         before = [a + b for a, b in zip(before, seconds, strict=True)]
-    left.errorbar(before, names, xerr=_around(rows, "step_seconds", before), fmt="none", color="k")
-    left.set_xlabel("seconds a step")
-    left.legend()
+    steps = [row["step_seconds"] for row in rows]  # medians of sums, and no sums of medians
+    top.errorbar(
+        steps, names, xerr=_around(rows, "step_seconds", steps), fmt="o", markersize=4, color="k",
+        label="step: median, range",
+    )  # fmt: skip
+    top.set_xlabel("seconds a step")
+    top.legend(fontsize=8)
     peak = "peak_rss_mib" if result["device"] == "cpu" else "peak_device_mib"
     peaks = [row[peak] for row in rows]
-    right.barh(names, peaks, xerr=_around(rows, peak, peaks))
-    right.set_xlabel("peak resident memory, MiB" if peak == "peak_rss_mib" else "peak device, MiB")
+    bottom.barh(names, peaks, xerr=_around(rows, peak, peaks))
+    bottom.set_xlabel("peak resident memory, MiB" if peak == "peak_rss_mib" else "peak device, MiB")
     figure.suptitle(f"{result['model']}, batch {result['batch']} x {result['seq']} tokens")
     figure.tight_layout()
     part_file = path.with_name(path.name + ".part")
@@ -231,6 +237,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
             figure.savefig(
                 part_file, dpi=120, format=path.suffix.removeprefix(".") or "png", **undated
             )
+        if path.suffix == ".svg":
+            text = part_file.read_text(encoding="utf-8")
+            part_file.write_text(dark_too(text), encoding="utf-8")
         part_file.replace(path)
     finally:
         part_file.unlink(missing_ok=True)

@@ -60,7 +60,9 @@ def run(engine: str, kind: str, path: Path, nbytes: int) -> FioRun:
         command += [f"--numjobs={DEPTH}", f"--size={share}", f"--offset_increment={share}"]
     else:
         command += [f"--iodepth={DEPTH}", f"--size={pieces * PIECE_BYTES}"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **HUGE_PAGES})
+    done = subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", env={**os.environ, **HUGE_PAGES}
+    )
     if done.returncode:
         raise RuntimeError(f"fio failed: {done.stderr.strip() or done.stdout.strip()[-300:]}")
     (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]

@@ -97,7 +97,11 @@ def commit() -> str:
 def _git(*arguments: str) -> str:
     here = os.path.dirname(os.path.abspath(__file__))
     return subprocess.run(
-        ["git", "-C", here, *arguments], capture_output=True, text=True, check=True
+        ["git", "-C", here, *arguments],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=True,
     ).stdout.strip()
 
 

@@ -42,6 +42,8 @@ from .quantise import (
 log = logging.getLogger("gemini")
 
 SINGLE = "model.safetensors"
+_LEFT = ("*.bin", "*.pth", "*.gguf")  # on the hub: nobody here reads them
+_WEIGHTS = ("*.safetensors", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot")
 
 
 @takes_options_of(GeminiDDP)
@@ -144,8 +146,12 @@ def _check_lora(lora: Any) -> None:
         )
 
 
-def downloaded(model: str | os.PathLike[str], revision: str | None = None) -> Path:
+def downloaded(
+    model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True
+) -> Path:
     """Path of a model: a local path as it is, or the folder that an id on the hub is downloaded to.
+
+    weights: False leaves them on the hub: only the config and the tokenizer are asked for.
 
     Raises ValueError if the hub does not have the id, or, offline, the cache does not; and for a
     path that is no id, and does not exist.
@@ -157,10 +163,9 @@ def downloaded(model: str | os.PathLike[str], revision: str | None = None) -> Pa
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    left = [*_LEFT, *(() if weights else _WEIGHTS)]
     try:
-        found = snapshot_download(
-            str(model), revision=revision, ignore_patterns=["*.bin", "*.pth", "*.gguf"]
-        )
+        found = snapshot_download(str(model), revision=revision, ignore_patterns=left)
     except LocalEntryNotFoundError as error:  # neither in the cache nor within reach
         off = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
         why = "HF_HUB_OFFLINE is set" if off else "no network reaches the hub"

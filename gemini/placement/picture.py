@@ -38,8 +38,9 @@ _COLUMNS = 400  # of time; each has its moment with the most bytes
 _LARGEST, _LEAST, _STRIP = 2.6, 1.1, 0.3  # inches: of panels, and of what does not change
 _NARROW = 0.09  # of the width: without a name
 _SHORT = 0.3  # of an iteration: a pass that is drawn apart from its step
-_LINE = 135  # characters of the title
+_LINE = 98  # characters of the title
 _MOST_BUDGET = 3  # times what is used: a budget above it is said, and not drawn
+_DARK = "@media (prefers-color-scheme: dark) { :root { filter: invert(.9) hue-rotate(180deg) } }"
 
 
 def write_timeline(timeline: Timeline, path: str | Path) -> None:
@@ -65,6 +66,13 @@ def write_timeline(timeline: Timeline, path: str | Path) -> None:
     }  # fmt: skip
     with matplotlib.rc_context(options):
         draw(timeline).savefig(path, dpi=110, **undated)
+    if path.suffix == ".svg":
+        path.write_text(dark_too(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def dark_too(svg: str) -> str:
+    """Drawing of matplotlib that is dark where the reader's screen is, by itself as in a page."""
+    return svg.replace("</style>", f"{_DARK}</style>", 1)
 
 
 def draw(timeline: Timeline) -> Any:
@@ -78,7 +86,7 @@ def draw(timeline: Timeline) -> Any:
     tops = {tier: _top(timeline, tier, max(totals[tier])) for tier in moving}
     inches = {t: max(_LEAST, _LARGEST * tops[t] / max(tops.values())) for t in moving}
     heights = [_STRIP, *inches.values(), *[_STRIP] * (len(still) + len(timeline.busy))]
-    figure = Figure(figsize=(11.8, sum(heights) * 1.2 + 2.1), layout="constrained")
+    figure = Figure(figsize=(8.6, sum(heights) * 1.2 + 2.1), layout="constrained")
     windows = _windows(timeline)
     grid = figure.add_gridspec(len(heights), len(windows), height_ratios=heights)
 
@@ -95,13 +103,13 @@ def draw(timeline: Timeline) -> Any:
     last = len(heights) - 1 if timeline.busy or not still else len(moving)
     for panel, window in zip(head := row(0), windows, strict=True):
         _draw_phases(panel, timeline, window)
-    head[0].set_title(_whole(timeline, len(windows)), loc="left", fontsize=10)
+    head[0].set_title(_whole(timeline, len(windows)), loc="left", fontsize=9)
     is_alike = len({tops[tier] / inches[tier] for tier in moving}) <= 1
     for number, tier in enumerate(moving, 1):
         for panel, window in zip(panels := row(number), windows, strict=True):
             _draw_tier(panel, timeline, tier, tops[tier], window)
         alike = "" if is_alike else ", scale of its own"
-        panels[0].set_title(f"{_held(timeline, tier)}{alike}", loc="left", fontsize=10)
+        panels[0].set_title(f"{_held(timeline, tier)}{alike}", loc="left", fontsize=9)
     for number, tier in enumerate(still, 1 + len(moving)):
         _draw_still(figure.add_subplot(grid[number, :]), timeline, tier)
     for number, (link, spans) in enumerate(timeline.busy.items(), 1 + len(tiers)):
@@ -110,7 +118,7 @@ def draw(timeline: Timeline) -> Any:
         seconds = sum(end - begin for begin, end in spans)
         share = f"{seconds / timeline.starts[-1]:.0%} of the iteration"
         panels[0].set_title(
-            f"{_LINKS[link]}: busy for {seconds:.3g} s, {share}", loc="left", fontsize=10
+            f"{_LINKS[link]}: busy for {seconds:.3g} s, {share}", loc="left", fontsize=9
         )
     drawn = [k for k in KINDS if any(any(timeline.rows[t, k]) for t in tiers)]
     figure.legend(
@@ -220,7 +228,7 @@ def _draw_still(panel: Any, timeline: Timeline, tier: Tier) -> None:
     panel.set(xlim=(0, begin), xticks=[], yticks=[])
     panel.set_title(
         f"{_held(timeline, tier)}, the same all the time: {', '.join(parts)}", loc="left",
-        fontsize=10,
+        fontsize=9,
     )  # fmt: skip
 
 

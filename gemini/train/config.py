@@ -32,6 +32,7 @@ SCHEDULES = (  # of Trainer's, those that need nothing more
 # names of Trainer's, trl's and other tools' configs -> ours
 ELSEWHERE = {
     "model_name_or_path": "model", "base_model": "model", "model_id": "model",
+    "tokenizer_name": "tokenizer", "tokenizer_name_or_path": "tokenizer",
     "dataset": "data", "dataset_name": "data", "datasets": "data", "train_file": "data",
     "data_path": "data", "validation_file": "eval_data", "val_set_size": "held_out",
     "output_dir": "out", "learning_rate": "lr", "lr_scheduler": "schedule",
@@ -73,12 +74,17 @@ class TrainConfig(Settings):
         "",
         "JSONL, CSV or Parquet, a file or a glob; org/name:split on the hub; several with commas",
     )
+    tokenizer: str | None = _data(None, "a folder or an id, in place of the tokenizer of --model")
     weights: str | None = _data(None, "3,1: shares of the sources of --data in each batch")
     stream: bool = _data(False, "--data is read while it trains, for --steps")
     loss: str = _data(
         ANSWERS, "answers: of chats and completions; all: prompts as well", one_of=(ANSWERS, "all")
     )
-    from_scratch: bool = _weights(False, "new weights for the config of --model, for pretraining")
+    from_scratch: bool = _weights(
+        False,
+        "new weights for the config of --model, for pretraining; with --tokenizer --model may also "
+        "be a name of plan's",
+    )
     method: str = _weights(
         "sft",
         "sft, dpo (pairs, with --lora), reward (pairs, for a model that scores) or grpo (prompts "

@@ -11,7 +11,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from gemini import nvme, strangers
-from gemini.checkpoint.pretrained import check_id
+from gemini.checkpoint.pretrained import check_id, downloaded
+from gemini.plan.models import MODELS, build, is_trained_by_trl, known_name
 
 from .config import TrainConfig
 from .sources import sources_of, weights_of
@@ -23,13 +24,16 @@ _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 def check_inputs(config: TrainConfig) -> None:
     """Raise ValueError for a model, data or folders that are none, and for an unknown report."""
     model, out = Path(config.model).expanduser(), Path(config.out).expanduser()
-    if not model.exists():
-        check_id(config.model)
-    if model.exists() and not model.is_dir():
-        raise ValueError(
-            f"--model {config.model} is a file; expected a folder that from_pretrained reads, or "
-            "an id on the hub"
-        )
+    for name in ("model", "tokenizer"):
+        given = getattr(config, name)
+        path = Path(given or ".").expanduser()
+        if not path.exists():
+            check_id(given)
+        elif not path.is_dir():
+            raise ValueError(
+                f"--{name} {given} is a file; expected a folder that from_pretrained reads, or an "
+                "id on the hub"
+            )
     if model.is_dir() and not (model / "config.json").is_file():
         raise ValueError(f"--model {config.model} has no config.json; expected one beside weights")
     weights_of(config.weights, sources_of(config.data, "--data"))
@@ -57,34 +61,68 @@ def _check_reports(names: str) -> None:
         raise ValueError(f"--report-to {names}: {error}; expected none, or what is here") from None
 
 
+def model_and_tokenizer(config: TrainConfig) -> tuple[str | Path, Path]:
+    """What the model is made of, a folder or a name of plan's, and the folder of its tokenizer.
+
+    An id on the hub is downloaded; of a model that is trained from scratch all but the weights.
+    Raises ValueError for an id that the hub does not give, with what needs no network.
+    """
+    name = config.model.lower()
+    is_name = name in MODELS and not Path(config.model).expanduser().exists()
+    if is_name and config.from_scratch and config.tokenizer is not None:
+        if not is_trained_by_trl(name):
+            raise ValueError(f"--model {name} is no causal language model; expected one")
+        return name, downloaded(config.tokenizer, weights=False).absolute()
+    try:
+        folder = downloaded(config.model, weights=not config.from_scratch).absolute()
+    except ValueError as error:
+        known = name if is_name else known_name(config.model)
+        also = ""
+        if known is not None and config.from_scratch:
+            also = f"; or --model {known} --tokenizer FOLDER, which needs no network"
+        elif is_name:
+            also = f"; as a name of plan's {config.model} has sizes, and no weights"
+        raise ValueError(f"{error}{also}") from error
+    if config.tokenizer is None:
+        return folder, folder
+    return folder, downloaded(config.tokenizer, weights=False).absolute()
+
+
 def read_tokenizer(config: TrainConfig, folder: Path) -> Any:
-    """Tokenizer of the model's folder. Raises ValueError if transformers reads none."""
+    """Tokenizer in a folder. Raises ValueError if transformers reads none."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # a folder is anybody's, and fails in any way
+        given, how = f"--model {config.model}", "one beside the weights, or --tokenizer FOLDER"
+        if config.tokenizer is not None:
+            given, how = f"--tokenizer {config.tokenizer}", "a folder of save_pretrained"
         raise ValueError(
-            f"--model {config.model} has no tokenizer that transformers reads "
-            f"({strangers.said(error)}); expected a folder of save_pretrained, with the tokenizer "
-            "beside the weights"
+            f"{given} has no tokenizer that transformers reads ({strangers.said(error)}); "
+            f"expected {how}"
         ) from None
 
 
-def check_fit(config: TrainConfig, folder: Path, tokenizer: Any) -> tuple[int | None, list[str]]:
+def check_fit(
+    config: TrainConfig, what: str | Path, tokenizer: Any
+) -> tuple[int | None, list[str]]:
     """Raise ValueError where --seq or the tokenizer does not fit the model.
 
     Returns the positions that the model has a table of, and what else is worth saying. Positions of
     a rotary embedding go on behind the last that was trained; a table ends: there None is no limit.
     """
-    settings = _settings(folder)
+    settings = _settings(what)
     rows = getattr(settings, "vocab_size", None)
     tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
     if isinstance(rows, int) and tokens > rows:
+        whose = "" if config.tokenizer is None else f" of --tokenizer {config.tokenizer}"
+        how = f"model.resize_token_embeddings({tokens}), save_pretrained, and train that"
+        if config.from_scratch:
+            how = f"a config.json with a vocab_size of {tokens}, or another --tokenizer"
         raise ValueError(
-            f"the tokenizer of --model {config.model} has {tokens} tokens, and its embedding "
-            f"{rows} rows; expected no more tokens than rows: model.resize_token_embeddings"
-            f"({tokens}), save_pretrained, and train that"
+            f"the tokenizer{whose} has {tokens} tokens, and the embedding of --model "
+            f"{config.model} {rows} rows; expected no more tokens than rows: {how}"
         )
     most = getattr(settings, "max_position_embeddings", None)
     is_rotary = any(getattr(settings, name, None) for name in _ROTARY)
@@ -142,12 +180,16 @@ def check_packing(model: nn.Module) -> None:
         )
 
 
-def _settings(folder: Path) -> Any:
-    """Configuration of the language model in a folder; None if its type is not known here."""
+def _settings(what: str | Path) -> Any:
+    """Configuration of the language model in a folder, or of a name of plan's; None if its type is
+    not known here."""
     from transformers import AutoConfig
 
+    if isinstance(what, str):
+        named: Any = build(what)
+        return named.config
     try:
-        fields = strangers.read_json(folder / "config.json")
+        fields = strangers.read_json(what / "config.json")
         return AutoConfig.for_model(**fields).get_text_config()
     except (OSError, ValueError, TypeError, AttributeError):
         return None  # the plan says what is wrong with it

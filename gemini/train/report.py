@@ -109,7 +109,7 @@ def _drawn(draw: Callable[[Any, Log], None], log: Log) -> str | None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
     axes = figure.subplots()
     draw(axes, log)
     lines: list[Any] = list(axes.lines)

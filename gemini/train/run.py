@@ -172,7 +172,8 @@ class Job:
                 input_ids=given, attention_mask=torch.ones_like(given), do_sample=False,
                 max_new_tokens=tokens,
             )[0]  # fmt: skip
-            found.append((self.tokenizer.decode(ids), self.tokenizer.decode(out[len(ids) :])))
+            answer = self.tokenizer.decode(out[len(ids) :])
+            found.append((self.tokenizer.decode(ids), visible(answer)))
         return found
 
 
@@ -181,7 +182,13 @@ def prepare(config: TrainConfig) -> Job:
 
     Raises ValueError for a refused run; if it does not fit, with the cheapest change.
     """
-    from .inputs import check_fit, check_inputs, check_packing, read_tokenizer
+    from .inputs import (
+        check_fit,
+        check_inputs,
+        check_packing,
+        model_and_tokenizer,
+        read_tokenizer,
+    )
 
     world_size = _world_size()
     config.batch_of_rank(world_size)
@@ -202,16 +209,15 @@ def prepare(config: TrainConfig) -> Job:
     comm = everyone(None, None)
     # a path and no text: what a config says of a model is a folder or an id, and no module
     _status(f"reading {config.model}")
-    folder = downloaded(config.model).absolute()
-    check_readable(folder)
-    if config.trust_remote_code and comm.rank == 0:
-        log.warning("--trust-remote-code: code in %s runs with your rights; read it first", folder)
-    tokenizer = read_tokenizer(config, folder)
-    positions, said = check_fit(config, folder, tokenizer)
+    what, place = model_and_tokenizer(config)
+    for folder in dict.fromkeys((what, place)):
+        _check_folder(folder, warns=config.trust_remote_code and comm.rank == 0)
+    tokenizer = read_tokenizer(config, place)
+    positions, said = check_fit(config, what, tokenizer)
     if config.packing:
-        check_packing(build(folder, trust_remote_code=config.trust_remote_code))
+        check_packing(build(what, trust_remote_code=config.trust_remote_code))
     if config.merge:
-        empty = build(folder, trust_remote_code=config.trust_remote_code, scores=config.scores)
+        empty = build(what, trust_remote_code=config.trust_remote_code, scores=config.scores)
         check_merge(empty, adapters_of(empty, config.lora, config.targets))
     _status(f"reading {config.data}")
     with args.main_process_first():  # which leaves its rows to the others
@@ -224,7 +230,7 @@ def prepare(config: TrainConfig) -> Job:
     _status("measuring this machine" + (f" and {config.nvme}" if config.nvme else ""))
     machine = hardware(config, comm, torch.device(args.device))
     _status("tracing the model, and planning")
-    planned = plan_for(folder, machine, training_of(config, comm.world_size))
+    planned = plan_for(what, machine, training_of(config, comm.world_size))
     if not planned.fits:
         raise ValueError(f"it does not fit: {planned.why}; cheapest change: {planned.change}")
     plan = "\n".join(five_lines(config.model, planned))
@@ -237,8 +243,10 @@ def prepare(config: TrainConfig) -> Job:
     asked = planned.asked
     options = {"placement_policy": asked.policy, "trace": asked.trace, "update": asked.update}
     _status("making weights" if config.from_scratch else "loading weights")
-    made = _new_model if config.from_scratch else _loaded_model
-    model = made(folder, config, options)
+    if isinstance(what, str) or config.from_scratch:
+        model = _new_model(what, config, options)
+    else:
+        model = _loaded_model(what, config, options)
     trainer = make_trainer(
         config, model, args, train_dataset=data.train, eval_dataset=data.held_out,
         processing_class=tokenizer, **reward,
@@ -250,6 +258,15 @@ def prepare(config: TrainConfig) -> Job:
     if comm.rank == 0:
         trainer.add_callback(_reports(job))
     return job
+
+
+def _check_folder(what: str | Path, *, warns: bool) -> None:
+    """Raise FormatError for a folder with anything that may not be opened."""
+    if isinstance(what, str):  # a name
+        return
+    check_readable(what)
+    if warns:
+        log.warning("--trust-remote-code: code in %s runs with your rights; read it first", what)
 
 
 def check_same_run(config: TrainConfig, out: Path) -> None:
@@ -292,10 +309,10 @@ def _loaded_model(folder: Path, config: TrainConfig, options: dict[str, Any]) ->
     return model
 
 
-def _new_model(folder: Path, config: TrainConfig, options: dict[str, Any]) -> GeminiDDP:
+def _new_model(what: str | Path, config: TrainConfig, options: dict[str, Any]) -> GeminiDDP:
     """Wrapped model with new weights, which is never whole in memory. All ranks call."""
     with init_empty():
-        module = maker(folder, trust_remote_code=config.trust_remote_code, scores=config.scores)()
+        module = maker(what, trust_remote_code=config.trust_remote_code, scores=config.scores)()
     module.tie_weights()
     torch.manual_seed(config.seed)  # the same weights on all ranks
     return GeminiDDP(module, precision=PRECISION, force_outputs_fp32=True, **options)
@@ -306,6 +323,12 @@ def _status(phase: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"{phase} ...\n")
         sys.stderr.flush()
+
+
+def visible(text: str) -> str:
+    """Text without the blank lines at its end, of which a young model writes many; escaped if there
+    is nothing else."""
+    return text.rstrip() or repr(text)
 
 
 def printable(text: str) -> str:

@@ -54,7 +54,7 @@ def made(tmp_path, monkeypatch, *options, **changes):
         mock.patch.object(capacity, "mixed_gb_per_s", lambda folder: next(speeds)),
     ):
         status = capacity.main()
-    return status, json.loads(path.read_text()), runs
+    return status, json.loads(path.read_text(encoding="utf-8")), runs
 
 
 def test_every_limit_is_run_clipped_and_not_beside_the_disk_of_that_time(tmp_path, monkeypatch):
@@ -124,7 +124,7 @@ def made_of_a_base(tmp_path, monkeypatch, pss=(100, 400), **changes):
         mock.patch.object(capacity, "pss_of", lambda count, *options: found[count]),
     ):
         status = capacity.main()
-    return status, json.loads(path.read_text()), runs
+    return status, json.loads(path.read_text(encoding="utf-8")), runs
 
 
 def test_a_base_is_made_run_under_the_limit_and_in_the_least_budget(tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ def test_command_writes_a_table_json_and_a_picture(monkeypatch, tmp_path, capsys
     printed = capsys.readouterr().out
     assert "used number: 118.68 Mi elements" in printed
     assert "| state on NVMe |" in printed
-    result = json.loads(where[0].read_text())
+    result = json.loads(where[0].read_text(encoding="utf-8"))
     assert result["model"] == "gpt2" and result["used_numel"] == 124_439_808
     chosen = [c for c in result["candidates"] if c["chosen"]]
     assert [c["capacity"] for c in chosen] == [result["capacity"]]

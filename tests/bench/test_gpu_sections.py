@@ -20,7 +20,7 @@ def bare(tmp_path, monkeypatch):
     folder = tmp_path / "bare"
     folder.mkdir()
     lacks = f"import sys\nsys.modules.update(dict.fromkeys({LACKING}))\n"
-    (folder / "sitecustomize.py").write_text(lacks)
+    (folder / "sitecustomize.py").write_text(lacks, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # hypothesis has one
 
@@ -33,10 +33,15 @@ def asked_of(section):
 
 def test_every_test_that_needs_a_gpu_is_in_one_section(tmp_path):
     chosen = [where for section in gpu.sections(tmp_path, dry=False) for where in asked_of(section)]
-    names = [f"{FILE}::{name}" for name in re.findall(r"^def (test_\w+)", FILE.read_text(), re.M)]
+    names = [
+        f"{FILE}::{name}"
+        for name in re.findall(r"^def (test_\w+)", FILE.read_text(encoding="utf-8"), re.M)
+    ]
     folders = [where for where in chosen if not where.startswith(str(FILE))]
     assert sorted(chosen) == sorted(names + folders)
-    texts = {str(path): path.read_text() for path in Path("tests").rglob("test_*.py")}
+    texts = {
+        str(path): path.read_text(encoding="utf-8") for path in Path("tests").rglob("test_*.py")
+    }
     marked = {path for path, text in texts.items() if "mark" + ".gpu" in text} - {str(FILE)}
     assert marked and all(path.startswith(tuple(folders)) for path in marked)
 
@@ -49,7 +54,7 @@ def test_every_section_finds_its_tests_on_a_bare_machine(tmp_path, bare):
     command = last.command[: -len(asked_of(last))]
     command += tuple(where for section in chosen for where in asked_of(section))
     ended = gpu.run(gpu.Section("all", command, 600), tmp_path, 600, dry=True)["ended"]
-    found = (tmp_path / "all.log").read_text()
+    found = (tmp_path / "all.log").read_text(encoding="utf-8")
     assert ended == 0, found
     for section in chosen:
         for where in asked_of(section):
@@ -62,10 +67,10 @@ def test_every_section_runs_dry(tmp_path, bare):
     chosen = gpu.sections(tmp_path, dry=True)
     summary = gpu.run_all(chosen, tmp_path, minutes=15, dry=True)
     for section in chosen:
-        said = (tmp_path / f"{section.name}.log").read_text()[-2000:]
+        said = (tmp_path / f"{section.name}.log").read_text(encoding="utf-8")[-2000:]
         assert summary[section.name]["ended"] == 0, (section.name, summary, said)
     for name in ("places", "ahead", "stream", "races", "ranks"):
-        assert json.loads((tmp_path / f"{name}.json").read_text())
+        assert json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.ci
@@ -92,8 +97,8 @@ def test_a_section_that_hangs_or_fails_costs_only_itself(tmp_path):
     ]  # fmt: skip
     summary = gpu.run_all(chosen, tmp_path, minutes=60, dry=False)
     assert [entry["ended"] for entry in summary.values()] == ["stopped after 1 s", 3, 0]
-    assert (tmp_path / "works.log").read_text() == "done\n"
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert (tmp_path / "works.log").read_text(encoding="utf-8") == "done\n"
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == summary
 
 
 def test_the_limits_of_all_sections_fit_ten_minutes(tmp_path):
@@ -103,7 +108,9 @@ def test_the_limits_of_all_sections_fit_ten_minutes(tmp_path):
 
 def test_a_steady_iteration_is_its_counts_and_names_are_notes():
     """As `make test-cuda` compares them, where nothing but a name may have changed."""
-    golden = json.loads(Path("bench/results/cuda-stub.json").read_text())["iterations"]
+    golden = json.loads(Path("bench/results/cuda-stub.json").read_text(encoding="utf-8"))[
+        "iterations"
+    ]
     assert any(row["waits"] for row in golden.values())
     for row in golden.values():
         notes = {

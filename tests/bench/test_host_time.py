@@ -27,7 +27,8 @@ def by_layers():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     out = subprocess.run(
         [sys.executable, "-c", FOUND],
-        capture_output=True, text=True, env={**environment, "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True, text=True,
+        encoding="utf-8", env={**environment, "PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
     assert out.returncode == 0, out.stderr
     return json.loads(out.stdout)

@@ -65,7 +65,9 @@ print(json.dumps(found))
 
 
 def test_products_are_those_of_fp64_rounded_once() -> None:
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, encoding="utf-8", check=True
+    )
     found = json.loads(run.stdout)
     assert found.pop("empty") == 0
     assert found.pop("fp32") < 1e-5
@@ -76,9 +78,9 @@ def test_products_are_those_of_fp64_rounded_once() -> None:
 
 def test_a_script_is_run_with_its_arguments(tmp_path) -> None:  # type: ignore[no-untyped-def]
     script = tmp_path / "script.py"
-    script.write_text("import sys\nprint(__name__, *sys.argv[1:])\n")
+    script.write_text("import sys\nprint(__name__, *sys.argv[1:])\n", encoding="utf-8")
     run = subprocess.run(
         [sys.executable, "-m", "bench.support.matmul", str(script), "--model", "tiny"],
-        capture_output=True, text=True, check=True,
+        capture_output=True, text=True, encoding="utf-8", check=True,
     )  # fmt: skip
     assert run.stdout.split() == ["__main__", "--model", "tiny"]

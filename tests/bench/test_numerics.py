@@ -11,7 +11,7 @@ RESULTS = Path(__file__).parents[2] / "bench" / "results" / "numerics-cpu.json"
 
 
 def test_the_committed_results_have_every_pair_and_one_digest_a_precision():
-    results = json.loads(RESULTS.read_text())
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
     for precision, bound in BOUNDS.items():
         found = {
             p["case"]: p["update_error"] for p in results["pairs"] if p["precision"] == precision

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def test_the_tables_are_those_of_the_results_and_of_the_code():
     everything = ""
     for page in pages():
-        text = page.read_text()
+        text = page.read_text(encoding="utf-8")
         assert render(text) == text, page.name
         everything += text
     for name in (*TABLES, *COMPUTED):
@@ -27,7 +27,7 @@ def test_the_page_of_commands_has_every_variable_that_the_source_reads():
     found = set()
     for folder in ("gemini", "optim", "io", "kernels_triton"):
         for path in (ROOT / folder).rglob("*.py"):
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             if "environ" in text:
                 found |= set(re.findall(r"""["']([A-Z][A-Z0-9_]+)["']""", text))
     shown = {name for names in VARIABLES for name in names.split(", ")}
@@ -54,14 +54,17 @@ def test_the_seven_ways_say_what_the_disk_allows_and_which_rows_a_result_was_mad
 
 
 def test_a_table_that_was_changed_by_hand_is_found():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert render(text.replace("| resident |", "| resident, faster |")) == text
 
 
-def test_the_committed_picture_is_small_and_a_drawing():
-    text = (ROOT / "docs/timeline.svg").read_text()
-    assert len(text) < 200_000
-    assert ElementTree.fromstring(text).tag.endswith("svg")
+@pytest.mark.parametrize("name", ["timeline", "comparison", "converge"])
+def test_a_committed_picture_is_small_and_a_drawing_in_light_and_dark(name):
+    """And narrow, so that its letters can be read on a phone."""
+    text = (ROOT / f"docs/{name}.svg").read_text(encoding="utf-8")
+    assert len(text) < 200_000 and "prefers-color-scheme: dark" in text
+    drawn = ElementTree.fromstring(text)
+    assert drawn.tag.endswith("svg") and float(drawn.get("width").removesuffix("pt")) < 650
 
 
 def test_the_worked_example_is_what_its_text_works_out():

@@ -25,7 +25,7 @@ def missing_from(result, command):
 
 
 def read(name):
-    return json.loads((ROOT / RESULTS / f"{name}.json").read_text())
+    return json.loads((ROOT / RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def test_every_result_has_one_command_and_every_command_its_result():
@@ -40,7 +40,9 @@ def test_every_result_names_its_command_a_clean_commit_and_its_machine():
 
 def test_commits_of_results_are_of_this_repository():
     def git(*arguments):
-        return subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True)
+        return subprocess.run(
+            ["git", "-C", ROOT, *arguments], capture_output=True, text=True, encoding="utf-8"
+        )
 
     if git("rev-parse", "--is-shallow-repository").stdout.strip() == "false":
         now_in = remake.squashed()
@@ -60,11 +62,11 @@ def test_what_is_written_names_how_it_was_made(tmp_path):
         "write_result(pathlib.Path(sys.argv[1]), {})"
     )
     subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, check=True)
-    written = json.loads(path.read_text())
+    written = json.loads(path.read_text(encoding="utf-8"))
     assert written["command"] == shlex.join(["python", "-c", code, str(path)])
     assert {"commit", "machine", "versions"} <= written.keys()
     write_result(path, {"rows": 1, "command": "another"})
-    assert json.loads(path.read_text())["command"].startswith("python ")
+    assert json.loads(path.read_text(encoding="utf-8"))["command"].startswith("python ")
 
 
 def test_results_are_not_made_from_a_tree_that_was_changed(monkeypatch, capsys):
@@ -89,6 +91,7 @@ def test_small_versions_run(tmp_path, capfd):
     small = ["gathers", "adam-cpu"]  # of those that need no fio
     assert remake.main(["--smoke", str(tmp_path), "--only", *small]) == 0, capfd.readouterr().out
     for name in small:
-        assert missing_from(json.loads((tmp_path / f"{name}.json").read_text()), None) in (
+        result = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+        assert missing_from(result, None) in (
             ["the command that makes it"], ["a clean commit", "the command that makes it"]
         )  # fmt: skip

@@ -64,7 +64,7 @@ def place(tmp_path):
     """A folder for the disk rows, a tiny model, and a path for modules."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "modules").mkdir()
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY), encoding="utf-8")
     return tmp_path
 
 
@@ -80,7 +80,8 @@ def start(place, *flags):
     try:  # ignores it, and so would its children
         return subprocess.Popen(
             [str(word) for word in command], cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            encoding="utf-8", start_new_session=True,
         )  # fmt: skip
     finally:
         signal.signal(signal.SIGINT, before)
@@ -303,7 +304,9 @@ def test_bad_arguments_are_refused(flags):
 
 @pytest.mark.ci
 def test_worker_that_says_nothing_ends_and_is_the_rows_reason(place, monkeypatch):
-    (place / "modules/silent.py").write_text("import threading\nthreading.Event().wait()\n")
+    (place / "modules/silent.py").write_text(
+        "import threading\nthreading.Event().wait()\n", encoding="utf-8"
+    )
     monkeypatch.setenv("PYTHONPATH", str(place / "modules"))
     monkeypatch.setattr("bench.rows.processes.WORKER", "silent")
     job = Job("silent", "", "", str(place / "disk"))
@@ -315,7 +318,7 @@ def whole_rows(place, *peers):
     """Rows of a run that have figures, by name; what it printed."""
     code, printed = run(place, "--force", "--peers", *peers)
     assert code == 0, printed
-    result = json.loads((place / "out.json").read_text())
+    result = json.loads((place / "out.json").read_text(encoding="utf-8"))
     found = {row["name"]: row for row in result["rows"] if "losses" in row}
     for row in found.values():
         assert row.keys() > KEYS, row
@@ -332,12 +335,12 @@ def whole_rows(place, *peers):
 
 @pytest.mark.ci
 def test_rows_are_written_whole_and_a_peer_that_crashes_costs_its_own(place):
-    (place / "modules/deepspeed.py").write_text(STAND_IN)
+    (place / "modules/deepspeed.py").write_text(STAND_IN, encoding="utf-8")
     found, printed = whole_rows(place, "torch/adamw-autocast", "ours/nvme-tail", "deepspeed/zero3")
     assert found.keys() == {"torch/adamw-autocast", "ours/nvme-tail"}
     assert [name for name, row in found.items() if "hidden_seconds" in row] == ["ours/nvme-tail"]
     assert "s a step of the tail are hidden" in printed and "every step counts" in printed
-    rows = json.loads((place / "out.json").read_text())["rows"]
+    rows = json.loads((place / "out.json").read_text(encoding="utf-8"))["rows"]
     reasons = {row["name"]: row.get("reason") for row in rows}
     assert reasons["deepspeed/zero3"] == "killed by SIGKILL"
     assert not workers(place)
@@ -363,13 +366,13 @@ def test_all_rows_are_written_whole(place):
 
 @pytest.mark.deep
 def test_rows_on_meshes_have_the_losses_of_one_rank(place):
-    (place / "llama.json").write_text(json.dumps(TINY_LLAMA))
+    (place / "llama.json").write_text(json.dumps(TINY_LLAMA), encoding="utf-8")
     named = ["fsdp2/mesh-tp2", "ours/mesh-tp2", *ON_MESHES[-4:]]
     code, printed = run(
         place, "--model", place / "llama.json", "--force", "--peers", "torch/adamw-autocast", *named
     )
     assert code == 0, printed
-    result = json.loads((place / "out.json").read_text())
+    result = json.loads((place / "out.json").read_text(encoding="utf-8"))
     found = {row["name"]: row for row in result["rows"]}
     for name in named:  # sums of row-parallel parts are rounded to bf16, too
         want = found["torch/adamw-autocast"]["losses"]
@@ -404,7 +407,7 @@ def test_missing_peer_costs_its_own_rows(monkeypatch, tmp_path):
     ],
 )
 def test_interrupt_leaves_no_file_process_or_folder(place, number):
-    (place / "out.json").write_text("before")
+    (place / "out.json").write_text("before", encoding="utf-8")
     process = start(place, "--force", "--steps", "5000", "--peers", "ours/nvme")
     try:
 
@@ -421,7 +424,7 @@ def test_interrupt_leaves_no_file_process_or_folder(place, number):
     assert process.returncode == 128 + number, printed
     assert not workers(place) and not list((place / "disk").iterdir())
     assert sorted(p.name for p in place.iterdir()) == ["disk", "modules", "out.json", "tiny.json"]
-    assert (place / "out.json").read_text() == "before"
+    assert (place / "out.json").read_text(encoding="utf-8") == "before"
 
 
 def test_busy_machine_is_refused(place, capsys):

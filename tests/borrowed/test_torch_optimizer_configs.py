@@ -127,7 +127,7 @@ def borrowed():
     """By optimizer: (description, arguments) of `inputs`, and `errors`."""
     return {
         name: {kind: [read(row, {}) for row in rows] for kind, rows in kinds.items()}
-        for name, kinds in json.loads(TABLE.read_text()).items()
+        for name, kinds in json.loads(TABLE.read_text(encoding="utf-8")).items()
     }
 
 
@@ -139,7 +139,7 @@ def test_the_table_is_that_of_the_installed_torch(tmp_path):
         name: {kind: [written(row, {}) for row in rows] for kind, rows in kinds.items()}
         for name, kinds in pickle.loads((tmp_path / "found").read_bytes()).items()
     }
-    assert found == json.loads(TABLE.read_text())
+    assert found == json.loads(TABLE.read_text(encoding="utf-8"))
 
 
 def configurations(found, name):

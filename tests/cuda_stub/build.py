@@ -18,7 +18,11 @@ def asked_for() -> set[str]:
     """Of CUDA's runtime, of its driver and of cuBLAS: what torch's libraries link to."""
     libraries = sorted((SITE / "torch/lib").glob("lib*.so"))
     said = subprocess.run(
-        ["nm", "-D", "--undefined-only", *libraries], capture_output=True, text=True, check=True
+        ["nm", "-D", "--undefined-only", *libraries],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=True,
     ).stdout
     names = {line.split()[1].partition("@")[0] for line in said.splitlines() if " U " in line}
     return {name for name in names if IS_CUDA.fullmatch(name)}
@@ -26,7 +30,7 @@ def asked_for() -> set[str]:
 
 def folder_with_stub(cache: Path) -> Path:
     """It has `libstub.so`, and the same as `libcuda.so.1`; made where it is not there."""
-    runtime = (HERE / "runtime.cpp").read_text()
+    runtime = (HERE / "runtime.cpp").read_text(encoding="utf-8")
     names = sorted(asked_for() - set(DEFINED.findall(runtime)))
     assert len(names) > 50, "expected torch's CUDA build"
     others = "".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in names)
@@ -35,7 +39,7 @@ def folder_with_stub(cache: Path) -> Path:
     folder = cache / key
     if not (folder / "libcuda.so.1").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "others.cpp").write_text(others)
+        (folder / "others.cpp").write_text(others, encoding="utf-8")
         subprocess.run(
             ["g++", "-O1", "-shared", "-fPIC", "-std=c++17", "-w", f"-I{HERE / 'include'}",
              f"-I{include}", HERE / "runtime.cpp", folder / "others.cpp",

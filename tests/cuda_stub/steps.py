@@ -126,7 +126,9 @@ def in_a_process(name: str) -> Row:
         "--case",
         name,
     ]
-    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    out = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, encoding="utf-8", check=True
+    ).stdout
     found: Row = json.loads(out.splitlines()[-1])
     return found
 
@@ -148,7 +150,7 @@ def main() -> int:
     if not args.check:
         write_result(args.json, {"iterations": found})
         return 0
-    golden = json.loads(args.json.read_text())["iterations"]
+    golden = json.loads(args.json.read_text(encoding="utf-8"))["iterations"]
     differ = False
     for name in sorted(found | golden):
         row, want = found.get(name, {}), golden.get(name, {})

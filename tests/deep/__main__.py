@@ -97,7 +97,10 @@ def jobs() -> Iterator[Job]:
 def read(ledger: Path = LEDGER) -> dict[str, Entry]:
     if not ledger.exists():
         return {}
-    return {title: Entry(**entry) for title, entry in tomllib.loads(ledger.read_text()).items()}
+    return {
+        title: Entry(**entry)
+        for title, entry in tomllib.loads(ledger.read_text(encoding="utf-8")).items()
+    }
 
 
 def write(entries: dict[str, Entry], ledger: Path = LEDGER) -> None:
@@ -109,7 +112,7 @@ def write(entries: dict[str, Entry], ledger: Path = LEDGER) -> None:
             f'["{title}"]\ncommit = "{entry.commit}"\nseconds = {entry.seconds}\n'
             f'said = "{said}"\n{seed}'
         )
-    ledger.write_text("\n".join(lines))
+    ledger.write_text("\n".join(lines), encoding="utf-8")
 
 
 def run(job: Job, commit: str, last: Entry | None) -> Entry | None:
@@ -124,7 +127,7 @@ def run(job: Job, commit: str, last: Entry | None) -> Entry | None:
     }  # fmt: skip
     began = time.monotonic()
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, text=True,
+        command, cwd=ROOT, env=environment, text=True, encoding="utf-8",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     seconds = round(time.monotonic() - began)

@@ -146,8 +146,8 @@ def said(work):
 def bad_calls(rank, folder):
     model, optimizer = make()
     (folder / "full").mkdir(exist_ok=True)
-    (folder / "full" / "precious").write_text("mine")
-    (folder / "file").write_text("mine")
+    (folder / "full" / "precious").write_text("mine", encoding="utf-8")
+    (folder / "file").write_text("mine", encoding="utf-8")
     dist.barrier()
     save = lambda path, **options: said(  # noqa: E731
         lambda: gemini.save_checkpoint(path, model, optimizer, **options)
@@ -181,7 +181,7 @@ def test_bad_input_is_one_error_on_every_rank_and_nothing_is_lost(tmp_path):
     assert "does not exist" in found["load nothing"]
     assert "is no checkpoint" in found["load a folder"]
     assert "torch.save" in found["load a file"]
-    assert (tmp_path / "full" / "precious").read_text() == "mine"
+    assert (tmp_path / "full" / "precious").read_text(encoding="utf-8") == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "file", "full", "latest"]
 
 

@@ -40,12 +40,12 @@ assert threads()  # the model is still there
 @pytest.mark.ci
 def test_a_group_that_was_destroyed_has_no_threads_when_python_ends(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
          str(script)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")])},
-        capture_output=True, text=True,
+        capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", *["at the end 0"] * 2, *["destroyed"] * 2]

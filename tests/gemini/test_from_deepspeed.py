@@ -75,7 +75,7 @@ def test_what_a_file_says_is_an_argument():
 @pytest.mark.parametrize("config", [AUTO, OWN], ids=["auto", "own"])
 def test_the_yaml_has_keys_of_train_and_numbers(config, tmp_path, capsys):
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(config), encoding="utf-8")
     assert main(["from-deepspeed", str(path), "--yaml"]) == 0
     found = yaml.safe_load(capsys.readouterr().out)
     assert found.keys() <= {field.name for field in fields(TrainConfig)}
@@ -86,7 +86,9 @@ def test_the_yaml_has_keys_of_train_and_numbers(config, tmp_path, capsys):
 
 
 def test_keys_of_the_page_are_known_and_others_are_named():
-    page = (ROOT / "docs/from-deepspeed.md").read_text().partition("| key | here |")[2]
+    page = (
+        (ROOT / "docs/from-deepspeed.md").read_text(encoding="utf-8").partition("| key | here |")[2]
+    )
     keys = re.findall(r"`([\w.]+)`", page.partition("| call | here |")[0])
     said = {**TABLE["said"], **TABLE["said_of_zero"], **dict.fromkeys(TABLE["plan"], "")}
     named = {k for k in keys if k in said}
@@ -109,7 +111,7 @@ def test_keys_of_the_page_are_known_and_others_are_named():
 )  # fmt: skip
 def test_what_is_no_such_file_is_refused_in_one_line(text, said, tmp_path, capsys):
     path = tmp_path / "ds.json"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(SystemExit) as end:
         main(["from-deepspeed", str(path)])
     err = capsys.readouterr().err

@@ -23,7 +23,7 @@ def test_zeros_are_zeros_where_memory_was_used_before(nbytes):
 
 def test_zeros_take_no_memory_before_they_are_touched():
     def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * 4096
 
     before = resident()
     fresh = zeros(64 * MIB, torch.float32)

@@ -40,7 +40,7 @@ KINDS = (
 def folder(tmp_path):
     for name in ("mine", "outside"):
         (tmp_path / name).mkdir()
-    (tmp_path / "outside/secret").write_text("secret")
+    (tmp_path / "outside/secret").write_text("secret", encoding="utf-8")
     (tmp_path / "mine/to-outside").symlink_to(tmp_path / "outside")
     return tmp_path / "mine"
 
@@ -58,13 +58,13 @@ def test_what_is_no_file_of_its_folder_is_not_opened(kind, folder):
 
 def test_links_within_a_folder_and_of_the_hubs_cache_are_files(folder):
     (folder / "to-outside").unlink()
-    (folder / "a").write_text("a")
+    (folder / "a").write_text("a", encoding="utf-8")
     (folder / "b").symlink_to("a")
     os.link(folder / "a", folder / "c")
     blobs, snapshot = folder / "models--x--y/blobs", folder / "models--x--y/snapshots/0"
     for made in (blobs, snapshot):
         made.mkdir(parents=True)
-    (blobs / "123").write_text("blob")
+    (blobs / "123").write_text("blob", encoding="utf-8")
     (snapshot / "config.json").symlink_to("../../blobs/123")
     found = [strangers.read_text(folder / name) for name in "abc"]
     assert [*found, strangers.read_text(snapshot / "config.json")] == ["a", "a", "a", "blob"]
@@ -92,7 +92,7 @@ def test_a_file_is_read_up_to_its_limit_and_as_it_was(folder, monkeypatch):
     with pytest.raises(strangers.StrangerError, match="to be read whole"):
         strangers.check_folder(folder)
     (folder / "tokenizer.json").unlink()
-    (folder / "deep.json").write_text("[" * 100_000)
+    (folder / "deep.json").write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(strangers.StrangerError, match=r"deep\.json' is nested deeper"):
         strangers.check_folder(folder)
     path.write_bytes(b"12345")

@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
             found["bits"][kind] = bits(kind, "resident", "serial", Path(folder))
     for name in PLANS:
         found["prices"][name] = prices(name)
-    FILE.write_text(json.dumps(found, indent=1) + "\n")
+    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

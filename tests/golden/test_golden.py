@@ -10,7 +10,7 @@ from bench.shared.workers import run_ranks
 from tests.golden.bits import HOMES, KINDS, UPDATES, bits
 from tests.golden.prices import PLANS, prices
 
-GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
+GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8"))
 CELLS = [(kind, home, update) for kind in KINDS for home in HOMES for update in UPDATES]
 # eager norms are summed in fp32 by rows of a shard, so their clip depends on how many there are
 OF_SHARDS = [cell for cell in CELLS if cell[0] != "rounded"]

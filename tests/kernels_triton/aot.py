@@ -141,7 +141,11 @@ def resources(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+            [tool, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            check=True,
         ).stdout
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 

@@ -21,7 +21,8 @@ def report(request):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     out = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "aot.py"), request.param],
-        capture_output=True, text=True, env={**environment, "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True, text=True,
+        encoding="utf-8", env={**environment, "PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
     assert out.returncode == 0, out.stderr[-3000:]
     return json.loads(out.stdout)

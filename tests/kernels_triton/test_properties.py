@@ -188,7 +188,11 @@ def test_the_interpreter_gives_the_bits_of_the_compiled_path():
     script = Path(__file__).parent / "compiled_bits.py"
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), "TRITON_INTERPRET": "1"}
     out = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=environment,
     )
     assert out.returncode == 0, out.stderr[-3000:]
     assert out.stdout == "compared\n"

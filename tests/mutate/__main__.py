@@ -111,8 +111,10 @@ def _find_verdicts(mutants: Sequence[Mutant], trees: Sequence[Tree], ledger: Led
     def mutate(tree: Tree, mutant: Mutant) -> Sequence[str]:
         if tree in changed:
             before = changed.pop(tree)
-            (tree.root / before).write_text((ROOT / before).read_text())
-        (tree.root / mutant.file).write_text(mutant.applied())
+            (tree.root / before).write_text(
+                (ROOT / before).read_text(encoding="utf-8"), encoding="utf-8"
+            )
+        (tree.root / mutant.file).write_text(mutant.applied(), encoding="utf-8")
         changed[tree] = mutant.file
         return mutant.killed_by
 

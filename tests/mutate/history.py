@@ -41,7 +41,7 @@ class Ledger:
             raise SystemExit("a ledger is of a commit: commit what you have changed")
         self._commit = _git("rev-parse", "HEAD").strip()
         if path.exists():
-            self._all = tomllib.loads(path.read_text())
+            self._all = tomllib.loads(path.read_text(encoding="utf-8"))
         for mutant in mutants:
             at, said = self._all.get(mutant.title, ("", ""))
             if at and not (_is_new(at, mutant) or _differs(at, mutant)):
@@ -52,7 +52,7 @@ class Ledger:
         if self._path is not None:
             self._all[title] = [self._commit, verdict]
             lines = [f"{json.dumps(k)} = {json.dumps(self._all[k])}\n" for k in sorted(self._all)]
-            self._path.write_text("".join(lines))
+            self._path.write_text("".join(lines), encoding="utf-8")
 
 
 def _is_new(base: str, mutant: Mutant) -> bool:

@@ -56,7 +56,7 @@ class Mutant:
 
     def applied(self) -> str:
         """The text of its file with the mutation. ValueError where it does not apply."""
-        text = (ROOT / self.file).read_text()
+        text = (ROOT / self.file).read_text(encoding="utf-8")
         found = sites.scopes(tree_of(self.file), self.scope)
         return sites.replaced(text, found, self.old, self.new, self.nth)
 
@@ -78,7 +78,7 @@ def file_of(where: str) -> str:
 
 @cache
 def tree_of(file: str) -> ast.Module:
-    return ast.parse((ROOT / file).read_text())
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
 
 
 def areas() -> list[str]:
@@ -89,7 +89,7 @@ def read(area: str) -> list[Mutant]:
     """Raises ValueError for a field that is none, or both or neither of tests and a reason."""
     path = Path(__file__).parent / f"{area}.toml"
     found = []
-    for name, entry in tomllib.loads(path.read_text()).items():
+    for name, entry in tomllib.loads(path.read_text(encoding="utf-8")).items():
         unknown = entry.keys() - {field.name for field in fields(Mutant)}
         if unknown:
             raise ValueError(f"{path.name}: {name} has {sorted(unknown)}")

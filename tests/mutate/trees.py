@@ -74,7 +74,7 @@ class Tree:
     def ended(self, status: int, seconds: float) -> Outcome:
         self._kill()  # what a test left running
         self.pid = 0
-        output = self._log.read_text(errors="replace")
+        output = self._log.read_text(errors="replace", encoding="utf-8")
         failed = _FAILED.search(output)
         code = os.waitstatus_to_exitcode(status)
         return Outcome(code, seconds, failed.group(1) if failed else "", output)

@@ -23,7 +23,9 @@ def engine_or_skip(name, folder):
 @contextmanager
 def mounted(folder, *arguments):
     """`mount *arguments folder` for as long as this lasts, or a skip that says why not."""
-    done = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", *arguments, str(folder)], capture_output=True, text=True, encoding="utf-8"
+    )
     if done.returncode:
         pytest.skip(f"cannot mount here: {done.stderr.strip()}")
     try:

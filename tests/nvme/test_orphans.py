@@ -40,7 +40,7 @@ def die(*folders, num_versions=2, commits=5):
     arguments = [str(num_versions), str(commits), *map(str, folders)]
     done = subprocess.run(
         [sys.executable, "-c", DIE, *arguments],
-        env={"PYTHONPATH": ":".join(sys.path)}, stdout=subprocess.PIPE, text=True,
+        env={"PYTHONPATH": ":".join(sys.path)}, stdout=subprocess.PIPE, text=True, encoding="utf-8",
     )  # fmt: skip
     return [Path(path) for path in done.stdout.split()]
 
@@ -118,14 +118,17 @@ def test_files_that_are_damaged_or_of_another_version_are_kept(tmp_path, caplog)
 
 def test_files_of_others_and_live_files_are_left_alone(tmp_path):
     foreign = tmp_path / "gemini-notes.blocks"
-    foreign.write_text("this is somebody's file")
+    foreign.write_text("this is somebody's file", encoding="utf-8")
     (tmp_path / "gemini-folder.blocks").mkdir()
     (tmp_path / "gemini-link.blocks").symlink_to(foreign)
     alive = BlockStore([tmp_path], ONE)
     before = names(tmp_path)
     BlockStore([tmp_path], ONE).close()
     assert nvme.remove_orphans(tmp_path) == () == nvme.orphans(tmp_path) == nvme.left_in(tmp_path)
-    assert names(tmp_path) == before and foreign.read_text() == "this is somebody's file"
+    assert (
+        names(tmp_path) == before
+        and foreign.read_text(encoding="utf-8") == "this is somebody's file"
+    )
     alive.close()
 
 

@@ -15,7 +15,7 @@ NBYTES = 96 << 20
 def proportional():
     """Bytes of this process's share of anonymous and of shared memory, as a cgroup counts them."""
     fields = {}
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
+    for line in Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()[1:]:
         name, value, _ = line.split()
         fields[name.rstrip(":")] = int(value) << 10
     return fields["Pss_Anon"], fields["Pss_Shmem"]
@@ -54,7 +54,9 @@ def test_pinned_buffers_stay():
 
 def huge_pages():
     try:
-        return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(
+            encoding="utf-8"
+        )
     except OSError:
         return False
 
@@ -65,7 +67,7 @@ def test_large_pools_are_huge_pages():
     touched(pool)
     huge = [
         int(line.split()[1]) << 10
-        for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
+        for line in Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
         if line.startswith("AnonHugePages:")
     ]
     assert huge[0] >= NBYTES // 2

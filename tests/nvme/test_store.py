@@ -185,6 +185,7 @@ except nvme.DiskFullError as error:
 """
     out = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True,
+        encoding="utf-8",
         env={"PYTHONPATH": ":".join(sys.path)}, check=True,
     )  # fmt: skip
     assert out.stdout.startswith("full:")

@@ -73,7 +73,7 @@ class Model:
         witness = self.folder / f"witness{self.named}"
         pin = self.store.pin_last(witness)
         if self.rng.random() < 0.8:
-            witness.write_text("")
+            witness.write_text("", encoding="utf-8")
             self.pins[witness] = (pin.index, self.now)
         self.store.versions.settle(pin)
         self.trim()
@@ -145,7 +145,7 @@ def test_a_folder_that_is_gone_with_its_files_is_no_error_at_the_end(tmp_path):
     buffer = BufferPool(1, 1).take()
     store.write(0, buffer.view)
     store.commit(1)
-    (tmp_path / "witness").write_text("")
+    (tmp_path / "witness").write_text("", encoding="utf-8")
     store.versions.settle(store.pin_last(tmp_path / "witness"))
     shutil.rmtree(folder)
     store.close()

@@ -26,7 +26,10 @@ class Find(AssertionError):
 
 def read(area: str) -> dict[str, Any]:
     """By name."""
-    found = {path.stem: json.loads(path.read_text()) for path in (FOLDER / area).glob("*.json")}
+    found = {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in (FOLDER / area).glob("*.json")
+    }
     assert found, f"tests/corpus/{area} is empty"
     return dict(sorted(found.items()))
 
@@ -36,7 +39,7 @@ def keep(area: str, found: Any) -> Path:
     text = json.dumps(found, sort_keys=True, separators=(",", ":")) + "\n"
     path = FOLDER / area / f"{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

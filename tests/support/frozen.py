@@ -42,7 +42,9 @@ def names() -> Iterator[str]:
         for name, found in vars(module).items():
             if name[0] != "_" and getattr(found, "__module__", "").startswith(module.__name__):
                 yield f"{module.__name__}.{name}"
-    yield from re.findall(r"^::: (\S+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    yield from re.findall(
+        r"^::: (\S+)", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     yield from colossal.names().moved.values()
 
 
@@ -97,7 +99,7 @@ def without_addresses(text: str) -> str:
 
 def refusals() -> list[tuple[str, str]]:
     """(expression, what is said of it), as the file has them."""
-    lines = [line for line in REFUSALS.read_text().splitlines() if line[:1] != "#"]
+    lines = [line for line in REFUSALS.read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
     return [(call, said.strip()) for call, said in zip(lines[::2], lines[1::2], strict=True)]
 
 
@@ -138,10 +140,10 @@ def said_of(call: str) -> str:
 
 
 def main() -> None:
-    SIGNATURES.write_text("\n".join(signatures()) + "\n")
-    head = [line for line in REFUSALS.read_text().splitlines() if line[:1] == "#"]
+    SIGNATURES.write_text("\n".join(signatures()) + "\n", encoding="utf-8")
+    head = [line for line in REFUSALS.read_text(encoding="utf-8").splitlines() if line[:1] == "#"]
     pairs = [f"{call}\n    {said_of(call)}" for call, _ in refusals()]
-    REFUSALS.write_text("\n".join([*head, *pairs]) + "\n")
+    REFUSALS.write_text("\n".join([*head, *pairs]) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

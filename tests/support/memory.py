@@ -11,7 +11,7 @@ MOST = 64 << 20  # bytes that reading a file may take beside what it has
 
 
 def _status(name: str) -> int:
-    text = Path("/proc/self/status").read_text()
+    text = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(text.split(f"{name}:")[1].split()[0]) << 10
 
 
@@ -25,7 +25,7 @@ def resident_bytes() -> int:
 
 def peak_bytes(work: Callable[[], object]) -> int:
     """Bytes of resident memory that `work` takes on top of what there is."""
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # forgets the peak so far
     before = _status("VmRSS")
     work()
     return _status("VmHWM") - before

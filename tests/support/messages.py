@@ -67,7 +67,9 @@ def messages() -> Iterator[Message]:
 @cache
 def _trees(packages: tuple[str, ...]) -> list[tuple[str, ast.Module]]:
     paths = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
-    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in paths]
+    return [
+        (str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))) for path in paths
+    ]
 
 
 def _text(node: ast.expr) -> str:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs/glossary.md").read_text()
+TEXT = (Path(__file__).resolve().parents[2] / "docs/glossary.md").read_text(encoding="utf-8")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -67,5 +67,5 @@ def rows(kind: str, count: int = 40) -> list[dict[str, Any]]:
 
 def write_rows(path: Path, given: list[dict[str, Any]]) -> Path:
     """As JSONL."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in given))
+    path.write_text("".join(json.dumps(row) + "\n" for row in given), encoding="utf-8")
     return path

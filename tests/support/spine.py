@@ -375,7 +375,7 @@ def in_a_child(work: Callable[[], Any]) -> Any:
     """The answer of work in a fork: what it loads, this process has not."""
     reads, writes = os.pipe()
     if not (pid := os.fork()):
-        with os.fdopen(writes, "w") as out:
+        with os.fdopen(writes, "w", encoding="utf-8") as out:
             json.dump(work(), out)
         os._exit(0)
     os.close(writes)
@@ -504,6 +504,7 @@ def in_own_process() -> dict[str, Any]:
         env={**{name: os.environ[name] for name in kept if name in os.environ}, **own},
         capture_output=True,
         text=True,
+        encoding="utf-8",
     )
     assert found.returncode == 0, found.stderr[-4000:]
     answer: dict[str, Any] = json.loads(found.stdout)

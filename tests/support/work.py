@@ -66,7 +66,7 @@ class Budget:
     """Work of the tests of a session, as a plugin: what it is compared with is read once."""
 
     def __init__(self) -> None:
-        given = tomllib.loads(BUDGET.read_text())
+        given = tomllib.loads(BUDGET.read_text(encoding="utf-8"))
         self._weights: dict[str, float] = given["weights"]
         self._limits: dict[str, dict[str, float]] = {tier: given[tier] for tier in TIERS}
         self._work: dict[str, dict[str, float]] = {tier: {} for tier in TIERS}

@@ -41,7 +41,7 @@ def test_a_save_and_a_load_take_a_few_blocks_of_memory(how, fraction, tmp_path):
     environment = {**os.environ, **MALLOC_ENVIRONMENT, "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, how, str(fraction), str(tmp_path)],
-        env=environment, check=True, capture_output=True, text=True,
+        env=environment, check=True, capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
     saving, loading, on_disk = done.stdout.split()
     assert (int(on_disk) > 0) == (fraction > 0)

@@ -49,7 +49,11 @@ def test_loading_and_saving_take_no_second_copy(tmp_path):
     model_and_data()[0].save_pretrained(tmp_path / "small")
     places = [str(tmp_path / name) for name in ("hf", "small", "back")]
     out = subprocess.run(
-        [sys.executable, "-c", MEMORY, *places], check=True, capture_output=True, text=True
+        [sys.executable, "-c", MEMORY, *places],
+        check=True,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     ).stdout
     loading, saving, numel = map(int, out.split()[-3:])
     chunk, slack = 2**20, 24 * 2**20

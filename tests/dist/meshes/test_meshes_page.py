@@ -225,7 +225,9 @@ def tried(rank, folder):
 
 def run_page(folder):
     names = {"GeminiDDP": GeminiDDP, "model": Two(), "split": Two(), "routed": plain("experts")}
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     (shared,) = (block for block in blocks if "HybridParallelPlugin" in block)
     blocks.remove(shared)  # whose model is one of transformers: `test_sequences.py` trains those
     exec(shared.partition("loss = ")[0], {"HybridParallelPlugin": HybridParallelPlugin})
@@ -244,6 +246,6 @@ def test_the_table_of_the_page_is_what_happens_and_its_blocks_run(tmp_path):
         lines.append(f"| {name} | {' | '.join(shown)} |")
     refusals = [cell for _, cells in results[0] for cell in cells if cell != "yes"]
     assert all("expected" in said or "use model." in said for said in refusals), refusals
-    page = PAGE.read_text()
+    page = PAGE.read_text(encoding="utf-8")
     shown = page.split("<!-- table meshes -->\n")[1].split("<!-- end -->")[0].strip().splitlines()
     assert shown == lines, "\n".join(lines)

@@ -80,7 +80,7 @@ def run_the_page(rank, page):
 
 
 def test_the_block_of_the_page_trains_both_stages():
-    page = (Path(__file__).resolve().parents[3] / "docs/pipelines.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs/pipelines.md").read_text(encoding="utf-8")
     start = Whole().state_dict()
     for found in run_ranks(run_the_page, 2, page):
         assert found and all(not torch.equal(start[n], found[n].to(start[n])) for n in found)

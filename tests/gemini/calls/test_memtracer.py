@@ -175,7 +175,7 @@ def test_trace_survives_its_file(tmp_path):
     found = trace(Tower(), (IDS,))
     found.save(tmp_path / "t.json")
     assert Trace.load(tmp_path / "t.json") == found == Trace.from_json(found.to_json())
-    (tmp_path / "t.json").write_text('{"format": 1}')
+    (tmp_path / "t.json").write_text('{"format": 1}', encoding="utf-8")
     with pytest.raises(TraceError, match="damaged"):
         Trace.load(tmp_path / "t.json")
     (tmp_path / "t.json").write_bytes(b"\x80")
@@ -272,7 +272,7 @@ def test_iteration_that_differs_is_noted_and_becomes_the_trace(tmp_path, caplog)
     assert "planned anew" in caplog.text
     assert collector.traces["train", ""] == found
     collector.dump_memory_stats(tmp_path / "stats.json")
-    assert "layers.2" in (tmp_path / "stats.json").read_text()
+    assert "layers.2" in (tmp_path / "stats.json").read_text(encoding="utf-8")
 
 
 def test_ranks_traces_are_reduced_to_the_most_of_each_period():

@@ -123,6 +123,7 @@ def in_python(code, *arguments):
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True,
+        encoding="utf-8",
     )  # fmt: skip
 
 

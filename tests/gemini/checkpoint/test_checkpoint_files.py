@@ -187,7 +187,7 @@ def test_from_pretrained_loads_what_was_exported_and_import_takes_it_back(tmp_pa
     torch.manual_seed(3)
     model = GeminiDDP(transformers.GPT2LMHeadModel(config), min_chunk_size_m=0.004)
     gemini.export_safetensors(tmp_path / "hf", model, max_shard_size=40_000)
-    index = json.loads((tmp_path / "hf" / INDEX).read_text())
+    index = json.loads((tmp_path / "hf" / INDEX).read_text(encoding="utf-8"))
     assert len(set(index["weight_map"].values())) > 2
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf")
     assert_same(dict(again.state_dict()), dict(model.state_dict()))
@@ -198,7 +198,9 @@ def test_from_pretrained_loads_what_was_exported_and_import_takes_it_back(tmp_pa
     gemini.save_checkpoint(tmp_path / "c", model)
     arguments = ["export", str(tmp_path / "c"), str(tmp_path / "out"), "--max-shard-size", "40kB"]
     assert main(arguments) == 0
-    (tmp_path / "out" / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(
+        (tmp_path / "hf" / "config.json").read_text(encoding="utf-8"), encoding="utf-8"
+    )
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
     assert_same(dict(again.state_dict()), dict(model.state_dict()))
 

@@ -175,7 +175,7 @@ def test_a_folder_with_something_else_in_it_is_not_replaced(tmp_path):
     model, optimizer = make()
     folder = tmp_path / "thesis"
     folder.mkdir()
-    (folder / "precious.txt").write_text("precious")
+    (folder / "precious.txt").write_text("precious", encoding="utf-8")
     with pytest.raises(CheckpointError, match="is no checkpoint of gemini; nothing was changed"):
         gemini.save_checkpoint(folder, model, optimizer)
     assert names(folder) == ["precious.txt"] and names(tmp_path) == ["thesis"]

@@ -271,7 +271,7 @@ def folders(tmp_path_factory):
     for name, value in values.items():
         torch.save({name: value}, top / f"bin/pytorch_model-{name}.bin")
     index = {"weight_map": {name: f"pytorch_model-{name}.bin" for name in values}}
-    (top / "bin/pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (top / "bin/pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="utf-8")
     (top / "pt").mkdir()
     states = {"model": values, "optim": optimizer.state_dict()}
     torch.save(states, top / "pt/a.pt")

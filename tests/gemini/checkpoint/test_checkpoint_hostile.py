@@ -300,7 +300,9 @@ def test_weights_are_files_of_their_folder(kind, name, tmp_path):
     if name == "index":
         (folder / "model.safetensors.index.json").unlink(missing_ok=True)
         name = "model.safetensors.index.json"
-        (folder / name).write_text(json.dumps({"weight_map": {"weight": found.name}}))
+        (folder / name).write_text(
+            json.dumps({"weight_map": {"weight": found.name}}), encoding="utf-8"
+        )
     elif name.endswith(".bin"):
         torch.save(model.state_dict(), folder / name)
         found.unlink()

@@ -241,7 +241,12 @@ def test_the_public_name_needs_no_torch():
     )
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
     out = subprocess.run(
-        [sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        check=True,
+        env=environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     assert out.stdout == "7\n"
 

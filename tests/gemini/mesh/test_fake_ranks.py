@@ -119,5 +119,5 @@ def test_layout_plan_and_collectives_are_those_of_the_golden(name, ranks, sent, 
         assert sum(across) == 2 * sum(c.shard_bytes for c in sharded)
     path = GOLDENS / f"{name}.json"
     if os.environ.get("REMAKE_GOLDENS"):
-        path.write_text(json.dumps(found, indent=1) + "\n")
-    assert found == json.loads(path.read_text())
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    assert found == json.loads(path.read_text(encoding="utf-8"))

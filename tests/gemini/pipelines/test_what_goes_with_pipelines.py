@@ -42,10 +42,10 @@ HELD_BY = {
 
 
 def test_every_row_of_the_table_is_held_by_a_test():
-    page = (ROOT / "docs/pipelines.md").read_text()
+    page = (ROOT / "docs/pipelines.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.+?) \| .+ \|$", page, re.MULTILINE)
     assert rows == list(HELD_BY)
-    tests = "".join((ROOT / place).read_text() for place in PLACES)
+    tests = "".join((ROOT / place).read_text(encoding="utf-8") for place in PLACES)
     for held_by in HELD_BY.values():
         for name in (held_by,) if isinstance(held_by, str) else held_by:
             assert f"def {name}(" in tests, name

@@ -120,7 +120,7 @@ def test_model_data_that_passes_a_budget_is_said(tmp_path):
     assert passed[-1].model_bytes > budget == passed[-1].budget_bytes
     assert str(passed[-1]) in model.memory_report().overruns
     model.memory_stats.dump_memory_stats(tmp_path / "stats.json")
-    assert "was passed by" in (tmp_path / "stats.json").read_text()
+    assert "was passed by" in (tmp_path / "stats.json").read_text(encoding="utf-8")
 
 
 def test_backwards_that_add_up_beyond_a_budget_are_said():

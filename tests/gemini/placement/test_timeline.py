@@ -142,7 +142,7 @@ def test_without_speeds_moments_are_equally_wide_and_said_to_be(inputs):
 
 def test_chrome_trace_has_every_moment_and_move(timeline, tmp_path):
     write_timeline(timeline, tmp_path / "t.json")
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
     counters = [e for e in events if e["ph"] == "C" and e["name"] == "device"]
     assert [sum(e["args"].values()) for e in counters] == timeline.total(Tier.DEVICE)
     moves = [e for e in events if e["ph"] == "X" and e["tid"] != "moments"]
@@ -155,7 +155,8 @@ def test_the_suffix_says_how_it_is_written(timeline, tmp_path, monkeypatch):
     write_timeline(timeline, tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     write_timeline(timeline, tmp_path / "t.svg")
-    assert ">twelve layers, batch 4<" in (tmp_path / "t.svg").read_text()
+    drawn = (tmp_path / "t.svg").read_text(encoding="utf-8")
+    assert ">twelve layers, batch 4<" in drawn and "prefers-color-scheme: dark" in drawn
     with pytest.raises(ValueError, match=r"expected one of .*svg"):
         write_timeline(timeline, tmp_path / "t.html")
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -18,7 +18,7 @@ FIELDS = {
 def config(tmp_path_factory):
     """A LLaMA of 7 layers, 26 M parameters, 416 MB of model data."""
     path = tmp_path_factory.mktemp("model") / "config.json"
-    path.write_text(json.dumps(FIELDS))
+    path.write_text(json.dumps(FIELDS), encoding="utf-8")
     return path
 
 

@@ -67,15 +67,15 @@ def test_command_writes_its_answer_and_exits_with_it(config, tmp_path, capsys):
     own = ["--no-by-trl", "--no-checkpointing", "--batch", "1", "--seq", "64"]
     flags = ["--model", str(config), *own, "--json", str(out)]
     assert command.main([*flags, "--timeline", str(picture)]) == 0
-    result = json.loads(out.read_text())
+    result = json.loads(out.read_text(encoding="utf-8"))
     assert result["fits"] and result["suggestion"] is None and result.keys() > KEYS
     assert "bound by" in capsys.readouterr().out
-    said = picture.read_text()
+    said = picture.read_text(encoding="utf-8")
     assert "batch 1 x 64 tokens of a rank" in said and ">it fits; " in said
     small = [*flags, "--device-mem", "100MiB", "--host-mem", "10MiB", "--nvme", "0"]
     assert command.main([*small, "--timeline", str(picture)]) == 1
-    assert not json.loads(out.read_text())["fits"]
-    said = picture.read_text()
+    assert not json.loads(out.read_text(encoding="utf-8"))["fits"]
+    said = picture.read_text(encoding="utf-8")
     assert ">it does not fit: " in said and "budget 100.00 MiB" in said
 
 
@@ -262,12 +262,12 @@ def test_a_kernel_of_attention_computes_half_of_a_causal_mask_and_the_scores_aga
 
 def test_measured_bandwidths_replace_the_typical_ones(tmp_path):
     links = tmp_path / "links.json"
-    links.write_text('{"nvme_read": 1e6}')
+    links.write_text('{"nvme_read": 1e6}', encoding="utf-8")
     machine = machine_of({}, device="cpu", speeds=links)
     assert machine.bandwidths == replace(TYPICAL["cpu"], nvme_read=1e6)
     said = list(machine.assumptions({"nvme_read": "reads", "nvme_write": "writes"}))
     assert said == [f"reads: 0.001 GB/s ({links})", "writes: 2 GB/s (assumed)"]
-    links.write_text('{"disk": 1}')
+    links.write_text('{"disk": 1}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"\['disk'\] are unknown"):
         machine_of({}, speeds=links)
 
@@ -302,7 +302,7 @@ def test_a_name_that_makes_no_model_is_refused_in_one_line(what, tmp_path, monke
 
 
 def test_a_report_of_a_machine_that_is_too_deep_is_refused(tmp_path, capsys):
-    (tmp_path / "a.json").write_text("[" * 100_000)
+    (tmp_path / "a.json").write_text("[" * 100_000, encoding="utf-8")
     said = refused(["gpt2", "--machine", str(tmp_path / "a.json")], capsys)
     assert "cannot be read as JSON" in said
 
@@ -338,14 +338,16 @@ def test_trace_of_few_layers_grows_into_the_trace_of_all(config, question):
 
 @pytest.mark.ci
 def test_the_example_of_the_page_fits():
-    page = (ROOT / "docs/memory.md").read_text()
+    page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
     (arguments,) = re.findall(r"^    python -m gemini plan (.+)$", page, re.MULTILINE)
     assert main(["plan", *arguments.split()]) == 0
 
 
 def test_a_base_that_lies_there_in_bf16_has_no_originals(config, tmp_path):
     fields = json.loads(config.read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps({**fields, "torch_dtype": "bfloat16"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**fields, "torch_dtype": "bfloat16"}), encoding="utf-8"
+    )
     plan = plan_for(str(tmp_path), machine_of(DISK), Training(lora=4, activation_bytes=10 << 20))
     assert plan.fits and "originals" not in plan.homes
 
@@ -450,7 +452,7 @@ REPORT = {
 
 def test_a_number_is_what_was_given_else_measured_else_of_the_card_else_assumed(tmp_path):
     file = tmp_path / "doctor.json"
-    file.write_text(json.dumps(REPORT))
+    file.write_text(json.dumps(REPORT), encoding="utf-8")
     machine = machine_of({"host_mem": 8 << 30}, gpu="h100", report=file)
     assert (machine.device_mem, machine.nvme, machine.folder) == (22 << 30, 1 << 40, "/a")
     names = ("host_mem", "device_mem", "nvme_read", "host_to_device", "nvme_write")
@@ -458,7 +460,7 @@ def test_a_number_is_what_was_given_else_measured_else_of_the_card_else_assumed(
         "8.00 GiB (given)", f"22.00 GiB (measured, {file})", f"7 GB/s (measured, {file})",
         "50 GB/s (data sheet of h100)", "3 GB/s (assumed)",
     ]  # fmt: skip
-    file.write_text("{}")
+    file.write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match="is no report; expected that of"):
         machine_of({}, report=file)
     with pytest.raises(ValueError, match="--gpu tpu with --device cuda; expected"):
@@ -480,14 +482,16 @@ def test_a_folder_is_a_folder_whatever_its_name(tmp_path, monkeypatch):
     """`pay:run` beside a `pay.py`: a folder of a stranger imports nothing of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "pay.py").write_text("raise SystemExit('ran')\n")
+    (tmp_path / "pay.py").write_text("raise SystemExit('ran')\n", encoding="utf-8")
     (tmp_path / "pay:run").mkdir()
     (tmp_path / "pay:file").touch()
     (tmp_path / "gpt2").mkdir()
     for what in ("pay:run", Path("pay:run"), Path("pay:file"), Path("pay:none"), "gpt2"):
         with pytest.raises(ValueError, match="cannot be read"):
             models.build(what)
-    (tmp_path / "pay:run/config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
+    (tmp_path / "pay:run/config.json").write_text(
+        '{"model_type": "gpt2", "n_layer": 1}', encoding="utf-8"
+    )
     assert type(models.build("pay:run")).__name__ == "GPT2LMHeadModel"
     with pytest.raises(ValueError, match=r"expected package\.module:factory"):
         models.build("no_such_module:run")
@@ -501,7 +505,7 @@ def test_a_folder_is_a_folder_whatever_its_name(tmp_path, monkeypatch):
     '{"model_type": "gpt2", "dtype": "load"}', '{"model_type": "gpt2", "n_layer": 1, "n_layer": 2}',
 ], ids=lambda text: text[:30])  # fmt: skip
 def test_a_config_that_describes_no_model_is_refused_in_one_line(tmp_path, config):
-    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
     with pytest.raises(ValueError, match=r"cannot be read|describes no model|holds a") as found:
         models.build(str(tmp_path))
     assert len(str(found.value).splitlines()) == 1
@@ -558,13 +562,15 @@ def test_table_has_the_first_host_that_does_and_the_page_all(config, tmp_path, m
     logging.getLogger("torchao").setLevel(logging.NOTSET)
     assert command.main([str(config), *flags]) == 0
     assert logging.getLogger("torchao").level == logging.ERROR  # its lacks are not the command's
-    page = (tmp_path / "what-fits.html").read_text()
+    page = (tmp_path / "what-fits.html").read_text(encoding="utf-8")
     said = json.loads(re.search(r"const rows = (\[.*?\]), cards", page)[1])
     whole = [row["seconds"] for row in said if row["training"] == "all parameters"]
     assert whole[0] is None and whole[1] > 0
     lora = [row["seconds"] for row in said if row["training"] == "LoRA adapters"]
     assert len(said) == 4 and lora[1] < whole[1]
-    (row,) = re.findall(r"^\| /.*", (tmp_path / "what-fits.md").read_text(), re.M)[:1]
+    (row,) = re.findall(r"^\| /.*", (tmp_path / "what-fits.md").read_text(encoding="utf-8"), re.M)[
+        :1
+    ]
     assert row == f"| {config} | 6 GiB | {whole[1]:.2g} s |"
     assert "http" not in page
 

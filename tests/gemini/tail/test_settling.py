@@ -404,7 +404,7 @@ atexit.register(lambda: print("committed", optimizer.last_report.committed))
 def test_a_program_that_ends_behind_a_step_ends_it_first(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(folder=str(tmp_path))],
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, encoding="utf-8", check=False,
     )  # fmt: skip
     assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
     assert done.stdout.splitlines()[-1] == "committed True"

@@ -19,7 +19,9 @@ from gemini.train.plan_command import PlanConfig
 
 def test_a_flag_wins_over_the_yaml_and_the_yaml_over_defaults(tmp_path):
     file = tmp_path / "config.yaml"
-    file.write_text("model: m\nlr: 1e-4\npacking: true\nlora: 3\ncheckpointing: false\n")
+    file.write_text(
+        "model: m\nlr: 1e-4\npacking: true\nlora: 3\ncheckpointing: false\n", encoding="utf-8"
+    )
     config, shown = parse([str(file), "--lora", "5", "--device-mem", "22GiB"])
     assert config == TrainConfig(
         model="m", lr=1e-4, packing=True, lora=5, checkpointing=False, device_mem="22GiB"
@@ -32,7 +34,7 @@ def test_the_config_that_is_printed_is_the_run(tmp_path, capsys):
     assert run.main([*flags, "--print-config"]) == 0
     text = capsys.readouterr().out
     file = tmp_path / "config.yaml"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     assert read_config(file) == parse(flags)[0]
     assert read_config(file).as_yaml() == text
 
@@ -58,7 +60,7 @@ WRONG = {
 @pytest.mark.parametrize("text", WRONG, ids=lambda text: text[:20])
 def test_a_yaml_that_is_none_is_refused(tmp_path, text):
     file = tmp_path / "config.yaml"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=WRONG[text]):
         parse([str(file)])
     with pytest.raises(ValueError, match="cannot be read as YAML"):
@@ -69,7 +71,7 @@ def test_only_the_command_line_lets_code_run(tmp_path):
     """And a run's own config.yaml does not, so that it can be given to somebody."""
     config, _ = parse(["--model", "m", "--trust-remote-code"])
     assert config.trust_remote_code and "trust" not in config.as_yaml()
-    (tmp_path / "config.yaml").write_text(config.as_yaml())
+    (tmp_path / "config.yaml").write_text(config.as_yaml(), encoding="utf-8")
     again = read_config(tmp_path / "config.yaml")
     assert not again.trust_remote_code and again.changed_from(config, OF_THE_MACHINE) == []
 
@@ -134,7 +136,7 @@ def test_what_is_missing_is_named():
 
 def test_a_run_goes_on_with_other_memory_and_with_no_other_rate(tmp_path):
     before = TrainConfig(model="m", out=str(tmp_path))
-    (tmp_path / run.CONFIG).write_text(before.as_yaml())
+    (tmp_path / run.CONFIG).write_text(before.as_yaml(), encoding="utf-8")
     moved = TrainConfig(model="m", out=str(tmp_path), device_mem="8GiB", checkpointing=False)
     run.check_same_run(moved, tmp_path)
     changed = TrainConfig(model="m", out=str(tmp_path), lr=1e-3)

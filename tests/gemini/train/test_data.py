@@ -158,12 +158,12 @@ def test_tables_have_the_rows_of_jsonl(tmp_path, tokenizer):
         got = load(TrainConfig(data=str(tmp_path / name)), tokenizer)
         assert got.form == want.form and list(got.train) == list(want.train)
         assert list(got.held_out) == list(want.held_out)
-    (tmp_path / "b.csv").write_text("text\na\n5\n")
-    (tmp_path / "b.parquet").write_text("text")
+    (tmp_path / "b.csv").write_text("text\na\n5\n", encoding="utf-8")
+    (tmp_path / "b.parquet").write_text("text", encoding="utf-8")
     assert len(load(TrainConfig(data=str(tmp_path / "b.csv")), tokenizer).train) == 1
     with pytest.raises(ValueError, match=r"b.parquet cannot be read as PARQUET"):
         load(TrainConfig(data=str(tmp_path / "b.parquet")), tokenizer)
-    (tmp_path / "c.csv").write_text("text\n1\n2\n")
+    (tmp_path / "c.csv").write_text("text\n1\n2\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"c.csv row 1: text is the number 1; expected a text"):
         load(TrainConfig(data=str(tmp_path / "c.csv")), tokenizer)
     with pytest.raises(ValueError, match="has files of csv and json; expected one kind"):

@@ -64,9 +64,9 @@ PLAN = {
 def given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
-    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "run.yaml").write_text("learning_rate: 1e-4\n")
+    (tmp_path / "model/config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
+    (tmp_path / "run.yaml").write_text("learning_rate: 1e-4\n", encoding="utf-8")
     return {"data": "good.jsonl", "yaml": "run.yaml"}
 
 

@@ -5,7 +5,7 @@ import re
 import sys
 
 from gemini.train.report import PICTURES, summary, write_report
-from gemini.train.run import printable
+from gemini.train.run import printable, visible
 
 LOG = [
     {
@@ -24,7 +24,7 @@ def written(tmp_path, log):
         path, log, title="m on <d>", plan="a plan", config="lr: 1", samples=[("a", "<b>")],
         planned_seconds=1.5,
     )  # fmt: skip
-    return path.read_text()
+    return path.read_text(encoding="utf-8")
 
 
 def test_a_report_has_every_picture_and_fetches_nothing(tmp_path):
@@ -35,6 +35,11 @@ def test_a_report_has_every_picture_and_fetches_nothing(tmp_path):
         assert part in text
     assert "<d>" not in text and "<b>" not in text
     assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
+    assert "svg { width: 100%;" in text and "min-width" not in text  # on a phone too
+
+
+def test_a_continuation_of_blank_lines_is_seen():
+    assert visible("a b\n\n\n") == "a b" and visible("\n\n") == r"'\n\n'" and visible("") == "''"
 
 
 def test_a_report_begins_with_what_came_of_the_run():

@@ -216,7 +216,9 @@ def test_paths_without_rows_are_refused(tmp_path, tokenizer):
 
 
 def folder(tmp_path, **settings):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **settings}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", **settings}), encoding="utf-8"
+    )
     return tmp_path
 
 

@@ -22,11 +22,11 @@ import nvme
 from gemini.checkpoint import CheckpointError
 from gemini.integrations import run as launcher
 from gemini.placement.timetable.updates import UPDATES
-from gemini.plan import words
+from gemini.plan import models, words
 from gemini.plan.ask import plan_for
 from gemini.plan.machine import machine_of
 from gemini.runtime.memory.backend import make_backend
-from gemini.train import data, report, run, trainer
+from gemini.train import data, inputs, report, run, trainer
 from gemini.train import plan as train_plan
 from gemini.train import plan_command as command
 from gemini.train.config import TrainConfig, parse
@@ -106,13 +106,15 @@ def test_a_run_that_was_killed_goes_on_at_another_world_size(folder, tmp_path, c
     assert run.main(flags(folder, whole, "--packing")) == 0
     said = capsys.readouterr().out
     assert "at the peak: device " in said and "bound by " in said
-    (tmp_path / "job.py").write_text(DIES)
+    (tmp_path / "job.py").write_text(DIES, encoding="utf-8")
     command = [
         sys.executable, "-m", "gemini", "run", "--nproc_per_node", "2", str(tmp_path / "job.py"),
         *flags(folder, killed, "--packing"),
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, encoding="utf-8"
+    )
     assert done.returncode != 0 and str(signal.SIGKILL.value) in done.stderr, done.stderr
     assert (killed / run.REPORT).exists() and not (killed / "model.safetensors").exists()
     (killed / "checkpoints/checkpoint-3").mkdir()  # of a save that was cut short
@@ -130,7 +132,10 @@ def test_a_run_that_was_killed_goes_on_at_another_world_size(folder, tmp_path, c
     # bf16 gradients that were added up in another order, twice
     assert losses(killed) == pytest.approx(losses(whole), rel=1e-3) and len(losses(whole)) == 4
     assert losses(whole)[-1] < losses(whole)[0]
-    logged = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line)
+        for line in (killed / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [one["loss"] for one in logged if "loss" in one] == losses(killed)
     assert "gemini/device_measured_bytes" in logged[0]
     assert generated(killed).shape[1] > 3
@@ -148,7 +153,7 @@ def test_adapters_are_trained_and_come_back(
 ):
     """Of a base on the hub, whose id is saved with them."""
     out = tmp_path / "out"
-    monkeypatch.setattr(run, "downloaded", lambda _: folder / "model")
+    monkeypatch.setattr(inputs, "downloaded", lambda _, weights: folder / "model")
     made = [*flags(folder, out, "--lora", "2", *more, data=data), "--model", "org/base"]
     assert run.main(made) == 0
     assert f"LoRA of rank 2{said} (as asked)" in capsys.readouterr().out
@@ -162,7 +167,7 @@ def test_adapters_are_trained_and_come_back(
         encoding="utf-8",
     )
     assert generated(out).shape[1] > 3
-    card = (out / "README.md").read_text()
+    card = (out / "README.md").read_text(encoding="utf-8")
     assert "base_model: org/base\n" in card
     assert "LoRA adapters of rank 2 of `org/base`, fine-tuned on" in card
     assert "Information Needed" not in card and not list(out.glob("*.bin"))
@@ -222,8 +227,68 @@ def test_new_weights_are_trained_on_a_stream_of_packed_text(folder, tmp_path):
     assert run.main(made) == 0
     found = losses(tmp_path / "out")
     assert found[0] == pytest.approx(5.7, abs=0.2) and found[-1] < found[0]  # log of the tokens
-    assert "trained from scratch on" in (tmp_path / "out/README.md").read_text()
+    assert "trained from scratch on" in (tmp_path / "out/README.md").read_text(encoding="utf-8")
     assert generated(tmp_path / "out").shape[1] > 3
+
+
+def test_a_name_of_plans_and_a_tokenizer_are_pretrained_without_a_network(
+    folder, tmp_path, monkeypatch, capsys
+):
+    """As is an id on the hub, whose weights are not asked for."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    asked = []
+
+    def download(model, *, revision, ignore_patterns):
+        asked.append((model, "*.safetensors" in ignore_patterns))
+        if model == "org/given":
+            return str(folder / "model")
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+             "vocab_size": 300, "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+    entry = ("LlamaConfig", "LlamaForCausalLM", sizes)
+    monkeypatch.setitem(models.MODELS, "qwen2.5-7b", entry)
+    given = flags(folder, tmp_path / "out", "--from-scratch", "--model", "Qwen/Qwen2.5-7B-Instruct")
+    with pytest.raises(SystemExit):
+        run.main(given)
+    said = capsys.readouterr().err.splitlines()[-1]
+    offered = re.search(r"or (--model qwen2.5-7b --tokenizer) FOLDER, which needs no netw", said)[1]
+    assert asked == [("Qwen/Qwen2.5-7B-Instruct", True)]
+    assert run.main([*given, *offered.split(), "org/given"]) == 0
+    assert asked[1:] == [("org/given", True)]
+    config = json.loads((tmp_path / "out/config.json").read_text(encoding="utf-8"))
+    assert config["vocab_size"] == 300 and config["eos_token_id"] == 1  # the tokenizer's
+    assert generated(tmp_path / "out").shape[1] > 3
+    for wrong, what in {
+        ("--model", "qwen2.5-7b"): "as a name of plan's qwen2.5-7b has sizes, and no weights",
+        ("--model", "bert-base", "--from-scratch", "--tokenizer", str(folder / "model")): (
+            "bert-base is no causal language model"
+        ),
+    }.items():
+        with pytest.raises(SystemExit):
+            run.main([*flags(folder, tmp_path / "none"), *wrong])
+        assert what in capsys.readouterr().err
+
+
+def test_a_tokenizer_from_elsewhere_is_that_of_the_run(folder, tmp_path, capsys):
+    model, words = tmp_path / "model", tmp_path / "words"
+    names = ("tokenizer.json", "tokenizer_config.json")
+    shutil.copytree(folder / "model", model, ignore=shutil.ignore_patterns(*names))
+    words.mkdir()
+    for name in names:
+        shutil.copy(folder / "model" / name, words)
+    made = flags(folder, tmp_path / "out", "--model", str(model))
+    with pytest.raises(SystemExit):
+        run.main(made)
+    assert "expected one beside the weights, or --tokenizer FOLDER" in capsys.readouterr().err
+    assert run.main([*made, "--tokenizer", str(words)]) == 0
+    assert generated(tmp_path / "out").shape[1] > 3
+    with pytest.raises(SystemExit):
+        run.main([*made, "--tokenizer", str(words / names[0])])
+    assert f"--tokenizer {words / names[0]} is a file; expected a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
@@ -236,7 +301,7 @@ def test_a_method_trains_new_adapters_with_the_base_as_reference(folder, tmp_pat
     else:
         given = [{"prompt": r["prompt"][:9], "letter": "e"} for r in rows("prompt", 20)]
         reward = "def count(completions, letter, **_): return [len(set(c)) for c in completions]"
-        (tmp_path / "reward.py").write_text(reward)
+        (tmp_path / "reward.py").write_text(reward, encoding="utf-8")
         more = ["--reward", f"{tmp_path}/reward.py:count", "--completions", "2", "--beta", "0.1"]
     write_rows(tmp_path / f"{method}.jsonl", given)
     out = tmp_path / "out"
@@ -244,14 +309,16 @@ def test_a_method_trains_new_adapters_with_the_base_as_reference(folder, tmp_pat
     made += ["--model", str(folder / "model"), "--lora", "2", "--lora-targets", "q_proj,v_proj",
              "--lora-alpha", "8", "--lora-dropout", "0.1", "--seq", "48"]  # fmt: skip
     assert run.main(made) == 0
-    assert f"trained by {method.upper()} on" in (out / "README.md").read_text()
+    assert f"trained by {method.upper()} on" in (out / "README.md").read_text(encoding="utf-8")
     (state,) = (out / "checkpoints/checkpoint-4").glob("trainer_state.json")
-    first = next(e for e in json.loads(state.read_text())["log_history"] if "loss" in e)
+    first = next(
+        e for e in json.loads(state.read_text(encoding="utf-8"))["log_history"] if "loss" in e
+    )
     if method == "dpo":  # nothing is preferred yet: log 2
         assert first["loss"] == pytest.approx(0.693147, abs=1e-6)
     else:
         assert first["kl"] == 0.0
-    settings = json.loads((out / "adapter_config.json").read_text())
+    settings = json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))
     assert settings["base_model_name_or_path"] == str(folder / "model")
     assert (settings["lora_alpha"], settings["lora_dropout"]) == (8, 0.1)
     saved = load_file(out / "adapter_model.safetensors")
@@ -393,7 +460,7 @@ def test_plan_and_train_ask_one_question_of_any_config(folder, tmp_path, monkeyp
     draw = random.Random(56)
     for number in range(40):
         file = tmp_path / f"{number}.yaml"
-        file.write_text(drawn(draw, folder, tmp_path / "out").as_yaml())
+        file.write_text(drawn(draw, folder, tmp_path / "out").as_yaml(), encoding="utf-8")
         for main in (run.main, command.main):
             with pytest.raises(SystemExit):
                 main([str(file)])
@@ -439,7 +506,7 @@ def test_a_run_that_ctrl_c_stops_says_from_which_step_it_goes_on(
     if saved:
         checkpoint = tmp_path / f"checkpoints/checkpoint-{saved}"
         (checkpoint / trainer.CHECKPOINT).mkdir(parents=True)
-        (checkpoint / trainer.TRAINER_STATE_NAME).write_text("{}")
+        (checkpoint / trainer.TRAINER_STATE_NAME).write_text("{}", encoding="utf-8")
 
     def interrupted():
         raise KeyboardInterrupt
@@ -453,12 +520,14 @@ def test_a_run_that_ctrl_c_stops_says_from_which_step_it_goes_on(
 
 
 def test_a_module_is_run_on_all_ranks(tmp_path):
-    (tmp_path / "job.py").write_text("import os, sys; print(os.environ['RANK'], sys.argv[1:])")
+    (tmp_path / "job.py").write_text(
+        "import os, sys; print(os.environ['RANK'], sys.argv[1:])", encoding="utf-8"
+    )
     command = [sys.executable, "-m", "gemini", "run", "--nproc_per_node", "2", "-m", "job", "--x"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "io")])
     done = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True,
-        text=True,
+        text=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "0 ['--x']" in done.stdout and "1 ['--x']" in done.stdout
@@ -491,6 +560,7 @@ def test_of_several_ranks_one_says_why_they_are_refused():
     path = os.pathsep.join([str(ROOT), str(ROOT / "io")])
     done = subprocess.run(
         [*command, "-m", "gemini", "train", "--lr", "0"], cwd=ROOT, capture_output=True, text=True,
+        encoding="utf-8",
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     said = "python -m gemini train: error: argument --lr: 0.0; expected more than 0"

@@ -135,7 +135,7 @@ except RuntimeError as error:
 def test_a_program_whose_last_step_failed_unasked_says_so_and_has_an_exit_status(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", FAILS.format(folder=str(tmp_path))],
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, encoding="utf-8", check=False,
     )  # fmt: skip
     assert done.returncode == 120 and "Traceback" not in done.stderr, done.stderr
     assert "the last step failed, and does not count" in done.stderr and "ENOSPC" in done.stderr

@@ -179,6 +179,7 @@ def test_bits_do_not_depend_on_the_hash_seed():
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
+            encoding="utf-8",
         )
         for seed in ("1", "2")
     ]

@@ -130,7 +130,7 @@ def test_a_timeline_is_drawn(suffix, tmp_path):
     path = tmp_path / f"timeline.{suffix}"
     model.memory_timeline(path)
     assert path.stat().st_size > 1000
-    assert suffix == "json" or ">seconds<" in path.read_text()
+    assert suffix == "json" or ">seconds<" in path.read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="expected one of"):
         model.memory_timeline(tmp_path / "timeline.txt")
 
@@ -139,7 +139,7 @@ def test_what_was_sampled_can_be_dumped_and_used_again(tmp_path):
     model, optimizer = wrapped(LEAST)
     train(model, optimizer, BATCHES)
     model.memory_stats.dump_memory_stats(tmp_path / "stats.json")
-    (data,) = json.loads((tmp_path / "stats.json").read_text())["traces"]
+    (data,) = json.loads((tmp_path / "stats.json").read_text(encoding="utf-8"))["traces"]
     trace = gemini.memtracer.trace.Trace.from_json(data)
     assert trace == next(iter(model.memory_stats.traces.values()))
     again = wrapped(LEAST)

@@ -35,7 +35,7 @@ def test_the_loss_falls(name):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
          str(SCRIPT), "--plugin", name],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", done.stdout)]

@@ -98,7 +98,7 @@ def test_shards_have_the_size_and_the_prefix_that_were_asked_for(
     booster.save_model(big, folder, True, True, "lm", 2, safe, use_async).wait()
     files = [f"lm.{stem}-0000{i}-of-00003.{suffix}" for i in (1, 2, 3)]
     assert {p.name for p in folder.iterdir()} == {*files, f"lm.{stem}.{suffix}.index.json"}
-    index = json.loads((folder / f"lm.{stem}.{suffix}.index.json").read_text())
+    index = json.loads((folder / f"lm.{stem}.{suffix}.index.json").read_text(encoding="utf-8"))
     assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in big.parameters())
     assert [index["weight_map"][f"{i}.weight"] for i in range(3)] == files
     for file in files:  # no more than its own tensors, with room for the names
@@ -115,7 +115,9 @@ def test_a_torch_file_that_is_no_state_dict_is_refused(tmp_path):
         torch.save(content, tmp_path / "pytorch_model.bin")
         with pytest.raises(FormatError, match=said):
             booster.load_model(module, tmp_path)
-    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"weight": "../x"}}')
+    (tmp_path / "pytorch_model.bin.index.json").write_text(
+        '{"weight_map": {"weight": "../x"}}', encoding="utf-8"
+    )
     with pytest.raises(FormatError, match="expected files of its folder"):
         booster.load_model(module, tmp_path)
 
@@ -202,7 +204,7 @@ def test_an_optimizers_files_leave_the_weights_alone(tmp_path):
 
 def test_what_is_no_such_file_is_said(tmp_path, trained):
     booster, model, optimizer = trained
-    (tmp_path / "text").write_text("no state")
+    (tmp_path / "text").write_text("no state", encoding="utf-8")
     with pytest.raises(FormatError, match="holds no schedule"):
         booster.load_lr_scheduler(None, tmp_path / "text")
     with pytest.raises(FormatError, match="no file of torch"):

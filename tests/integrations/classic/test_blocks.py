@@ -26,12 +26,12 @@ from tests.support.ports import free_port
 from tests.support.said import said
 
 ROOT = Path(__file__).resolve().parents[3]
-BLOCKS = tomllib.loads((Path(__file__).parent / "blocks.toml").read_text())["block"]
+BLOCKS = tomllib.loads((Path(__file__).parent / "blocks.toml").read_text(encoding="utf-8"))["block"]
 CHAPTERS = list(dict.fromkeys(block["page"] for block in BLOCKS if "code" in block))
 
 
 def test_each_block_is_run_or_said_to_have_no_door():
-    table = tomllib.loads(colossal.TABLE.read_text())
+    table = tomllib.loads(colossal.TABLE.read_text(encoding="utf-8"))
     names = " ".join([row.get("title", "") for row in table["missing"]])
     names += "".join(f".{name}`" for name in colossal.names().missing)
     for block in BLOCKS:
@@ -40,7 +40,7 @@ def test_each_block_is_run_or_said_to_have_no_door():
             assert re.search(rf"[`.]{re.escape(name)}[`(]", names), name
         if "test" in block:
             path, _, name = block["test"].partition("::")
-            functions = ast.walk(ast.parse((ROOT / path).read_text()))
+            functions = ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
             assert name in {getattr(node, "name", None) for node in functions}, block["test"]
     twice = Counter(
         (block["page"], n) for block in BLOCKS if "no_door" not in block for n in block["lines"]
@@ -133,7 +133,7 @@ def test_the_code_of_a_page_runs_as_it_is(small, page):
         if "from transformers" in block["code"]:
             pytest.importorskip("transformers")
         if "file" in block:
-            Path(block["file"]).write_text(block["code"])
+            Path(block["file"]).write_text(block["code"], encoding="utf-8")
             continue
         exec(compile(block["code"], f"{page}, line {block['lines'][0]}", "exec"), names)
         if "raises" in block:

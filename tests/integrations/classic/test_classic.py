@@ -185,7 +185,7 @@ def test_sharded_model_v2_trains_dumps_and_is_copied(tmp_path):
     assert ShardedOptimizerV2(model, optimizer, initial_scale=2**16) is optimizer
     assert same(trained(model, optimizer), expected())
     model.dump_memory_stats(tmp_path / "stats.log")
-    assert json.loads((tmp_path / "stats.log").read_text())["traces"]
+    assert json.loads((tmp_path / "stats.log").read_text(encoding="utf-8"))["traces"]
     other = Tower(seed=1)
     col_model_deepcopy(model, other)
     assert same(dict(other.state_dict()), dict(model.state_dict()))

@@ -109,7 +109,7 @@ def test_what_is_spawned_meets_by_itself_under_torchrun_too(monkeypatch):
 
 
 def pages_of_code():
-    text = (Path(__file__).parent / "blocks.toml").read_text()
+    text = (Path(__file__).parent / "blocks.toml").read_text(encoding="utf-8")
     code = {}
     for block in tomllib.loads(text)["block"]:
         if "code" in block and "file" not in block:
@@ -170,11 +170,11 @@ def test_what_is_left_is_listed_with_its_line_and_stays(tmp_path, capsys):
         "from colossalai.gemini import ChunkManager", "c = ChunkManager(3, pg)",
         "colossalai.launch(); colossalai.nn.Linear3D(4)",
     )  # fmt: skip
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     assert main(["from-colossal", str(path)]) == 1
     shown = capsys.readouterr()
     assert "+from gemini.integrations.classic import GRADIENT_HANDLER\n" in shown.out
-    assert "import colossalai\n" in path.read_text()
+    assert "import colossalai\n" in path.read_text(encoding="utf-8")
     assert main(["from-colossal", str(path), "--write"]) == 1
     said = capsys.readouterr()
     assert said.err == shown.err and "5 lines changed" in said.out
@@ -183,21 +183,27 @@ def test_what_is_left_is_listed_with_its_line_and_stays(tmp_path, capsys):
         "train.py:4: in place of ChunkManager(3, pg): chunk_manager = init_chunk",
     ):  # fmt: skip
         assert text in said.err
-    assert path.read_text().startswith("import colossalai\nfrom gemini.integrations.launch import")
-    path.write_text("import (")
+    assert path.read_text(encoding="utf-8").startswith(
+        "import colossalai\nfrom gemini.integrations.launch import"
+    )
+    path.write_text("import (", encoding="utf-8")
     with pytest.raises(SystemExit):
         main(["from-colossal", str(path)])
     assert "train.py" in capsys.readouterr().err
 
 
 def test_the_page_shows_what_the_command_does():
-    block = re.search(r"```diff\n(.*?)```", (ROOT / "docs/from-colossal.md").read_text(), re.DOTALL)
+    block = re.search(
+        r"```diff\n(.*?)```",
+        (ROOT / "docs/from-colossal.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
     sides = ["".join(re.findall(rf"^[{s} ](.*\n)", block[1], re.MULTILINE)) for s in ("-", "+")]
     assert colossal.rewritten(sides[0]) == (sides[1], [])
 
 
 def test_signatures_are_those_that_users_know():
-    assert frozen.signatures() == frozen.SIGNATURES.read_text().splitlines()
+    assert frozen.signatures() == frozen.SIGNATURES.read_text(encoding="utf-8").splitlines()
 
 
 def test_the_engine_imports_no_door():
@@ -209,7 +215,7 @@ def test_the_engine_imports_no_door():
     for path in paths:
         if {doors, above} & {*path.parents} or path == ROOT / "gemini/__main__.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -243,7 +249,7 @@ def test_optional_packages_are_imported_by_their_own_file_alone():
 
 def _imported(path):
     """Modules that a file imports, wherever in it; none that is relative."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -256,4 +262,4 @@ def test_lora_without_peft_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(ImportError, match=r"pip install peft"):
         Booster().enable_lora(nn.Linear(2, 2), lora_config=object())
-    assert 'lora = ["peft>=' in (ROOT / "pyproject.toml").read_text()
+    assert 'lora = ["peft>=' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

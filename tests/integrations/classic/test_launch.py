@@ -95,8 +95,8 @@ clip_grad_norm = 1.0
 
 def test_a_configuration_describes_a_plugin(alone, tmp_path):
     """As a Python file, as YAML and as a dict; what is of the script alone is read from it."""
-    (tmp_path / "config.py").write_text(CONFIG)
-    (tmp_path / "config.yaml").write_text("parallel: {tensor: 2}\nLOG: x\n")
+    (tmp_path / "config.py").write_text(CONFIG, encoding="utf-8")
+    (tmp_path / "config.yaml").write_text("parallel: {tensor: 2}\nLOG: x\n", encoding="utf-8")
     parsed = doors.get_default_parser().parse_args(["--config", str(tmp_path / "config.py")])
     doors.launch_from_torch(config=parsed.config)
     config = global_context.config
@@ -156,7 +156,7 @@ def test_the_coordinator_of_one_process(capsys, monkeypatch, tmp_path):
     logger.log_to_file(tmp_path / "logs", suffix="x")
     logger.warning("of %d", 3, ranks=[1, 3])
     assert capsys.readouterr().err == "[rank 3] of 3\n"
-    assert (tmp_path / "logs/rank_3_x.log").read_text() == "of 3\n"
+    assert (tmp_path / "logs/rank_3_x.log").read_text(encoding="utf-8") == "of 3\n"
     logger.handlers.pop().close()
 
 
@@ -197,7 +197,7 @@ def hosts(**given):
 
 def test_hosts_are_chosen_by_name(tmp_path):
     file = tmp_path / "hosts"
-    file.write_text("a slots=2\n# none\nb\n\nc\n")
+    file.write_text("a slots=2\n# none\nb\n\nc\n", encoding="utf-8")
     assert hosts() == []
     assert hosts(host="x, y") == ["x", "y"]
     assert hosts(hostfile=file) == ["a", "b", "c"]
@@ -215,13 +215,13 @@ def test_hosts_are_chosen_by_name(tmp_path):
 
 def gemini_run(tmp_path, *arguments, path=""):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")])}
     environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
     *flags, what = arguments
     return subprocess.run(
         [sys.executable, "-m", "gemini", "run", *flags, str(script), what],
-        env=environment, cwd=tmp_path, capture_output=True, text=True,
+        env=environment, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
 
 
@@ -248,7 +248,9 @@ def test_a_failure_is_recorded_behind_those_that_it_may_come_from(tmp_path, monk
         file.parent.mkdir()
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
         InOrder().record_exception(KeyError(rank))
-        seconds.append(int(json.loads(file.read_text())["message"]["extraInfo"]["timestamp"]))
+        seconds.append(
+            int(json.loads(file.read_text(encoding="utf-8"))["message"]["extraInfo"]["timestamp"])
+        )
     assert seconds[1] > seconds[0]
 
 
@@ -256,15 +258,18 @@ def test_a_failure_is_recorded_behind_those_that_it_may_come_from(tmp_path, monk
 def test_run_reaches_hosts_by_ssh_and_ends_all_where_one_fails(tmp_path):
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
-    ssh.write_text('#!/bin/sh\necho "$5" >> hosts\nfor last; do :; done\nexec sh -c "$last"\n')
-    ssh.write_text(ssh.read_text().replace("$5", "$3"))
+    ssh.write_text(
+        '#!/bin/sh\necho "$5" >> hosts\nfor last; do :; done\nexec sh -c "$last"\n',
+        encoding="utf-8",
+    )
+    ssh.write_text(ssh.read_text(encoding="utf-8").replace("$5", "$3"), encoding="utf-8")
     ssh.chmod(0o755)
     done = gemini_run(
         tmp_path, "--colossalai", "--host", "one,two", "--master_addr", "localhost",
         "--master_port", str(free_port()), "fail", path=str(ssh.parent),
     )  # fmt: skip
     assert done.returncode == 1
-    assert sorted((tmp_path / "hosts").read_text().split()) == ["one", "two"]
+    assert sorted((tmp_path / "hosts").read_text(encoding="utf-8").split()) == ["one", "two"]
     assert "[rank 0] hello 0 ['fail']" in done.stdout
     root = done.stderr.partition("Root Cause (first observed failure)")[2]
     assert "KeyError: 'the culprit'" in root

@@ -40,14 +40,15 @@ if __name__ == "__main__":
 def started(folder, how):
     """A process that runs the script; what runs it is `how`."""
     script = folder / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT, encoding="utf-8")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*(torchrun if how == "torchrun" else []), str(script), how, str(folder)]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "io")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *command], env=environment, cwd=folder,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        encoding="utf-8", start_new_session=True,
     )  # fmt: skip
 
 
@@ -66,7 +67,7 @@ def test_ranks_that_popen_torchrun_and_fork_start_train_alike(tmp_path):
     for how in ("popen", "torchrun", "fork"):
         code, said = ended(started(tmp_path, how))
         assert code == 0, said
-        found[how] = json.loads((tmp_path / f"{how}.json").read_text())
+        found[how] = json.loads((tmp_path / f"{how}.json").read_text(encoding="utf-8"))
     want = found["popen"]  # as DDP: test_lightning_ranks.py
     assert want["weights"] and want["evals"]
     for how, got in found.items():

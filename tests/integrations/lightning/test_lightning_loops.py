@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_the_block_of_the_page_on_trainers_fits_a_module():
-    page = (Path(__file__).resolve().parents[3] / "docs/trainers.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs/trainers.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n((?:(?!^```).)*GeminiStrategy.*?)^```$", page, re.M | re.S)
     quiet = "enable_progress_bar=False, logger=False, enable_checkpointing=False"
     block = block.replace("devices=8", f'devices=1, accelerator="cpu", max_steps=2, {quiet}')
@@ -50,7 +50,7 @@ def test_loggers_have_metrics_and_rates_by_the_name_that_they_had(tmp_path):
         callbacks=[GeminiMetrics(), LearningRateMonitor()],
     )  # fmt: skip
     run.fit(Net(), loader())
-    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open(encoding="utf-8")))
     assert [row["lr-AdamW"] for row in rows if row["lr-AdamW"]]  # as under DDP
     found = [row for row in rows if row["gemini/nvme_read_bytes"]]
     assert [row["step"] for row in found] == ["1", "3"]

@@ -62,7 +62,7 @@ def test_a_config_of_lightning_cli_names_the_strategy(tmp_path, caplog, strategy
     pytest.importorskip("jsonargparse")
     from lightning.pytorch.cli import LightningCLI
 
-    (tmp_path / "config.yaml").write_text(CONFIG.format(strategy))
+    (tmp_path / "config.yaml").write_text(CONFIG.format(strategy), encoding="utf-8")
     arguments = ["fit", "--config", str(tmp_path / "config.yaml")]
     found = LightningCLI(Fed, save_config_callback=None, args=arguments)
     assert isinstance(found.trainer.strategy, GeminiStrategy)
@@ -151,6 +151,8 @@ def test_without_lightning_the_extra_is_named():
         "import gemini, gemini.integrations\n"
         "import gemini.integrations.lightning\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8"
+    )
     assert "ImportError: gemini.integrations.lightning is for the package lightning" in done.stderr
     assert "pip install lightning" in done.stderr

@@ -151,12 +151,14 @@ def test_what_does_not_fit_is_refused(saved, tmp_path):
     with pytest.raises(FormatError, match="has weights of BertModel"):
         load_pretrained(folder, BertModel, config=BertConfig(num_hidden_layers=1, hidden_size=24,
                         num_attention_heads=2))  # fmt: skip
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": None}))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "architectures": None}), encoding="utf-8"
+    )
     with pytest.raises(ValueError, match=r"no architecture; expected one of"):
         load_pretrained(folder)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "empty/config.json").write_text(json.dumps(config))
+    (tmp_path / "empty/config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(FormatError, match="empty has no safetensors"):
         load_pretrained(tmp_path / "empty")
 
@@ -171,8 +173,10 @@ NO_ARCHITECTURES = [
 @pytest.mark.parametrize("names", NO_ARCHITECTURES, ids=lambda names: str(names)[:30])
 def test_a_config_names_a_model_and_nothing_else_of_transformers(saved, names):
     folder, _ = saved
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": names}))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "architectures": names}), encoding="utf-8"
+    )
     with pytest.raises(ValueError) as found:
         load_pretrained(folder)
     said = str(found.value)
@@ -198,11 +202,11 @@ def test_code_of_a_folder_runs_only_if_the_caller_says_so(saved, tmp_path, monke
     """No terminal is asked either: transformers' own default would."""
     folder, model = saved
     mark = tmp_path / "ran"
-    (folder / "code.py").write_text(CODE.format(mark=mark))
-    config = json.loads((folder / "config.json").read_text())
+    (folder / "code.py").write_text(CODE.format(mark=mark), encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {"model_type": kind, "architectures": ["M"] if kind == "stranger" else ["GPT2Model"]}
     config["auto_map"] = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "c"))
     monkeypatch.syspath_prepend(tmp_path / "c")
@@ -234,7 +238,7 @@ def test_a_folder_has_files_and_no_other_things(saved, tmp_path, name, kind):
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "deep":
-        path.write_text("[" * 100_000)
+        path.write_text("[" * 100_000, encoding="utf-8")
     else:
         path.symlink_to(tmp_path / "away" if (tmp_path / "away").exists() else "/etc/passwd")
     if (kind, name) != ("deep", "a.safetensors"):  # which its index does not name
@@ -427,7 +431,10 @@ def test_a_config_names_the_dtype_of_the_weights_beside_it(tmp_path, own, door):
         asked = None if written is own else written
         gemini.export_safetensors(tmp_path / "a", model, dtype=asked)
     assert model.config is config and config.to_dict() == said
-    assert json.loads((tmp_path / "a/config.json").read_text())["dtype"] == str(written)[6:]
+    assert (
+        json.loads((tmp_path / "a/config.json").read_text(encoding="utf-8"))["dtype"]
+        == str(written)[6:]
+    )
     again = type(plain).from_pretrained(tmp_path / "a")
     assert same_weights(again.state_dict(), plain.to(written))
 
@@ -441,6 +448,6 @@ def test_a_config_inside_a_config_names_the_dtype_too(tmp_path):
     Model.config.text_config.dtype = "float16"
     model = GeminiDDP(Model(2, 2), precision="bf16")
     gemini.export_safetensors(tmp_path / "a", model)
-    said = json.loads((tmp_path / "a/config.json").read_text())
+    said = json.loads((tmp_path / "a/config.json").read_text(encoding="utf-8"))
     assert (said["dtype"], said["text_config"]["dtype"]) == ("float32", "float32")
     assert str(Model.config.text_config.dtype).endswith("float16")

@@ -273,7 +273,7 @@ def test_no_file_is_mapped_while_weights_are_read(folder, tmp_path, monkeypatch)
     mapped, own = [], shutil.copytree(folder, tmp_path / "own")  # models of other tests map theirs
 
     def counted(layer, values):
-        mapped.append(str(own) in Path("/proc/self/maps").read_text())
+        mapped.append(str(own) in Path("/proc/self/maps").read_text(encoding="utf-8"))
         return quantised(layer, values)
 
     monkeypatch.setattr(pretrained, "quantised", counted)

@@ -206,7 +206,7 @@ def test_a_checkpoint_is_looked_at_before_anything_of_it_is_read(tmp_path):
         for change in (
             os.mkfifo,
             lambda p: p.symlink_to(away),
-            lambda p: p.write_text("[" * 10**5),
+            lambda p: p.write_text("[" * 10**5, encoding="utf-8"),
         ):
             path.rename(away)
             change(path)

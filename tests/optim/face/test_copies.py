@@ -156,7 +156,7 @@ def test_a_forked_child_steps_too_and_leaves_state_on_disk_to_its_parent(tmp_pat
     done = subprocess.run(
         [sys.executable, "-c", FORK, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True,
+        capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = dict(line.split(": ", 1) for line in done.stdout.splitlines())

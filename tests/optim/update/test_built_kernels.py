@@ -44,7 +44,8 @@ def give_compiler(monkeypatch, folder, script):
     calls = folder / "calls"
     path.write_text(
         f'#!/bin/sh\ncase "$*" in *--version) echo fake 1.0; exit 0;; esac\n'
-        f"echo called >> {calls}\n{script}\n"
+        f"echo called >> {calls}\n{script}\n",
+        encoding="utf-8",
     )
     path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
@@ -259,7 +260,7 @@ def test_a_library_that_others_can_write_to_is_refused(cache):
 
 def test_no_folder_is_told(tmp_path, monkeypatch):
     give_compiler(monkeypatch, tmp_path, "exit 1")
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(KernelBuildError, match="XDG_CACHE_HOME"):
         kernels([SPEC])
@@ -342,6 +343,7 @@ def test_two_processes_build_once_as_ranks_and_whatever_their_settings(tmp_path)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", BUILD], env=environment(**odd, RANK=str(rank)), text=True,
+            encoding="utf-8",
             cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for rank in range(2)
@@ -369,6 +371,10 @@ assert "torch._inductor" not in sys.modules and "torch._dynamo" not in sys.modul
 def test_loading_takes_no_compiler_into_the_process():
     for _ in range(2):  # built by the first one, if nobody did before
         done = subprocess.run(
-            [sys.executable, "-c", LOAD], env=environment(), capture_output=True, text=True
+            [sys.executable, "-c", LOAD],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
         )
         assert done.returncode == 0, done.stderr

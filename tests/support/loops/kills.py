@@ -35,13 +35,13 @@ ENDED = "ended"  # a file beside what a run makes
 def ended(folder: str, count: int) -> None:
     """So much of a run has ended, whenever another thread ends the process."""
     new = Path(folder, f"{ENDED}.new")
-    new.write_text(str(count))
+    new.write_text(str(count), encoding="utf-8")
     new.replace(Path(folder, ENDED))
 
 
 def num_ended(folder: Path) -> int:
     path = folder / ENDED
-    return int(path.read_text()) if path.exists() else 0
+    return int(path.read_text(encoding="utf-8")) if path.exists() else 0
 
 
 def digests(paths: Any, num_blocks: int | None = None) -> tuple[int, list[bytes]]:

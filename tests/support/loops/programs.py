@@ -454,7 +454,7 @@ class Found:
 
     @staticmethod
     def read(path: Path) -> Found:
-        said = json.loads(path.read_text())
+        said = json.loads(path.read_text(encoding="utf-8"))
         program = [(name, tuple(args)) for name, args in said["program"]]
         return Found(path.stem, said["why"], tuple(said["places"]), program)
 
@@ -469,7 +469,7 @@ def keep(why: str, place: str, program: list[Call], folder: Path = FOUND) -> Pat
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
     places = Found.read(path).places if path.exists() else ()
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(in_json(why, sorted({*places, place}), program))
+    path.write_text(in_json(why, sorted({*places, place}), program), encoding="utf-8")
     return path
 
 
