@@ -104,7 +104,7 @@ def kernels(specs: Sequence[KernelSpec]) -> list[Kernel]:
     paths = [folder / library_name(spec, cxx) for spec in specs]
     if not all(path in _loaded or path.exists() for path in paths):
         with locked(folder):
-            # MeasuredParam again under the lock: another process may have built them meanwhile.
+            # Asked again under the lock: another process may have built them meanwhile.
             missing = {
                 path: spec for path, spec in zip(paths, specs, strict=True) if not path.exists()
             }
