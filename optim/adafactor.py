@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from gemini.optim.rules import formulas
-from gemini.optim.rules.line_rule import LineRule
-from gemini.optim.rules.lines import Factors
-from gemini.optim.rules.rule import flag, number, pair
-from gemini.optim.rules.state_layout import Plane, StateLayout
+from gemini.optim.rules.lines import Factors, LineSums, has_lines, stack_of
+from gemini.optim.rules.measures import Measure, MeasuredParam, NormRule, Norms, Tile
+from gemini.optim.rules.rule import Works, flag, number, pair
+from gemini.optim.rules.state_layout import Columns, Plane, StateLayout
 
 from .elementwise import ElementwiseOptimizer
 
@@ -43,14 +44,57 @@ class Factored(NamedTuple):
     factors: Factors | None = None
 
 
-class AdafactorRule(LineRule):
+class Lines(Measure):
+    """Squares of the gradient of a matrix along its rows and columns.
+
+    Averages of them are carried on, rows [..., r, 1] and columns [..., 1, c]; of both its variances
+    are computed where they are needed.
+    """
+
+    def __init__(self, asked: MeasuredParam) -> None:
+        super().__init__(asked)
+        self._sums = LineSums(stack_of(asked.shape), asked.largest())
+
+    @classmethod
+    def is_of(cls, shape: Sequence[int]) -> bool:
+        return has_lines(shape)
+
+    def add(self, tile: Tile) -> None:
+        self._sums.add(tile.grad, tile.first)
+
+    def found(self) -> Tensor:
+        return self._sums.values
+
+    def told(self, found: Tensor) -> Any:
+        asked, sums = self.asked, self._sums
+        sums.values.copy_(found)
+        share = asked.step**asked.hyper.beta2_decay  # of this step's squares in the averages
+        lines = []
+        for (name, line), mean in zip(list(asked.carried.items()), sums.means(), strict=True):
+            old = line.double().view(mean.shape)
+            lines.append(((mean - old) * share + old).to(line.dtype))
+            asked.carried[name] = lines[-1].view(line.shape)
+        rows, columns = lines
+        wide = rows.double()
+        means = wide.mean(1, keepdim=True).clamp_(min=asked.hyper.floor)
+        factors = Factors(sums.stack, (wide / means).to(rows.dtype), columns)
+        return asked.hyper._replace(factored=True, factors=factors)
+
+
+class AdafactorRule(NormRule):
     """Adafactor: fp32 averages of a matrix's rows and columns, a variance of any other parameter.
 
     The formulas are `formulas.adafactor` and `formulas.adafactor_direction`.
     """
 
     name = "adafactor"
-    layout = StateLayout((Plane("variance", "float32"),))
+    layout = StateLayout((Plane("variance", "float32"),))  # of a parameter that has no lines
+    works = Works.ON_PLACES
+    measures = (Lines, Norms)
+    carried: ClassVar = {  # as torch.optim.Adafactor calls them
+        "row_var": lambda shape: (*shape[:-1], 1) if has_lines(shape) else None,
+        "col_var": lambda shape: (*shape[:-2], 1, shape[-1]) if has_lines(shape) else None,
+    }
     options: ClassVar = {
         "lr": 1e-2, "beta2_decay": -0.8, "eps": (None, 1e-3), "d": 1.0, "weight_decay": 0.0,
         "maximize": False, "scale_parameter": True, "relative_step": True,
@@ -79,9 +123,21 @@ class AdafactorRule(LineRule):
     def hyper_row(self, hyper: Any) -> tuple[float, ...]:
         return super().hyper_row(hyper._replace(lengths=0.0, factors=0.0))
 
-    def share(self, hyper: Any, step: int) -> float:
-        share: float = step**hyper.beta2_decay
-        return share
+    def columns(
+        self,
+        shapes: Sequence[Sequence[int]],
+        group_of: Sequence[int | None],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> Columns:
+        own = frozenset(self.layout.names)
+        return Columns(tuple(frozenset() if has_lines(shape) else own for shape in shapes))
+
+    def given(
+        self, planes: Sequence[Tensor], hyper: Any, first: int, param: Tensor
+    ) -> Sequence[Tensor]:
+        if hyper.factors is None:
+            return planes
+        return (hyper.factors.variance(first, param.numel(), param.device),)
 
     def begun(self, hyper: Any, dtype: torch.dtype) -> Any:
         return hyper._replace(floor=torch.finfo(dtype).eps) if hyper.floor < 0 else hyper

@@ -22,7 +22,6 @@ from gemini.optim.rules.report import NonFiniteGradientError
 from gemini.optim.rules.saved import check_counters, check_steps
 from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.deferred_signals import DeferredSignals
-from gemini.optim.state.lines import LINES
 from gemini.optim.state.parking import Where, park
 from gemini.optim.state.saved_state import filled_up, unflattened, with_steps
 from gemini.optim.state.state_stream import StateRun, StateSource, StateVisitor
@@ -211,7 +210,7 @@ class TieredOptimizer(BoundOptimizer):
         flat, found = flat_optimizer_state(), state_dict["state"]
         if flat is not None:
             every = {plane.name for target in self._targets for plane in target.planes}
-            found = unflattened(flat, found, sorted(every | {*LINES}))
+            found = unflattened(flat, found, sorted(every | {*self._rule.carried}))
         check_steps(found.values())
         check_counters(state_dict.get("counters", {}))
         self.load_param_groups(state_dict["param_groups"])

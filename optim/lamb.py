@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from gemini.optim.rules import formulas
-from gemini.optim.rules.rule import NormRule
+from gemini.optim.rules.measures import NormRule
 from gemini.optim.rules.state_layout import Plane, StateLayout
 
 from .elementwise import ElementwiseOptimizer

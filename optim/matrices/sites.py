@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from gemini.optim.rules.formulas import noise, round_stochastic
-from gemini.optim.rules.line_rule import LineRule
 from gemini.optim.rules.report import Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import WEIGHT
@@ -136,9 +135,7 @@ class DeviceSite:
             if inputs.limit != math.inf:
                 grad = grad.clamp(-inputs.limit, inputs.limit)
             param = piece.param.float() if piece.master is None else piece.master
-            planes: Sequence[Tensor] = piece.planes
-            if isinstance(rule, LineRule):
-                planes = rule.given(planes, piece.hyper, piece.first, param)
+            planes = rule.given(piece.planes, piece.hyper, piece.first, param)
             rule.update(param, grad, planes, piece.hyper, piece.step)
             if param is not piece.param:
                 _show(param, piece, inputs.rounding_seed)

@@ -27,12 +27,12 @@ from gemini.optim.rules.matrix_rule import (
     MOMENTUM,
     Intake,
     MatrixOptions,
-    MatrixRule,
     Outlet,
     directed,
 )
 from gemini.optim.rules.orthogonal import DTYPES
 from gemini.optim.rules.report import Traffic
+from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.pieces import Planes, SteppedViews
 from gemini.optim.state.space import Block
 from gemini.optim.update.cpu_update import StepInputs
@@ -100,7 +100,7 @@ class MatrixUpdater:
     def __init__(
         self,
         site: Site,
-        rule: MatrixRule,
+        rule: UpdateRule,
         buckets: Sequence[Bucket],
         on_disk: frozenset[int],
         ways: Mapping[str, Ways],

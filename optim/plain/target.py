@@ -13,18 +13,14 @@ from torch import Tensor
 
 from gemini.dtypes import DTYPES
 from gemini.nvme import BlockStore
-from gemini.optim.matrices.plan import Whole, blocks_waiting, buckets_of
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig, UpdateFacts
 from gemini.optim.rules.control_vector import ControlVector
-from gemini.optim.rules.line_rule import LineRule
-from gemini.optim.rules.matrix_rule import MatrixRule
 from gemini.optim.rules.report import Outcome, Skips, StepReport
-from gemini.optim.rules.rule import NormRule, UpdateRule
-from gemini.optim.rules.state_layout import ALL_COLUMNS, Plane
+from gemini.optim.rules.rule import UpdateRule, Works
+from gemini.optim.rules.state_layout import Plane
 from gemini.optim.state.deferred_signals import DeferredSignals
-from gemini.optim.state.lines import Lines
-from gemini.optim.state.memory import memory_of
+from gemini.optim.state.memory import Memory, memory_of
 from gemini.optim.state.space import StateSpace, blocks_on_nvme
 from gemini.optim.state.state_stream import (
     RunSpec,
@@ -37,18 +33,18 @@ from gemini.optim.state.state_stream import (
     visit_runs,
 )
 from gemini.optim.state.tiered_state import TieredState
-from gemini.optim.step.cpu_step import CpuStep
 from gemini.optim.step.driver import Step, take
-from gemini.optim.step.executor import Executor, step_counts
-from gemini.optim.step.triton_step import TritonStep
+from gemini.optim.step.executor import step_counts
+from gemini.optim.step.executors import make_executor
+from gemini.optim.step.measuring import Measuring
 from gemini.optim.target import AmpInputs, Group, Target
 from gemini.optim.update.compiled_update import Mix
-from gemini.optim.update.updaters import cpu_updater
+from gemini.optim.update.cpu_update import StepInputs
+from gemini.optim.update.updaters import CpuUpdater, cpu_updater
 from gemini.tickets import Done, Ticket
 from gemini.units import BLOCK_NUMEL
 
 from .views import Order, PlainViews, dense_grad
-from .wholes import check_width, line_step, matrix_step, wholes_of, with_norms
 
 
 class PlainTarget:
@@ -72,23 +68,25 @@ class PlainTarget:
                 "of a plain module have one version; wrap the module, or leave it out"
             )
         self._params = list(params)
-        by_rows = isinstance(rule, LineRule)
+        by_rows = rule.works is Works.ON_PLACES
         self._orders = [Order.of(param, by_rows=by_rows) for param in params]
         self._groups = sorted(set(group_of))  # the others are not looked at
         self._group_of = [self._groups.index(group) for group in group_of]
         self._rule = rule
         is_float64 = params[0].dtype == torch.float64
         block_numel = config.nvme.block_numel or BLOCK_NUMEL
-        columns, wholes, self._lines = ALL_COLUMNS, list[Whole](), Lines()
-        if isinstance(rule, LineRule):
-            shapes = [param.shape for param in params]
-            columns = rule.columns(shapes)
-            self._lines = Lines(shapes, torch.float64 if is_float64 else torch.float32)
-        if isinstance(rule, MatrixRule):
-            columns = rule.columns(group_of, groups)
-            check_width(params)
-            wholes = wholes_of(self._orders, columns)
+        shapes = [param.shape for param in params]
+        columns = rule.columns(shapes, group_of, groups)
+        self._measuring = Measuring(rule, shapes, torch.float64 if is_float64 else torch.float32)
         space = StateSpace.pack([param.numel() for param in params], block_numel)
+        matrices, num_waiting = None, 0
+        if rule.works is Works.ON_MATRICES:
+            from .wholes import matrix_updates
+
+            matrices, num_waiting = matrix_updates(
+                rule, params, self._orders, columns, space.blocks, self._group_of,
+                lambda: () if (nvme := self._tiered_state.nvme) is None else nvme.blocks,
+            )  # fmt: skip
         self._tiered_state = TieredState(
             space,
             rule.layout.in_float64() if is_float64 else rule.layout,
@@ -97,24 +95,24 @@ class PlainTarget:
             memory=memory_of(params[0].device),
             label="plain-",
             columns=columns,
-            num_waiting=blocks_waiting(buckets_of(wholes), space.blocks),
+            num_waiting=num_waiting,
         )
         try:
             self._tiered_state.initialise(lambda block, planes: None)
         except BaseException:
             self._tiered_state.close()
             raise
-        self._executor: Executor
-        if isinstance(rule, MatrixRule):
-            self._executor = matrix_step(
-                rule, self._group_of, wholes, self._tiered_state, params[0].device
-            )
-        elif isinstance(rule, LineRule):
-            self._executor = line_step(rule, len(params), params[0].device)
-        else:
-            # Norms give each parameter hyperparameters of its own, so each is a group.
-            own = list(range(len(params))) if rule.over_norms else self._group_of
-            self._executor = make_executor(rule, config, own, self._params)
+        # Measures give each parameter hyperparameters of its own, so each is a group.
+        own = list(range(len(params))) if rule.measures else self._group_of
+        device = params[0].device
+        self._executor = make_executor(
+            rule,
+            own,
+            ControlVector(None, device),
+            kernels_of(device),
+            partial(_cpu_updater, rule, config, self._params),
+            matrices=matrices,
+        )
         self._num_steps = 0
         self._skips = Skips()
         self._names = [str(i) for i in range(len(params))]
@@ -122,7 +120,7 @@ class PlainTarget:
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         counts = self._executor.counts
         shown = {
-            param: {"step": counts[i], **self._lines.shown(i)}
+            param: {"step": counts[i], **self._measuring.shown(i)}
             for i, param in enumerate(self._params)
         }
         for segment in self._tiered_state.space.segments:
@@ -149,17 +147,20 @@ class PlainTarget:
     ) -> tuple[PlainViews, list[Any]]:
         """Views of a step, and its hyperparameters. Raises ValueError for refused ones."""
         hypers = [self._rule.hyper(groups[index]) for index in self._groups]
+        by_param = [hypers[group] for group in self._group_of]
         steps = self._executor.next_steps()
-        if isinstance(self._rule, NormRule):
+        views = PlainViews(self._params, self._orders, by_param, steps)
+        if self._rule.measures:
             scale = 1.0 if amp is None or amp.grad_scale is None else float(amp.grad_scale)
-            hypers = with_norms(
-                self._rule, self._tiered_state, self._params, self._orders,
-                [hypers[group] for group in self._group_of], step_counts(self._executor),
-                1.0 / scale, self._lines,
-            )  # fmt: skip
-            own = range(len(hypers))
-            return PlainViews(self._params, self._orders, own, hypers, steps), hypers
-        return PlainViews(self._params, self._orders, self._group_of, hypers, steps), hypers
+            views.hyper = self._measuring.told(
+                self._tiered_state,
+                views,
+                views.hyper,
+                [count + 1 for count in step_counts(self._executor)],
+                StepInputs(1.0 / scale),
+            )
+            hypers = [found or one for found, one in zip(views.hyper, by_param, strict=True)]
+        return views, hypers
 
     def skips(self, amp: AmpInputs) -> bool:
         """Whether the host knows that GradScaler found a gradient that is not finite."""
@@ -190,7 +191,7 @@ class PlainTarget:
     def end(self, views: PlainViews) -> None:
         """Count a step that was taken, and write copies back to parameters."""
         views.write_back()
-        self._lines.commit(views.active)
+        self._measuring.commit(views.active)
         self._num_steps += 1
         self._executor.count(views.active)
 
@@ -325,7 +326,7 @@ class PlainTarget:
         self.fill_state(given)
         for i, param in enumerate(self._params):
             if param in state:
-                self._lines.load(i, state[param])
+                self._measuring.load(i, state[param])
             if "step" in state.get(param, {}):
                 self._executor.counts[i] = float(state[param]["step"])
 
@@ -428,16 +429,13 @@ def alike(new: Sequence[tuple[Tensor, int]]) -> list[tuple[list[Tensor], list[in
     return list(found.values())
 
 
-def make_executor(
-    rule: UpdateRule, config: StateConfig, group_of: Sequence[int], params: Sequence[Tensor]
-) -> Executor:
-    """Make the executor: of the host for parameters of the CPU, else Triton's.
+def kernels_of(device: torch.device) -> Memory | None:
+    """Memory of a device whose kernels update; None: the host does."""
+    return None if device.type == "cpu" else memory_of(device)
 
-    `group_of[i]` is the param group of `params[i]`, which are of one device, float64 or not.
-    """
-    device = params[0].device
-    if device.type != "cpu":
-        return on_device(rule, group_of, device)
+
+def _cpu_updater(rule: UpdateRule, config: StateConfig, params: Sequence[Tensor]) -> CpuUpdater:
+    """Updater of parameters that are all float64, or none of them."""
     facts = UpdateFacts(
         sum(param.numel() for param in params),
         has_master=False,
@@ -445,10 +443,4 @@ def make_executor(
     )
     dtypes = dict.fromkeys(param.dtype for param in params)
     mixes = [Mix(dtype, dtype, has_master=False) for dtype in dtypes]
-    updater = cpu_updater(rule, config.cpu_path, facts, mixes)
-    return CpuStep(updater, len(params), ControlVector(None, device))
-
-
-def on_device(rule: UpdateRule, group_of: Sequence[int], device: torch.device) -> TritonStep:
-    """Make Triton's executor on any device: tests use the CPU."""
-    return TritonStep(rule, group_of, ControlVector(None, device), memory_of(device))
+    return cpu_updater(rule, config.cpu_path, facts, mixes)

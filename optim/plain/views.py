@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from gemini.optim.state.pieces import Piece, Planes, plane_part
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.tickets import CopyTicket
+
+if TYPE_CHECKING:
+    from gemini.optim.rules.measures import Measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +102,16 @@ class PlainViews:
         self,
         params: Sequence[Tensor],
         orders: Sequence[Order],
-        group_of: Sequence[int],
-        hypers: Sequence[Any],
+        hyper: Sequence[Any],
         steps: Sequence[int],
     ) -> None:
+        """hyper, steps: by parameter."""
         self.active = [i for i, param in enumerate(params) if param.grad is not None]
         self._params = params
         self._orders = orders
         self._flat = {i: orders[i].flat(params[i].detach()) for i in self.active}
         self._grad = {i: dense_grad(params[i], orders[i]) for i in self.active}
-        self._hyper = {i: hypers[group_of[i]] for i in self.active}
+        self.hyper = [one if i in self._grad else None for i, one in enumerate(hyper)]
         self._step = {i: steps[i] for i in self.active}
 
     def write_back(self) -> None:
@@ -115,6 +119,25 @@ class PlainViews:
         for i, flat in self._flat.items():
             if not self._orders[i].fits(self._params[i]):
                 self._params[i].detach().copy_(self._orders[i].shaped(flat))
+
+    # -- as a `Cover` of measuring passes --
+
+    def param(self, block: Block, part: BlockSegment) -> Tensor:
+        return _part(self._flat, part)
+
+    def grad(self, block: Block, part: BlockSegment) -> Tensor | None:
+        return _part(self._grad, part)
+
+    def largest(self, param: int) -> float:
+        return float(torch.linalg.vector_norm(self._grad[param], math.inf))
+
+    def add_up(
+        self, measures: Mapping[int, Measure], measure: Callable[[], None]
+    ) -> Mapping[int, Tensor]:
+        measure()
+        return {i: one.found() for i, one in measures.items()}
+
+    # -- for an update --
 
     def pieces(
         self,
@@ -135,7 +158,7 @@ class PlainViews:
                         for p in planes.values()
                     ]
                 ),
-                hyper=self._hyper[part.param],
+                hyper=self.hyper[part.param],
                 step=self._step[part.param],
                 counter=part.param,
                 first=part.param_offset,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .orthogonal import DTYPES, FORMS, RATES, adjusted_rate, orthogonal
-from .rule import UpdateRule, flag, number, scalar
+from .rule import UpdateRule, Works, flag, number, scalar
 from .state_layout import Columns, Plane, StateLayout
 
 MOMENTUM = Plane("momentum_buffer", "float32")
@@ -84,7 +84,7 @@ class MatrixRule(UpdateRule):
     """
 
     name = "muon"
-    over_matrices = True
+    works = Works.ON_MATRICES
     options: ClassVar = {}
 
     def __init__(self, others: UpdateRule) -> None:
@@ -96,10 +96,16 @@ class MatrixRule(UpdateRule):
     def for_groups(self, groups: Sequence[Mapping[str, Any]]) -> MatrixRule:
         return self
 
+    @property
+    def elementwise(self) -> UpdateRule:
+        return self.others
+
     def columns(
-        self, group_of: Sequence[int | None], groups: Sequence[Mapping[str, Any]]
+        self,
+        shapes: Sequence[Sequence[int]],
+        group_of: Sequence[int | None],
+        groups: Sequence[Mapping[str, Any]],
     ) -> Columns:
-        """Planes of every parameter; one in no group may come into any."""
         own, others = frozenset({MOMENTUM.name}), frozenset(self.others.layout.names)
         planes = [own if group["use_muon"] else others for group in groups]
         return Columns(tuple(None if group is None else planes[group] for group in group_of))
@@ -137,7 +143,6 @@ class MatrixRule(UpdateRule):
         )
 
     def is_kept(self, hyper: Any, columns: Columns, param: int) -> bool:
-        """Whether a parameter has the state that its group's update needs."""
         own = [MOMENTUM] if isinstance(hyper, MatrixOptions) else self.layout.planes[1:]
         return all(columns.has(param, plane.name) for plane in own)
 

@@ -11,15 +11,28 @@ import math
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .state_layout import Plane, StateLayout
+from .state_layout import ALL_COLUMNS, Columns, Plane, StateLayout
+
+if TYPE_CHECKING:
+    from .measures import Measure
 
 STRIP_NUMEL = 1 << 16  # of an eager update: what operators make on their way stays in cache
+
+
+class Works(Enum):
+    """What an update of an element needs to know. Compiled loops and kernels are for the first;
+    the others work by torch's operators."""
+
+    ON_ELEMENTS = 1  # of this parameter, gradient and state
+    ON_PLACES = 2  # where it is in its parameter, whose elements come row by row; see `given`
+    ON_MATRICES = 3  # all of its parameter; see `matrix_rule.py`
 
 
 class UpdateRule:
@@ -38,6 +51,12 @@ class UpdateRule:
     wanted: options whose planes of `optional` the state has, with those of `layout`; the formula
         gets None for the others.
     state: in what planes are kept between updates; see `optim.rules.quantised`.
+
+    A target asks a rule, and not its class, for what is measured before an update (`measures`,
+    `begun`) and carried of it to the next step (`carried`: shapes of small tensors by name, of a
+    parameter's shape; every rank has them whole); for a parameter's planes (`columns`, `is_kept`);
+    and for how it `works`.
+
     Raises ValueError for an option that has no such plane, or that cannot be kept so.
     """
 
@@ -46,8 +65,9 @@ class UpdateRule:
     options: ClassVar[Mapping[str, Any]]  # with the defaults of the class; flags are bools
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}  # of options; others are [0, inf)
     optional: ClassVar[Mapping[str, Plane]] = {}  # by option
-    over_norms = False  # an update needs norms of whole parameters; see `NormRule`
-    over_matrices = False  # an update needs all of some parameters; see `matrix_rule.py`
+    measures: ClassVar[Sequence[type[Measure]]] = ()  # asked of whole parameters, in order
+    carried: ClassVar[Mapping[str, Callable[[Sequence[int]], Sequence[int] | None]]] = {}
+    works: ClassVar[Works] = Works.ON_ELEMENTS
     coefficients: Callable[[Any, Any], Mapping[str, Any]]
     formula: Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
@@ -100,7 +120,46 @@ class UpdateRule:
                     f"a group has {name}={group[name]}, and the state of its parameters was made "
                     f"without {plane.name}; make the optimizer with {name}={group[name]}"
                 )
-        return _hyper_type(tuple(values))(**values)
+        return hyper_type(tuple(values))(**values)
+
+    def columns(
+        self,
+        shapes: Sequence[Sequence[int]],
+        group_of: Sequence[int | None],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> Columns:
+        """Planes of every parameter; one in no group may come into any."""
+        return ALL_COLUMNS
+
+    def is_kept(self, hyper: Any, columns: Columns, param: int) -> bool:
+        """Whether a parameter has the state that its group's update needs."""
+        return True
+
+    @property
+    def elementwise(self) -> UpdateRule:
+        """Rule of parameters whose elements are updated alike."""
+        return self
+
+    @property
+    def by_operators(self) -> bool:
+        """Whether an update is `update`, for which neither a loop nor a kernel is made."""
+        return self.works is not Works.ON_ELEMENTS
+
+    @property
+    def needs_wholes(self) -> bool:
+        """Whether an update needs more than one rank's part of a parameter."""
+        return bool(self.measures) or self.works is Works.ON_MATRICES
+
+    def begun(self, hyper: Any, dtype: torch.dtype) -> Any:
+        """Hyperparameters of a parameter in a step that is computed in `dtype`."""
+        return hyper
+
+    def given(
+        self, planes: Sequence[Tensor], hyper: Any, first: int, param: Tensor
+    ) -> Sequence[Tensor]:
+        """Inputs of an update of elements from `first` of a parameter, [n] `param`, in place of its
+        planes."""
+        return planes
 
     def hyper_row(self, hyper: Any) -> tuple[float, ...]:
         """Row of the kernels' hyperparameter table."""
@@ -110,12 +169,16 @@ class UpdateRule:
         """Coefficients in their order, in fp64; `step` counts from 1."""
         return tuple(map(float, self.coefficients(hyper, step).values()))
 
+    def named(self, values: Tensor) -> SimpleNamespace:
+        """Coefficients [k] by name."""
+        return SimpleNamespace(**dict(zip(self.coefficient_names, values.unbind(), strict=True)))
+
     def updated(
         self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], values: Tensor
     ) -> list[Tensor]:
         """New [param, *planes] [n] by the formula, in the dtype of `param`, from all coefficients
         [k]."""
-        c = SimpleNamespace(**dict(zip(self.coefficient_names, values.unbind(), strict=True)))
+        c = self.named(values)
         names = [plane.name for plane in self.optional.values()]
         given = dict.fromkeys(names) | dict(zip(self.layout.names, planes, strict=True))
         param, new = self.formula(param, grad, c, **given)
@@ -128,7 +191,7 @@ class UpdateRule:
 
         `step` counts from 1. Cutting a run at multiples of 16 elements changes no bit.
         """
-        values = _values(self, hyper, step, param.dtype)
+        values = values_of(self, hyper, step, param.dtype)
         strips = [tensor.split(STRIP_NUMEL) for tensor in (param, grad, *planes)]
         for one, its_grad, *its_planes in zip(*strips, strict=True):
             new = self.updated(one, its_grad, its_planes, values)
@@ -136,51 +199,13 @@ class UpdateRule:
                 old.copy_(value)
 
 
-class NormRule(UpdateRule):
-    """Rule whose step of a parameter is as long as its norm says.
-
-    `direction` is a second function as `formula`: what a parameter moves along, [n]. `trust`, a
-    field of the hyperparameters that is no option, is the ratio of both norms.
-    """
-
-    over_norms = True
-    direction: Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
-
-    def hyper(self, group: Mapping[str, Any]) -> Any:
-        """Hyperparameters as of `UpdateRule`, with a `trust` of 1."""
-        hyper = super().hyper(group)
-        return _hyper_type((*hyper._fields, "trust"))(*hyper, 1.0)
-
-    def moved_along(
-        self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: Any, step: int
-    ) -> Tensor:
-        """Direction [n] of an update that is not made: nothing is changed."""
-        values = _values(self, hyper, step, param.dtype).to(param.device)
-        c = SimpleNamespace(**dict(zip(self.coefficient_names, values.unbind(), strict=True)))
-        given = dict(zip(self.layout.names, planes, strict=True))
-        found: Tensor = self.direction(param, grad, c, **given)[0]
-        return found
-
-    def given(
-        self, planes: Sequence[Tensor], hyper: Any, first: int, param: Tensor
-    ) -> Sequence[Tensor]:
-        """Inputs of an update of elements from `first` of a parameter, in place of its planes."""
-        return planes
-
-    def trusting(self, hyper: Any, weight_norm: float, direction_norm: float, numel: int) -> Any:
-        """Hyperparameters of one parameter, whose norms these are; of zeros the trust is 1."""
-        if weight_norm == 0 or direction_norm == 0:
-            return hyper
-        return hyper._replace(trust=weight_norm / direction_norm)
-
-
 @functools.lru_cache(maxsize=64)
-def _values(rule: UpdateRule, hyper: Any, step: int, dtype: torch.dtype) -> Tensor:
+def values_of(rule: UpdateRule, hyper: Any, step: int, dtype: torch.dtype) -> Tensor:
     return torch.tensor(rule.values(hyper, step), dtype=dtype)
 
 
 @functools.cache
-def _hyper_type(names: tuple[str, ...]) -> Any:
+def hyper_type(names: tuple[str, ...]) -> Any:
     return namedtuple("Hyper", names)
 
 

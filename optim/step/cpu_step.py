@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from gemini.units import ParamId
 
 from .executor import AnyUpdater, HostStep
 from .gradients import Bits, GradientRun, Measured, bits_of, checksum
+
+if TYPE_CHECKING:
+    from .executors import MatrixUpdates
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +44,16 @@ class CpuStep(HostStep):
         num_counters: int,
         control_vector: ControlVector,
         rounding_seed: int | None = None,
+        matrices: MatrixUpdates | None = None,
     ) -> None:
         self._updater = updater
+        self._matrices = matrices
         self.control_vector = control_vector
         self._rounding_seed = rounding_seed
-        # Random bits go by an element's place in its parameter, so a piece has one parameter then.
+        # Random bits go by an element's place in its parameter, so a piece has one parameter then;
+        # and a matrix is its own.
         quantised = updater.rule.layout.is_quantised
-        self.merges_parameters = rounding_seed is None and not quantised
+        self.merges_parameters = rounding_seed is None and not quantised and matrices is None
         self.counts = torch.zeros(num_counters, dtype=torch.float32)
 
     @property
@@ -101,12 +107,19 @@ class CpuStep(HostStep):
         self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
     ) -> AnyUpdater:
         """Updater of a step that updates the parameters in `active`."""
-        return replace(self._updater, inputs=inputs)
+        updater = replace(self._updater, inputs=inputs)
+        if self._matrices is None:
+            return updater
+        from gemini.optim.matrices.sites import HostSite
+
+        return self._matrices.updater(HostSite(updater), hypers, active)
 
     # -- the rest --
 
     def set_groups(self, group_of: Sequence[int | None]) -> None:
-        """Do nothing: pieces carry their hyperparameters with them."""
+        """Pieces carry their hyperparameters with them."""
+        if self._matrices is not None:
+            self._matrices.group_of = group_of
 
     def close(self) -> None:
         self._updater.workers.close()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gemini.kernels_triton.control_fields import BAD, LOSS_SCALE, SUM
-from gemini.optim.matrices.sites import DeviceSite, Site, SiteUpdater
+from gemini.optim.matrices.sites import DeviceSite, SiteUpdater
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome
@@ -33,6 +33,8 @@ from .gradients import Bits, GradientRun, Measured, bits_of, checksum
 if TYPE_CHECKING:
     from gemini.optim.update.grad_tiles import GradTiles
     from gemini.optim.update.triton_update import TritonUpdater
+
+    from .executors import MatrixUpdates
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,21 +287,27 @@ class OperatorStep(HostStep, TritonStep):
         runs: Sequence[GradientRun] = (),
         names: Sequence[str] | None = None,
         rounding_seed: int | None = None,
+        matrices: MatrixUpdates | None = None,
     ) -> None:
-        super().__init__(rule, group_of, control_vector, memory, runs=runs, names=names)
+        super().__init__(rule.elementwise, group_of, control_vector, memory, runs=runs, names=names)
         self._rule = rule
+        self._matrices = matrices
         self._rounding_seed = rounding_seed
 
     @property
     def path(self) -> str:
         return "torch"
 
-    def updater_at(self, site: Site, hypers: Sequence[Any], active: Sequence[int]) -> AnyUpdater:
-        """Updater of a step that updates the parameters in `active`."""
-        return SiteUpdater(site, self._rule)
-
     def updater_of(
         self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
     ) -> AnyUpdater:
         self.staging.begin()
-        return self.updater_at(DeviceSite(self._memory, self.staging, inputs), hypers, active)
+        site = DeviceSite(self._memory, self.staging, inputs)
+        if self._matrices is None:
+            return SiteUpdater(site, self._rule)
+        return self._matrices.updater(site, hypers, active)
+
+    def set_groups(self, group_of: Sequence[int | None]) -> None:
+        super().set_groups(group_of)
+        if self._matrices is not None:
+            self._matrices.group_of = group_of

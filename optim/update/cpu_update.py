@@ -23,9 +23,8 @@ from torch import Tensor
 
 from gemini.optim.rules.clipping import Clip, combined
 from gemini.optim.rules.formulas import noise, round_stochastic
-from gemini.optim.rules.line_rule import LineRule
 from gemini.optim.rules.quantised import decoded, encode, state_noise
-from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.rule import UpdateRule, Works
 from gemini.optim.rules.split_master import SIGN, TIE, TIE_MASK, join, remainder_of, untied
 from gemini.optim.state.deferred_signals import DeferredSignals, wait_all
 from gemini.optim.state.pieces import Piece
@@ -188,7 +187,7 @@ def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, inputs: Ste
     else:
         param = workers.scratch("param", visible.numel()).copy_(visible)
     planes: Sequence[Tensor] = tile.planes
-    if isinstance(rule, LineRule):
+    if rule.works is Works.ON_PLACES:
         planes = rule.given(planes, tile.hyper, tile.first, param)
     rule.update(param, grad, planes, tile.hyper, tile.step)
     if param is not visible:

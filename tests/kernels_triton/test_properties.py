@@ -15,7 +15,6 @@ from kernels_triton.launch import is_interpreted
 from kernels_triton.tiles import SegmentRow, segment_table, tile_table
 from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from optim.adam import AdamRule
-from optim.rules.config import StateConfig
 from optim.state.memory import memory_of
 from optim.state.pieces import Piece
 from optim.update.built_kernels import compiler
@@ -152,18 +151,14 @@ def test_a_plain_module_can_be_updated_by_triton(monkeypatch, tmp_path):
     """The path of CUDA parameters, here on CPU tensors in the interpreter; state on disk too."""
     import optim.plain.target
     from optim import HybridAdam, NvmeConfig
-    from optim.plain.target import on_device
+    from optim.state.memory import memory_of
     from tests.support.plain_training import make_params, train, update_error
 
     shapes = [(1,), (3,), (17,), (1023,), (1025,), (37, 977), (7, 11, 13)]
     start, theirs = make_params(shapes=shapes), make_params(shapes=shapes)
     want = train(theirs, torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), 5)
     if is_interpreted():
-
-        def triton_executor(rule, config: StateConfig, group_of, params):
-            return on_device(rule, group_of, params[0].device)
-
-        monkeypatch.setattr(optim.plain.target, "make_executor", triton_executor)
+        monkeypatch.setattr(optim.plain.target, "kernels_of", memory_of)
     results = []
     for fraction in (0.0, 0.5, 1.0):
         ours = [torch.nn.Parameter(p.detach().to(DEVICE)) for p in make_params(shapes=shapes)]

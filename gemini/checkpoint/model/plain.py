@@ -27,7 +27,6 @@ from gemini.module_face import saved_buffers
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.plain.target import PlainTarget
 from gemini.optim.rules.saved import is_alike
-from gemini.optim.state.lines import LINES
 from gemini.saved_names import SavedNames
 
 from .keys import Keys, check_fits, differences, params_of_group, step_count
@@ -155,9 +154,10 @@ class PlainRuns(RunState):
                 )
             trained = [by_id[id(param)] for param in target.params]
             parts.append(StatePart(target, trained, _by_position(trained)))
+            planes = {plane.name for plane in target.planes}
             shown = target.shown_state()
             self._whole |= {
-                by_id[id(param)]: {name: state[name] for name in ("step", *LINES) if name in state}
+                by_id[id(param)]: {name: state[name] for name in state if name not in planes}
                 for param, state in shown.items()
             }
         super().__init__(

@@ -11,16 +11,13 @@ from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.mesh.roles import WORLD
 from gemini.optim.rules.config import UpdateFacts
-from gemini.optim.rules.line_rule import LineRule
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import StateLayout
 from gemini.optim.state.pieces import GradSegment
-from gemini.optim.step.cpu_step import CpuStep
 from gemini.optim.step.executor import Executor
+from gemini.optim.step.executors import MatrixUpdates, make_executor
 from gemini.optim.step.gradients import GradientRun
-from gemini.optim.step.triton_step import OperatorStep, TritonStep
 from gemini.optim.update.compiled_update import Mix
-from gemini.optim.update.cpu_update import CpuWorkers
 from gemini.optim.update.staging import Reserved
 from gemini.optim.update.updaters import CpuUpdater, cpu_updater
 from gemini.placement.plan import Plan, UpdatePath
@@ -37,54 +34,44 @@ def updated_by_kernels(plan: Plan, backend: Backend) -> bool:
     return plan.off_device is UpdatePath.STREAM and backend.updates_by_triton
 
 
-def make_executor(
+def make_shard_executor(
     parts: Parts,
     rule: UpdateRule,
     state: StateLayout,
     group_of: Sequence[int | None],
     runs: Sequence[GradientRun],
     cpu_path: str,
+    matrices: MatrixUpdates | None = None,
 ) -> Executor:
     """Make the executor of the plan in use.
 
     state: the planes of all shards. runs: gradients of trained chunks. Collective where the update
     may be compiled: either all ranks compile it, or none.
     """
-    layout = parts.layout
-    seed = (
-        None if parts.precision_settings.master_weights else parts.precision_settings.rounding_seed
+    settings = parts.precision_settings
+    by_kernels = updated_by_kernels(parts.planning.plan, parts.backend)
+    return make_executor(
+        rule,
+        group_of,
+        parts.control_vector,
+        parts.backend if by_kernels else None,
+        partial(_cpu_updater, parts, rule, state, cpu_path),
+        runs=runs,
+        names=[spec.name for spec in parts.layout.params],
+        rounding_seed=None if settings.master_weights else settings.rounding_seed,
+        matrices=matrices,
     )
-    if updated_by_kernels(parts.planning.plan, parts.backend):
-        return TritonStep(
-            rule,
-            group_of,
-            parts.control_vector,
-            parts.backend,
-            runs=runs,
-            names=[spec.name for spec in layout.params],
-            stochastic=seed is not None,
-        )
-    trained = [spec for spec in layout.params if spec.trainable]
+
+
+def _cpu_updater(parts: Parts, rule: UpdateRule, state: StateLayout, cpu_path: str) -> CpuUpdater:
+    trained = [spec for spec in parts.layout.params if spec.trainable]
     numel = sum(spec.numel for spec in trained)
     if parts.stage is not None or set(parts.links) != {WORLD}:  # ranks have other parts of a model
         numel = max(parts.comm.gather_objects(numel))
-    facts = UpdateFacts(numel, state.has_master, rounds_at_random=seed is not None)
+    at_random = not parts.precision_settings.master_weights
+    facts = UpdateFacts(numel, state.has_master, rounds_at_random=at_random)
     mixes = _mixes([spec.dtype for spec in trained], state)
-    updater = cpu_updater(rule, cpu_path, facts, mixes, partial(_any_failure, parts.comm))
-    return CpuStep(updater, len(layout.params), parts.control_vector, seed)
-
-
-def line_step(parts: Parts, rule: LineRule, runs: Sequence[GradientRun]) -> CpuStep | OperatorStep:
-    """Make the executor of a rule over lines, by operators, where the plan updates."""
-    settings, control = parts.precision_settings, parts.control_vector
-    seed = None if settings.master_weights else settings.rounding_seed
-    names = [spec.name for spec in parts.layout.params]
-    if updated_by_kernels(parts.planning.plan, parts.backend):
-        return OperatorStep(
-            rule, range(len(names)), control, parts.backend, runs=runs, names=names,
-            rounding_seed=seed,
-        )  # fmt: skip
-    return CpuStep(CpuUpdater(CpuWorkers(), rule), len(names), control, seed)
+    return cpu_updater(rule, cpu_path, facts, mixes, partial(_any_failure, parts.comm))
 
 
 def run_of(layout: ChunkLayout, chunk: Chunk) -> GradientRun:

@@ -26,12 +26,13 @@ from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome, Skips, StepReport, Traffic
-from gemini.optim.rules.rule import NormRule, UpdateRule
+from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.deferred_signals import TailSignals
 from gemini.optim.step.driver import Step, alone
 from gemini.optim.step.executor import AnyUpdater, Executor
 from gemini.optim.step.triton_step import TritonStep
 from gemini.optim.target import AmpInputs, Group, Target
+from gemini.optim.update.cpu_update import StepInputs
 from gemini.runtime.comm.ballot import Agreement
 from gemini.runtime.parts import Parts
 from gemini.tickets import Done
@@ -40,8 +41,8 @@ from gemini.units import ParamId
 from .agreement import AgreedStep, carry_out, raise_what_any_rank_raised
 from .executors import planned_staging
 from .gradients import StepGradients, check_any
-from .state.norms import with_norms
 from .state.saved_state import SavedShards, param_groups_of
+from .state.shard_cover import ShardCover
 from .state.shard_state import StepCalls
 from .update_files import UpdateFiles
 from .views import ShardViews
@@ -229,8 +230,14 @@ class ShardTarget(SavedShards):
             self.kept_steps.begin_step(self._small_state)
         taken = self._taken(agreement.present)
         by_param = self._hyper_by_param(hypers, taken)
-        if isinstance(self._rule, NormRule):
-            by_param = self._with_norms(by_param, clip, agreement.power_sum)
+        if self._rule.measures:
+            by_param = self._measuring.told(
+                self._tiered_state,
+                ShardCover(self._parts, self._chunks, clip.norm(agreement.power_sum)),
+                by_param,
+                [count + 1 for count in self.step_counts],
+                StepInputs.clipping(clip, agreement.power_sum, scale),
+            )
             least = next(one for one in by_param if one is not None)
             hypers = [one or least for one in by_param]  # a row for every parameter
         updater = self._executor.begin(hypers, taken, agreement.power_sum, clip)
@@ -247,15 +254,6 @@ class ShardTarget(SavedShards):
             taken,
             outcome,
         )
-
-    def _with_norms(self, by_param: Sequence[Any], clip: Clip, power_sum: float) -> Sequence[Any]:
-        """Hyperparameters with factors from the norms of parameters. Collective."""
-        assert isinstance(self._rule, NormRule)
-        steps = [count + 1 for count in self.step_counts]
-        return with_norms(
-            self._parts, self._chunks, self._tiered_state, self._rule, by_param, steps, clip,
-            power_sum, self._lines,
-        )  # fmt: skip
 
     def _taken(self, present: Sequence[bool]) -> list[ParamId]:
         """Parameters that this step updates: present and in a group."""
@@ -352,7 +350,7 @@ class ShardTarget(SavedShards):
         if self.kept_steps is not None:
             self.kept_steps.end_step()
         self._executor.count(taken)
-        self._lines.commit(taken)
+        self._measuring.commit(taken)
         self._parts.user_writes.stepped(taken)
 
     # -- the rest of a target --

@@ -25,7 +25,7 @@ def elements_decided_by(monkeypatch, *, links=("world",), stage=None):
         found.append(facts.numel)
 
     monkeypatch.setattr(executors, "cpu_updater", updater)
-    monkeypatch.setattr(executors, "CpuStep", lambda *_: None)
+    monkeypatch.setattr("optim.step.executors.CpuStep", lambda *_: None)
     param = torch.nn.Parameter(torch.zeros(1))
     rule = HybridAdam([param]).rule_for([])
     parts = SimpleNamespace(
@@ -38,7 +38,7 @@ def elements_decided_by(monkeypatch, *, links=("world",), stage=None):
         stage=stage,
         control_vector=None,
     )
-    executors.make_executor(parts, rule, rule.layout, [0], [], "auto")
+    executors.make_shard_executor(parts, rule, rule.layout, [0], [], "auto")
     return found, asked
 
 

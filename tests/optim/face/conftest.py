@@ -3,7 +3,7 @@
 import pytest
 
 from kernels_triton.launch import is_interpreted
-from optim.plain.target import on_device
+from optim.state.memory import memory_of
 
 
 @pytest.fixture
@@ -11,10 +11,7 @@ def on_triton(monkeypatch):
     if not is_interpreted():
         pytest.skip("needs Triton's interpreter")
 
-    def triton_executor(rule, config, group_of, params):
-        return on_device(rule, group_of, params[0].device)
-
-    monkeypatch.setattr("optim.plain.target.make_executor", triton_executor)
+    monkeypatch.setattr("optim.plain.target.kernels_of", memory_of)
 
 
 @pytest.fixture(params=["cpu", "triton"])

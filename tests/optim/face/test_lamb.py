@@ -10,7 +10,7 @@ from bench.shared.models import seeded
 from bench.shared.threads import run_threads
 from gemini import GeminiDDP
 from optim import HybridAdam, HybridLamb, NvmeConfig
-from optim.step import norms
+from optim.step import measuring
 from tests.support.plain_training import (
     ON_DISK,
     give_gradients,
@@ -75,7 +75,7 @@ def test_norms_do_not_depend_on_where_a_parameter_is_cut(monkeypatch):
     param.grad = param.detach().sin()
     sums = []
     for block in (1024, 2048, 4096):
-        monkeypatch.setattr(norms, "TILE_NUMEL", 512)
+        monkeypatch.setattr(measuring, "TILE_NUMEL", 512)
         given = nn.Parameter(param.detach().clone())
         given.grad = param.grad.clone()
         optimizer = HybridLamb([given], nvme=NvmeConfig(block_numel=block))
@@ -88,7 +88,7 @@ def test_norms_do_not_depend_on_where_a_parameter_is_cut(monkeypatch):
 
 
 def test_a_rank_whose_disk_fails_before_the_update_is_told_to_all(monkeypatch):
-    real = norms.square_sums
+    real = measuring.run
 
     def work(rank):
         with seeded():
@@ -97,15 +97,13 @@ def test_a_rank_whose_disk_fails_before_the_update_is_told_to_all(monkeypatch):
         optimizer = HybridLamb(model.parameters(), nvme_offload_fraction=1.0)
         failing = []
 
-        def square_sums(*args):
+        def run(*args):
             if rank == 1 and failing:
                 raise OSError("on purpose")
             return real(*args)
 
-        from gemini.runtime.step.state import norms as of_shards
-
-        of_rank[rank] = square_sums
-        monkeypatch.setattr(of_shards, "square_sums", lambda *a: of_rank[_rank()](*a))
+        of_rank[rank] = run
+        monkeypatch.setattr(measuring, "run", lambda *a: of_rank[_rank()](*a))
         model(torch.ones(2, 64)).float().sum().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,22 +11,13 @@ from gemini.chunk.local import group_of as split_of
 from gemini.chunk.storage import Chunk
 from gemini.mesh.roles import WORLD
 from gemini.optim.matrices.plan import Bucket, Whole, buckets_of
-from gemini.optim.rules.matrix_rule import MOMENTUM, MatrixRule
+from gemini.optim.rules.matrix_rule import MOMENTUM
 from gemini.optim.rules.state_layout import Columns
-from gemini.optim.step.gradients import GradientRun
-from gemini.optim.step.matrix_step import (
-    MatrixDeviceStep,
-    MatrixPlan,
-    MatrixStep,
-    MatrixUpdates,
-)
-from gemini.optim.update.cpu_update import CpuWorkers
-from gemini.optim.update.updaters import CpuUpdater
+from gemini.optim.step.executors import MatrixPlan
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import Waiting
 from gemini.placement.tiers import Tier
 from gemini.runtime.parts import Parts
-from gemini.runtime.step.executors import updated_by_kernels
 from gemini.units import ParamId
 
 
@@ -115,23 +106,3 @@ def planned(parts: Parts, matrices: MatrixBuckets, plan: Plan, layout: ChunkLayo
         ),
         {group: links.shards for group, links in parts.links.items()},
     )
-
-
-def matrix_step(
-    parts: Parts,
-    rule: MatrixRule,
-    group_of: Sequence[int | None],
-    columns: Columns,
-    asked: Callable[[], MatrixPlan],
-    runs: Sequence[GradientRun],
-) -> MatrixStep | MatrixDeviceStep:
-    """Executor of the shards, on the host or the device as the plan has it."""
-    settings, control = parts.precision_settings, parts.control_vector
-    seed = None if settings.master_weights else settings.rounding_seed
-    updates = MatrixUpdates(rule, group_of, columns, asked)
-    if updated_by_kernels(parts.planning.plan, parts.backend):
-        names = [spec.name for spec in parts.layout.params]
-        return MatrixDeviceStep(
-            updates, control, parts.backend, runs=runs, names=names, rounding_seed=seed
-        )
-    return MatrixStep(CpuUpdater(CpuWorkers(), rule), updates, control, seed)

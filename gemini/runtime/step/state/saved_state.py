@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from gemini.optim.rules.config import StateConfig
-from gemini.optim.rules.line_rule import LineRule
-from gemini.optim.rules.matrix_rule import MatrixRule
-from gemini.optim.rules.rule import NormRule, UpdateRule
-from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Plane
+from gemini.optim.rules.rule import UpdateRule, Works
+from gemini.optim.rules.state_layout import MASTER, Plane
 from gemini.optim.state.disk.state_version import StateVersion
-from gemini.optim.state.lines import LINES, Lines
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.optim.state.state_stream import (
@@ -32,19 +29,20 @@ from gemini.optim.state.state_stream import (
     pinned_runs,
     visit_runs,
 )
-from gemini.optim.step.executor import Executor, step_counts
-from gemini.optim.step.matrix_step import MatrixPlan
+from gemini.optim.step.executor import step_counts
+from gemini.optim.step.executors import MatrixPlan, MatrixUpdates
+from gemini.optim.step.measuring import Measuring
 from gemini.optim.target import Group
 from gemini.runtime.parts import Parts
-from gemini.runtime.step.executors import line_step, make_executor, run_of
+from gemini.runtime.step.executors import make_shard_executor, run_of
 from gemini.runtime.step.weights import after_step, write_back_changes
 from gemini.units import ChunkId
 
 from .full_state import gather_state, scatter_state
 from .kept_steps import KeptSteps
-from .matrices import MatrixBuckets, matrix_step, planned
-from .norms import check_not_split
+from .matrices import MatrixBuckets, planned
 from .shard_blocks import Shards
+from .shard_cover import check_not_split
 from .shard_state import ShardState, StepCalls
 
 log = logging.getLogger("gemini")
@@ -76,26 +74,24 @@ class SavedShards(ShardState):
     ) -> None:
         self._group_of = param_groups_of(parts, groups)  # first: it refuses what is not ours
         self._rule = rule
-        if isinstance(rule, NormRule):
+        if rule.measures:
             check_not_split(parts)
-        columns = ALL_COLUMNS
         shapes = [spec.shape for spec in parts.layout.params]
-        self._lines = Lines()
-        if isinstance(rule, MatrixRule):
-            columns = rule.columns(self._group_of, groups)
-        elif isinstance(rule, LineRule):
-            columns, self._lines = rule.columns(shapes), Lines(shapes)
+        self._measuring = Measuring(rule, shapes)
+        columns = rule.columns(shapes, self._group_of, groups)
         super().__init__(parts, calls, rule.layout, config, columns)
-        self._executor: Executor
-        runs = [run_of(parts.layout, chunk) for chunk in self._chunks]
-        if isinstance(rule, MatrixRule):
-            self._executor = matrix_step(parts, rule, self._group_of, columns, self._planned, runs)
-        elif isinstance(rule, LineRule):
-            self._executor = line_step(parts, rule, runs)
-        else:
-            self._executor = make_executor(
-                parts, rule, self._tiered_state.layout, self._executor_groups, runs, config.cpu_path
-            )
+        matrices = None
+        if rule.works is Works.ON_MATRICES:
+            matrices = MatrixUpdates(rule, self._group_of, columns, self._planned)
+        self._executor = make_shard_executor(
+            parts,
+            rule,
+            self._tiered_state.layout,
+            self._executor_groups,
+            [run_of(parts.layout, chunk) for chunk in self._chunks],
+            config.cpu_path,
+            matrices,
+        )
         self._matrices_of: tuple[int, MatrixBuckets] | None = None  # by how many chunks are trained
         self._num_steps = 0
         self._was_loaded = False
@@ -105,7 +101,7 @@ class SavedShards(ShardState):
     @property
     def _executor_groups(self) -> Sequence[int | None]:
         """Group of every parameter; its own number where it has hyperparameters of its own."""
-        if isinstance(self._rule, NormRule):
+        if self._rule.measures:
             return range(len(self._group_of))
         return self._group_of
 
@@ -118,7 +114,7 @@ class SavedShards(ShardState):
     @property
     def needs_wholes(self) -> bool:
         """Whether updates need more than one rank's part of a parameter."""
-        return self._rule.over_matrices or self._rule.over_norms
+        return self._rule.needs_wholes
 
     @property
     def some_planes(self) -> Mapping[str, Set[str]]:
@@ -151,8 +147,8 @@ class SavedShards(ShardState):
 
     @property
     def _small_state(self) -> list[Tensor]:
-        """Tensors that every rank has whole: counts of steps, and lines of matrices."""
-        return [self._executor.counts, *self._lines.tensors]
+        """Tensors that every rank has whole: counts of steps, and what a rule keeps of measures."""
+        return [self._executor.counts, *self._measuring.tensors]
 
     # -- run by run --
 
@@ -259,10 +255,10 @@ class SavedShards(ShardState):
     # -- whole planes --
 
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        """Step counts, as views, and lines of matrices; the rest is in shards."""
+        """Step counts, as views, and what a rule keeps of measures; the rest is in shards."""
         counts = self._executor.counts
         return {
-            param: {"step": counts[i], **self._lines.shown(i)}
+            param: {"step": counts[i], **self._measuring.shown(i)}
             for i, param in enumerate(self._parts.params)
             if self._group_of[i] is not None
         }
@@ -291,13 +287,14 @@ class SavedShards(ShardState):
         self._loading()
         self._load_planes(state)
         self._tiered_state.torn = None
+        names = ("step", *self._rule.carried)
         whole = {
-            i: {name: value for name, value in state[param].items() if name in ("step", *LINES)}
+            i: {name: value for name, value in state[param].items() if name in names}
             for i, param in enumerate(self._parts.params)
             if param in state
         }
         for i, given in comm.gather_objects(whole)[0].items():
-            self._lines.load(i, given)
+            self._measuring.load(i, given)
             if "step" in given:
                 self._executor.counts[i] = float(given["step"])
 

@@ -1,25 +1,62 @@
-"""Executors of a rule over whole matrices: on the host, and on a device."""
+"""Makers of executors: on the host or on a device, as a rule `works`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from gemini.optim.matrices.plan import Bucket
-from gemini.optim.matrices.sites import HostSite, Site
-from gemini.optim.matrices.updater import MatrixUpdater, Ways
 from gemini.optim.rules.control_vector import ControlVector
-from gemini.optim.rules.matrix_rule import MatrixRule
+from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import Columns
 from gemini.optim.state.memory import Memory
 from gemini.optim.state.space import Block
-from gemini.optim.update.cpu_update import StepInputs
+from gemini.optim.update.cpu_update import CpuWorkers
 from gemini.optim.update.updaters import CpuUpdater
 
 from .cpu_step import CpuStep
+from .executor import Executor
 from .gradients import GradientRun
-from .triton_step import OperatorStep
+
+if TYPE_CHECKING:
+    from gemini.optim.matrices.plan import Bucket
+    from gemini.optim.matrices.sites import Site
+    from gemini.optim.matrices.updater import MatrixUpdater, Ways
+
+
+def make_executor(
+    rule: UpdateRule,
+    group_of: Sequence[int | None],
+    control_vector: ControlVector,
+    memory: Memory | None,
+    compiled: Callable[[], CpuUpdater],
+    *,
+    runs: Sequence[GradientRun] = (),
+    names: Sequence[str] | None = None,
+    rounding_seed: int | None = None,
+    matrices: MatrixUpdates | None = None,
+) -> Executor:
+    """Make the executor of a rule.
+
+    memory: of the device whose kernels update; None: the host does, by what `compiled` makes if
+    the rule is elementwise. runs: gradients that are measured; names: of the counters, None where
+    the executor measures none. matrices: of a rule that works on them.
+    """
+    if memory is None:
+        updater = CpuUpdater(CpuWorkers(), rule) if rule.by_operators else compiled()
+        return CpuStep(updater, len(group_of), control_vector, rounding_seed, matrices)
+    # the only place that makes one, so that no host imports it
+    from .triton_step import OperatorStep, TritonStep
+
+    if rule.by_operators:
+        return OperatorStep(
+            rule, group_of, control_vector, memory, runs=runs, names=names,
+            rounding_seed=rounding_seed, matrices=matrices,
+        )  # fmt: skip
+    return TritonStep(
+        rule, group_of, control_vector, memory, runs=runs, names=names,
+        stochastic=rounding_seed is not None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +86,7 @@ class MatrixUpdates:
     planned: called in every step, as trained parameters and homes may change.
     """
 
-    rule: MatrixRule
+    rule: UpdateRule
     group_of: Sequence[int | None]
     columns: Columns
     planned: Callable[[], MatrixPlan]
@@ -59,6 +96,8 @@ class MatrixUpdates:
 
         Raises ValueError for a parameter whose state no longer fits its group.
         """
+        from gemini.optim.matrices.updater import MatrixUpdater
+
         plan, hyper = self.planned(), [None] * len(self.group_of)
         for param in active:
             group = self.group_of[param]
@@ -69,54 +108,3 @@ class MatrixUpdates:
                     "made; make another optimizer, and load the state that goes on"
                 )
         return MatrixUpdater(site, self.rule, plan.buckets, plan.on_disk, plan.ways, hyper)
-
-
-class MatrixStep(CpuStep):
-    """`CpuStep` whose updates are those of a `MatrixUpdater`."""
-
-    def __init__(
-        self,
-        updater: CpuUpdater,
-        updates: MatrixUpdates,
-        control_vector: ControlVector,
-        rounding_seed: int | None = None,
-    ) -> None:
-        super().__init__(updater, len(updates.group_of), control_vector, rounding_seed)
-        self.merges_parameters = False  # a matrix is its own
-        self._updates = updates
-
-    def set_groups(self, group_of: Sequence[int | None]) -> None:
-        self._updates.group_of = group_of
-
-    def updater_of(
-        self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
-    ) -> MatrixUpdater:
-        site = HostSite(replace(self._updater, inputs=inputs))
-        return self._updates.updater(site, hypers, active)
-
-
-class MatrixDeviceStep(OperatorStep):
-    """`OperatorStep` whose updates are those of a `MatrixUpdater` on the device."""
-
-    def __init__(
-        self,
-        updates: MatrixUpdates,
-        control_vector: ControlVector,
-        memory: Memory,
-        *,
-        runs: Sequence[GradientRun] = (),
-        names: Sequence[str] | None = None,
-        rounding_seed: int | None = None,
-    ) -> None:
-        super().__init__(
-            updates.rule.others, updates.group_of, control_vector, memory, runs=runs, names=names,
-            rounding_seed=rounding_seed,
-        )  # fmt: skip
-        self._updates = updates
-
-    def set_groups(self, group_of: Sequence[int | None]) -> None:
-        super().set_groups(group_of)
-        self._updates.group_of = group_of
-
-    def updater_at(self, site: Site, hypers: Sequence[Any], active: Sequence[int]) -> MatrixUpdater:
-        return self._updates.updater(site, hypers, active)

@@ -1,0 +1,171 @@
+"""Measuring passes of a step: what its rule asks of whole parameters before it updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gemini.dtypes import DTYPES
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.state_layout import MASTER
+from gemini.optim.state.pieces import Planes
+from gemini.optim.state.space import Block, BlockSegment
+from gemini.optim.state.tiered_state import TieredState
+from gemini.optim.update.cpu_update import StepInputs
+
+if TYPE_CHECKING:
+    from gemini.optim.rules.measures import Measure
+
+TILE_NUMEL = 1 << 18  # by position in a parameter, so that its cuts change little
+
+
+class Cover(Protocol):
+    """Parameters of a target, as a pass sees them: this rank's part, and the other ranks."""
+
+    def param(self, block: Block, part: BlockSegment) -> Tensor:
+        """Weights [n] of a segment without a master; to read."""
+        ...
+
+    def grad(self, block: Block, part: BlockSegment) -> Tensor | None:
+        """Gradient [n] of a segment, or None; to read."""
+        ...
+
+    def largest(self, param: int) -> float:
+        """At least half of the largest magnitude in a parameter's gradient, on all ranks and
+        before the step's factor."""
+        ...
+
+    def add_up(
+        self, measures: Mapping[int, Measure], measure: Callable[[], None]
+    ) -> Mapping[int, Tensor]:
+        """Measure, and add up what all ranks found, by parameter. Collective."""
+        ...
+
+
+class Measuring:
+    """Passes of a target's rule, and the tensors that the rule keeps of them in host memory, the
+    same on every rank. Those of a step replace them when it counts (`commit`)."""
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._rule = rule
+        self._shapes = shapes
+        self._carried = [
+            {
+                name: torch.zeros(*size, dtype=dtype)
+                for name, shape_of in rule.carried.items()
+                if (size := shape_of(shape)) is not None
+            }
+            for shape in shapes
+        ]
+        self._next: dict[int, dict[str, Tensor]] = {}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them, in order of parameters."""
+        return [tensor for carried in self._carried for tensor in carried.values()]
+
+    def shown(self, param: int) -> dict[str, Tensor]:
+        """Tensors of a parameter by name, as they are carried."""
+        return dict(self._carried[param])
+
+    def load(self, param: int, given: Mapping[str, Any]) -> None:
+        """Load tensors; parameters without any begin anew."""
+        for name, carried in self._carried[param].items():
+            value = given.get(name)
+            carried.zero_() if value is None else carried.copy_(value)
+
+    def commit(self, params: Sequence[int]) -> None:
+        """Let the step count, which has updated these parameters."""
+        for param in params if self._next else ():
+            for name, new in self._next.pop(param, {}).items():
+                self._carried[param][name].copy_(new)
+
+    @torch.no_grad()
+    def told(
+        self,
+        state: TieredState,
+        cover: Cover,
+        hyper: Sequence[Any],
+        steps: Sequence[int],
+        inputs: StepInputs,
+    ) -> list[Any]:
+        """Hyperparameters by parameter, None where a step leaves one alone, with what measures
+        found. inputs: factor and limit of gradients. Collective."""
+        from gemini.optim.rules.measures import MeasuredParam
+
+        rule, dtype = self._rule, DTYPES[state.layout.dtype]
+        found = [None if one is None else rule.begun(one, dtype) for one in hyper]
+
+        def largest(param: int) -> float:
+            return cover.largest(param) * inputs.factor
+
+        self._next = {i: self.shown(i) for i, one in enumerate(hyper) if one is not None}
+        for kind in rule.measures:
+            measures = {}
+            for i, carried in self._next.items():
+                shape = self._shapes[i]
+                asked = MeasuredParam(rule, found[i], steps[i], shape, partial(largest, i), carried)
+                if kind.is_of(shape):
+                    measures[i] = kind(asked)
+            measure = partial(run, kind.of_state, state, cover, measures, inputs)
+            for i, sums in cover.add_up(measures, measure).items():
+                found[i] = measures[i].told(sums)
+        return found
+
+
+def run(
+    of_state: bool,
+    state: TieredState,
+    cover: Cover,
+    measures: Mapping[int, Measure],
+    inputs: StepInputs,
+) -> None:
+    """Show this rank's part of parameters to their measures. Reads all state once, or none."""
+    from gemini.optim.rules.measures import Tile
+
+    dtype = DTYPES[state.layout.dtype]  # of updates
+
+    def look(block: Block, planes: Planes) -> None:
+        for part in block.segments:
+            grad = cover.grad(block, part) if part.param in measures else None
+            if grad is None:
+                continue
+            here = slice(part.offset, part.offset + part.numel)
+            others = [plane[here] for name, plane in planes.items() if name != MASTER]
+            weight = planes[MASTER][here] if MASTER in planes else None
+            if of_state and weight is None:
+                weight = cover.param(block, part)
+            place = grad.device if weight is None else weight.device
+            for tile in _tiles(part):
+                entering = grad[tile].to(place, dtype).mul(inputs.factor)
+                measures[part.param].add(
+                    Tile(
+                        entering.clamp(-inputs.limit, inputs.limit),
+                        part.param_offset + tile.start,
+                        None if weight is None else weight[tile].to(dtype),
+                        [plane[tile] for plane in others],
+                    )
+                )
+
+    if of_state:
+        state.visit(look)
+    else:
+        for block in state.space.blocks:
+            look(block, {})
+
+
+def _tiles(part: BlockSegment) -> list[slice]:
+    """Tiles of a segment, cut at multiples of the tile in its parameter."""
+    first = -part.param_offset % TILE_NUMEL
+    edges = [0, *range(first or TILE_NUMEL, part.numel, TILE_NUMEL), part.numel]
+    return [slice(a, b) for a, b in pairwise(edges)]
