@@ -27,7 +27,11 @@ from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.disk.state_version import StateVersion
 from gemini.optim.state.state_stream import StateRun, StateSource, StateStream, StateVisitor
 from gemini.optim.target import Shared
-from gemini.runtime.inspect.weights import set_without_master, weights_without_master
+from gemini.runtime.inspect.weights import (
+    set_without_master,
+    tell_rounded_once,
+    weights_without_master,
+)
 from gemini.runtime.pipeline.joint_target import JointTarget
 from gemini.saved_names import peeled
 from gemini.units import BLOCK_NUMEL
@@ -321,6 +325,8 @@ class ShardedState(RunState):
         }
         self.shapes = {name: torch.Size(region.shape) for name, region in self._regions.items()}
         self.buffers = dict(model.saved_tensors()) if weights else {}
+        if once and weights:
+            tell_rounded_once(engine)
         has_masters = self._target is not None and self._target.has_master
         chunks = [chunk for chunk in engine.chunks if chunk.spec.dtype != BYTES]
         shown = [chunk for chunk in chunks if chunk.counts or not once]

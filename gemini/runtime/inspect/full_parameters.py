@@ -17,7 +17,7 @@ from gemini.runtime.step.state.full_state import gathered, scatter
 from gemini.runtime.step.weights import after_step, write_back_changes
 from gemini.units import ParamId
 
-from .weights import exact_dtype, master_of, set_master
+from .weights import exact_dtype, master_of, set_master, tell_rounded_once
 
 
 def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
@@ -28,6 +28,7 @@ def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
     parameters come under each of their names, as one tensor.
     """
     write_back_changes(parts)
+    tell_rounded_once(parts)
     for chunk in parts.chunks:
         for param, value in gathered(parts, chunk, master_of(parts, chunk), cut=False):
             if param in parts.opaque:
@@ -65,6 +66,7 @@ def cut_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
     come under each of their names, as one tensor.
     """
     write_back_changes(parts)
+    tell_rounded_once(parts)
     for chunk in parts.chunks:
         mine = master_of(parts, chunk).to(exact_dtype(parts, chunk))
         for param, value in gathered(parts, chunk, mine, cut=True):
