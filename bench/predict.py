@@ -125,7 +125,7 @@ def measure(case: Case) -> list[dict[str, str | int | float]]:
         layout=layout, trace=untimed(traced),
         state=wrapped.engine.planning.inputs.state, has_host_tier=False,
         nvme_state_frac=case.nvme_frac, bandwidths=TYPICAL["cpu"],
-        with_originals=wider_chunks(layout, itemsizes),
+        with_originals=wider_chunks(layout, itemsizes, frozen=False),
         flops=6.0 * sum(spec.numel for spec in layout.params) * case.batch * case.seq,
     )  # fmt: skip
     planned = make_plan(inputs, AutoPlacement())

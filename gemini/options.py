@@ -62,6 +62,9 @@ class PrecisionPolicy:
     master_weights: fp32 masters for 16-bit weights, made from the original weights. Without them
         (bf16 only) an update is rounded at random, up or down, by `rounding_seed`, the step and the
         element: the same run has the same bits in every home of its state.
+    keep_originals: frozen weights that came in fp32 and compute in 16 bits keep their fp32 values
+        too, 4 bytes a parameter: `unwrap()`, state dicts and checkpoints then have these, and
+        masters start from them after a thaw. Without, all of these have the rounded values.
     communication_dtype: `"bf16"`, `"fp16"` or `"fp32"`: dtype of gradients between ranks; they have
         their own dtype before and after. None is that dtype: the precision, or fp32 for gradients
         that several backwards have added up.
@@ -84,6 +87,7 @@ class PrecisionPolicy:
     cast_inputs: bool = True
     force_outputs_fp32: bool = False
     master_weights: bool = True
+    keep_originals: bool = False
     rounding_seed: int = 0
     communication_dtype: str | None = None
     fp8_communication: bool = False
@@ -212,6 +216,7 @@ class Options(TypedDict, total=False):
     cast_inputs: bool
     force_outputs_fp32: bool
     master_weights: bool
+    keep_originals: bool
     rounding_seed: int
     communication_dtype: str | None
     fp8_communication: bool

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +22,15 @@ from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.state.parking import Where, park
 from gemini.optim.state.saved_state import filled_up, unflattened, with_steps
-from gemini.optim.state.state_stream import StateRun, StateSource, StateVisitor
+from gemini.optim.state.state_stream import StateSource, StateStream, StateVisitor
 from gemini.saved_names import renamed, without_wrappers
 
 from .binding import BoundOptimizer
 from .binding import Folders as Folders
 from .groups import as_torchs, merged_groups
-from .target import AmpInputs, Target, changes, reads
+from .target import AmpInputs, changes, reads
 
 log = logging.getLogger("gemini")
-
-T = TypeVar("T")
 
 
 class TieredOptimizer(BoundOptimizer):
@@ -135,24 +131,21 @@ class TieredOptimizer(BoundOptimizer):
 
         Under GeminiDDP every rank sees its own shards; no rank waits for another.
         """
-        self._bind()
-        for target in self._targets:
-            target.visit_state(partial(_looking, look, self._naming(target)))
+        for stream in self._streams():
+            stream.visit(look)
 
     @changes
     def fill_state(self, source: StateSource) -> None:
         """Replace state run by run: `source` gives new values for a run, or None to keep it."""
-        self._bind()
-        for target in self._targets:
-            target.fill_state(partial(_looking, source, self._naming(target)))
+        for stream in self._streams():
+            stream.fill(source)
 
-    def _naming(self, target: Target) -> Callable[[StateRun], StateRun]:
-        """Function that names a target's run by parameter, or by position in this optimizer."""
-        if not isinstance(target, PlainTarget) or len(self._targets) == 1:
-            return lambda run: run
-        position = {id(param): i for i, param in enumerate(self._flat_params())}
-        names = [str(position[id(param)]) for param in target.params]
-        return lambda run: replace(run, name=names[int(run.name)])
+    def _streams(self) -> Iterator[StateStream]:
+        """Streams that name parameters as a state dict does: by position, or as the module."""
+        self._bind()
+        names = self._names() or {id(param): str(i) for i, param in enumerate(self._flat_params())}
+        for target in self._targets:
+            yield from target.streams(names)
 
     @reads
     def state_dict(self) -> dict[str, Any]:
@@ -316,12 +309,6 @@ class TieredOptimizer(BoundOptimizer):
             target.close(keep_masters)
         self._targets.clear()
         self._closed = True
-
-
-def _looking(
-    look: Callable[[StateRun], T], named: Callable[[StateRun], StateRun], run: StateRun
-) -> T:
-    return look(named(run))
 
 
 def _without_wrappers(state_dict: Mapping[str, Any], known: Iterable[str]) -> Mapping[str, Any]:

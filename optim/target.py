@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
@@ -19,7 +19,7 @@ from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import Plane
-from gemini.optim.state.state_stream import RunSpec, StateSnapshot, StateSource, StateVisitor
+from gemini.optim.state.state_stream import StateStream
 
 Group = dict[str, Any]  # a torch.optim param group
 P = ParamSpec("P")
@@ -71,11 +71,6 @@ class Target(Protocol):
         ...
 
     @property
-    def some_planes(self) -> Mapping[str, Set[str]]:
-        """Planes of parameters that have only some of `planes`, by the name of their runs."""
-        ...
-
-    @property
     def names(self) -> Mapping[int, str] | None:
         """Name by id of the parameter, by which a state dict is keyed; None: by position."""
         ...
@@ -93,20 +88,8 @@ class Target(Protocol):
         """Clip the gradients of the coming step; returns the norm before, where one is asked."""
         ...
 
-    def visit_state(self, look: StateVisitor) -> None:
-        """Show this process's state run by run; see `optim.state.state_stream`."""
-        ...
-
-    def state_runs(self) -> Sequence[RunSpec]:
-        """Runs that `visit_state` shows, in its order."""
-        ...
-
-    def snapshot_state(self) -> StateSnapshot:
-        """Snapshot of the state as it is now, to be shown while training goes on."""
-        ...
-
-    def fill_state(self, source: StateSource, *, whole: bool = False) -> None:
-        """Replace this process's state run by run; see `optim.state.state_stream.fill_runs`."""
+    def streams(self, names: Mapping[int, str]) -> Sequence[StateStream]:
+        """Streams of this process's state. names: of the parameters, by id."""
         ...
 
     def blend(self, plane: str, weights: Sequence[float]) -> None:

@@ -151,13 +151,13 @@ def _save_pinned(save: Save, runs: RunState, keeper: SavedShards) -> None:
     with ExitStack() as stack:
 
         def stream(file: RankFile) -> None:
-            runs.visit_weights(file.add_run)
+            runs.weights.visit(runs.shown(file.add_run))
             # The pin's witness is a file of the finished checkpoint. `settle` runs when the save
             # has ended, well or not: only then is it known whether that file exists.
-            pinned = keeper.pin_state(save.target / file.pinned_name)
-            stack.callback(pinned.settle)
-            file.pin(pinned.version)
-            runs.visit_pinned(pinned, file.add_pinned)
+            version, settle = keeper.pin_state(save.target / file.pinned_name)
+            stack.callback(settle)
+            file.pin(version)
+            runs.visit_pinned(version, file.add_pinned)
 
         save.write(stream)
 

@@ -81,8 +81,8 @@ class PlacementProblem:
         if not nbytes:
             return ""
         return (
-            ", or load frozen weights in the dtype that they compute in: "
-            f"{format_bytes(nbytes)} are their fp32 originals"
+            f", or leave keep_originals=True out: {format_bytes(nbytes)} are fp32 originals of "
+            "frozen weights"
         )
 
     def lowest(self, tier: Tier) -> Homes:

@@ -121,15 +121,19 @@ class ChunkBytes:
         return self.num_shards * self.num_replicas > 1
 
 
-def wider_chunks(layout: ChunkLayout, itemsizes: Sequence[int]) -> frozenset[ChunkId]:
-    """Chunks whose dtype may round their parameters, which came with more bytes an element.
+def wider_chunks(
+    layout: ChunkLayout, itemsizes: Sequence[int], *, trained: bool = True, frozen: bool = True
+) -> frozenset[ChunkId]:
+    """Chunks, trained ones and frozen ones, whose dtype may round their parameters, which came with
+    more bytes an element.
 
     itemsizes: in registration order.
     """
     return frozenset(
         chunk.id
         for chunk in layout.chunks
-        if any(itemsizes[slot.param] > ITEMSIZE[chunk.dtype] for slot in chunk.slots)
+        if (trained if chunk.trainable else frozen)
+        and any(itemsizes[slot.param] > ITEMSIZE[chunk.dtype] for slot in chunk.slots)
     )
 
 

@@ -52,6 +52,7 @@ class Training:
     lengths: of inputs that differ in a run, `seq` the longest: a CPU compiles products for each.
     scores: whether a reward model is trained, with a head of one score.
     loaded: whether the module has its values before it is wrapped, as `from_pretrained` leaves it.
+    keep_originals: of `GeminiDDP`.
     """
 
     batch: int = 1
@@ -73,6 +74,7 @@ class Training:
     lora_targets: tuple[str, ...] | None = None
     scores: bool = False
     loaded: bool = False
+    keep_originals: bool = False
 
     def __post_init__(self) -> None:
         if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
@@ -175,6 +177,7 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
             current_update(training.update), training.ema, *models.experts_of(model), other,
             state.splits(WEIGHT_DTYPE), training.quantize,
             models.products_of(model) if has_master else 0, training.lengths, training.loaded,
+            training.keep_originals,
         )  # fmt: skip
 
     def fitting(chunks: ChunkConfiguration) -> Question:

@@ -103,7 +103,7 @@ class Question:
     lora: int = 0
     checkpointing: bool = False
     nvme_frac: float = 0.0  # of the optimizer's state, at least, on NVMe
-    with_originals: frozenset[ChunkId] = frozenset()  # chunks of parameters that came in fp32
+    in_fp32: frozenset[ChunkId] = frozenset()  # chunks of 16 bits whose parameters come in fp32
     state: StateBytes = ADAM
     flops_per_token: float = 0.0
     update: str = TAIL
@@ -120,6 +120,7 @@ class Question:
     products: int = 0  # of matrices in 16 bits that an iteration computes, each shape once
     lengths: int = 1  # of inputs that differ in a run, `seq` the longest
     loaded: bool = False  # the module has its values before it is wrapped
+    keep_originals: bool = False  # of frozen weights, as `GeminiDDP` takes it
 
     @property
     def policy(self) -> AutoPlacement:
@@ -128,6 +129,12 @@ class Question:
         return AutoPlacement(
             f"{machine.device_mem}B", f"{machine.host_mem}B", f"{machine.nvme}B", machine.folder
         )
+
+    @property
+    def with_originals(self) -> frozenset[ChunkId]:
+        """Chunks whose fp32 values are kept: until masters have them, or for good."""
+        chunks = self.layout.chunks
+        return frozenset(c for c in self.in_fp32 if self.keep_originals or chunks[c].trainable)
 
     @property
     def trace(self) -> Trace:
@@ -322,7 +329,7 @@ class Question:
         """Bytes of each parameter in the dtype that it comes in."""
         return {
             slot.param: slot.numel
-            * (FP32_BYTES if chunk.id in self.with_originals else ITEMSIZE[chunk.dtype])
+            * (FP32_BYTES if chunk.id in self.in_fp32 else ITEMSIZE[chunk.dtype])
             for chunk in self.layout.chunks
             for slot in chunk.slots
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from gemini.runtime.inspect.weights import tell_rounded
 from gemini.units import ParamId
 
 from .meetings import Meetings
@@ -12,7 +13,8 @@ from .parts import Parts
 
 @torch.no_grad()
 def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
-    """Give the chunks of these parameters gradients and state; originals become fp32 masters.
+    """Give the chunks of these parameters gradients and state; originals become fp32 masters, or
+    the rounded weights do, which a warning says.
 
     Between iterations, on all ranks in the same forward. Another parameter of such a chunk is
     trained, too, as soon as it requires a gradient. Raises BudgetError where their state fits
@@ -30,6 +32,8 @@ def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
     frozen = {parts.chunk_of[param] for param in params}
     frozen = {chunk for chunk in frozen if not parts.layout.chunks[chunk].trainable}
     if frozen:
+        if parts.precision_settings.master_weights:
+            tell_rounded(parts, frozen, "fp32 masters begin with")
         layout = parts.layout.with_trainable(frozen)
         planning = parts.planning
         before = parts.layout, planning.inputs, planning.result
@@ -50,6 +54,7 @@ def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
             for chunk in parts.chunks:
                 chunk.spec = parts.layout.chunks[chunk.spec.id]
             raise
+        parts.originals.lost -= frozen
         parts.storage.layout_changed(layout)
         if parts.target is not None:
             parts.storage.place_gradients(parts.plan, parts.chunks)

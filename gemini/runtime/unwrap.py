@@ -8,7 +8,7 @@ from gemini.chunk.local import is_dtensor, rebind
 from gemini.chunk.parameter import unwrap_in_place
 from gemini.chunk.storage import params_in
 from gemini.runtime.gradients.waiting import Gradients
-from gemini.runtime.inspect.weights import full_chunk
+from gemini.runtime.inspect.weights import full_chunk, tell_rounded_once
 from gemini.runtime.memory.machine import look_at_machine
 from gemini.runtime.step.weights import write_back_changes
 from gemini.units import format_bytes
@@ -51,6 +51,7 @@ def unwrap(parts: Parts, gradients: Gradients, device: torch.device) -> None:
     Gradients, the optimizer's state and all files are gone afterwards. Collective.
     """
     write_back_changes(parts)
+    tell_rounded_once(parts)
     gradients.drop()
     parts.manager.release_all()
     for chunk in parts.chunks:

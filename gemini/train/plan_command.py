@@ -72,6 +72,7 @@ class PlanConfig(TrainConfig):
     loaded: bool = _loop(
         False, "the module has its values before it is wrapped, as from_pretrained leaves it"
     )
+    keep_originals: bool = _loop(False, "fp32 values of frozen weights stay beside the 16-bit ones")
     verbose: bool = _output(False, "every kind, tier and link")
     print_args: bool = _output(False, "only flags of train, with which it plans the same")
     fits: str | None = _output(
@@ -118,6 +119,7 @@ class PlanConfig(TrainConfig):
             asked, by_trl=by_trl and nbytes is None, precision=self.precision, ema=self.ema,
             state=self.state or asked.state, nvme_fraction=self.nvme_fraction,
             activation_bytes=nbytes, lengths=self.lengths or asked.lengths, loaded=self.loaded,
+            keep_originals=self.keep_originals,
         )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,16 +22,7 @@ from gemini.optim.rules.state_layout import Plane
 from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.state.memory import Memory, memory_of
 from gemini.optim.state.space import StateSpace, blocks_on_nvme
-from gemini.optim.state.state_stream import (
-    RunSpec,
-    StateRun,
-    StateSnapshot,
-    StateSource,
-    StateVisitor,
-    fill_runs,
-    list_runs,
-    visit_runs,
-)
+from gemini.optim.state.state_stream import StateRun, StateStream
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.step.driver import Step, take
 from gemini.optim.step.executor import step_counts
@@ -116,6 +107,7 @@ class PlainTarget:
         self._num_steps = 0
         self._skips = Skips()
         self._names = [str(i) for i in range(len(params))]
+        self._stream = StateStream(self._tiered_state, self._names)
 
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         counts = self._executor.counts
@@ -217,10 +209,6 @@ class PlainTarget:
         return self._tiered_state.layout.planes
 
     @property
-    def some_planes(self) -> Mapping[str, Set[str]]:
-        return self._tiered_state.columns.by_name(self._names)
-
-    @property
     def params(self) -> Sequence[Tensor]:
         """Parameters in the order of positions, by which runs of state are named."""
         return self._params
@@ -241,18 +229,9 @@ class PlainTarget:
     def zero_grad(self, set_to_none: bool) -> None:
         """Do nothing: gradients are in `p.grad`."""
 
-    def visit_state(self, look: StateVisitor) -> None:
-        visit_runs(self._tiered_state, self._names, look)
-
-    def state_runs(self) -> Sequence[RunSpec]:
-        return list_runs(self._tiered_state, self._names)
-
-    def snapshot_state(self) -> StateSnapshot:
-        return StateSnapshot(self._tiered_state, self._names)
-
-    @torch.no_grad()
-    def fill_state(self, source: StateSource, *, whole: bool = False) -> None:
-        fill_runs(self._tiered_state, self._names, source, whole=whole)
+    def streams(self, names: Mapping[int, str]) -> Sequence[StateStream]:
+        own = [names[id(param)] for param in self._params]
+        return [StateStream(self._tiered_state, own)]
 
     @torch.no_grad()
     def blend(self, plane: str, weights: Sequence[float]) -> None:
@@ -269,7 +248,7 @@ class PlainTarget:
                 if not order.fits(param):  # it was a copy
                     param.copy_(order.shaped(flat))
 
-        self.visit_state(move)
+        self._stream.visit(move)
 
     def clip(self, clip: Clip) -> Tensor | None:
         return clip_together([self], clip)
@@ -309,7 +288,7 @@ class PlainTarget:
                 planes[run.plane] = order.empty(run.values)
             order.flat(planes[run.plane])[run.elements] = run.values
 
-        self.visit_state(keep)
+        self._stream.visit(keep)
         return found
 
     def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -323,7 +302,7 @@ class PlainTarget:
                 flats[run.plane] = run.name, self._orders[int(run.name)].flat(values)
             return flats[run.plane][1][run.elements]
 
-        self.fill_state(given)
+        self._stream.fill(given)
         for i, param in enumerate(self._params):
             if param in state:
                 self._measuring.load(i, state[param])

@@ -1,4 +1,5 @@
-"""Stream of state: runs, block by block, and the way back; checkpoints are made from it.
+"""Stream of state: runs, block by block, and the way back; all that reads or replaces whole state
+is made from it.
 
 A run is the part of one plane of one parameter that one block holds. Blocks come in storage order,
 those on disk one staging buffer at a time, so neither way needs more memory than there was.
@@ -9,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from gemini.optim.rules.state_layout import Columns
-from gemini.units import BlockId
+from gemini.dtypes import DTYPES
+from gemini.optim.rules.state_layout import Plane
 
+from .disk.pinned_state import PinnedState
 from .disk.state_version import StateVersion
 from .pieces import Planes
 from .space import Block, BlockSegment
@@ -24,7 +27,8 @@ from .tiered_state import TieredState
 class StateRun:
     """Elements [start, start + n) of one plane of one parameter, flat in the order of its storage.
 
-    `values` [n] is a view that is good until the visitor returns: copy what is to be kept.
+    `values` [n] is a view that is good until the visitor returns: copy what is to be kept. Of a run
+    that is listed, and not read, it is on the meta device.
     """
 
     name: str  # of the parameter
@@ -37,119 +41,100 @@ class StateRun:
         return slice(self.start, self.start + self.values.numel())
 
 
-@dataclass(frozen=True, slots=True)
-class RunSpec:
-    """A run without its values."""
-
-    name: str
-    plane: str
-    dtype: str
-    start: int
-    numel: int
-    block: BlockId
-
-
 StateVisitor = Callable[[StateRun], None]
 # new values [n] for a run; None leaves it as it is, or as the source has filled it in place
 StateSource = Callable[[StateRun], Tensor | None]
+BlockFiller = Callable[[Block, Planes], None]
 
 
-def list_runs(tiered_state: TieredState, names: Sequence[str]) -> list[RunSpec]:
-    """Runs that `visit_runs` shows, in its order."""
-    return [
-        RunSpec(names[part.param], plane.name, plane.dtype, part.param_offset, part.numel, block.id)
-        for block in tiered_state.visit_order
-        for part in block.segments
-        for plane in tiered_state.layout.planes
-        if tiered_state.columns.has(part.param, plane.name)
-    ]
+class StateStream:
+    """Runs of one state space, out and in.
 
-
-def pinned_runs(
-    tiered_state: TieredState, names: Sequence[str], version: StateVersion
-) -> Iterator[tuple[RunSpec, int]]:
-    """Runs that `visit_runs` shows of state that is all on disk, each with its first byte in the
-    stream of the version."""
-    assert tiered_state.nvme is not None
-    for i, block in enumerate(tiered_state.nvme.blocks):
-        for part in block.segments:
-            for plane, at in version.places(i, part):
-                if not tiered_state.columns.has(part.param, plane.name):
-                    continue
-                name = names[part.param]
-                yield (
-                    RunSpec(name, plane.name, plane.dtype, part.param_offset, part.numel, block.id),
-                    at,
-                )
-
-
-def visit_runs(tiered_state: TieredState, names: Sequence[str], look: StateVisitor) -> None:
-    """Show every run of this rank's state. `names[i]` is that of parameter i of the space."""
-    columns = tiered_state.columns
-    tiered_state.visit(lambda block, planes: _each(columns, block, planes, names, look))
-
-
-class StateSnapshot:
-    """Snapshot of this rank's state, to be shown while training goes on.
-
-    Blocks in memory are shown by `visit_resident`, before the next step changes them. Blocks on
-    disk keep the version they have until `visit_disk`, in any thread, has shown them. Close it.
+    names[i]: of parameter i of the space. params: those that have state on some rank; None: all.
+    overwrite: `TieredState.overwrite` of all blocks, with what follows it.
     """
 
-    def __init__(self, tiered_state: TieredState, names: Sequence[str]) -> None:
-        self._tiered_state = tiered_state
-        self._names = names
-        self._pinned = tiered_state.pin()
+    def __init__(
+        self,
+        state: TieredState,
+        names: Sequence[str],
+        params: Sequence[int] | None = None,
+        overwrite: Callable[[BlockFiller, bool], None] | None = None,
+    ) -> None:
+        self._state, self._names = state, names
+        self._params = range(len(names)) if params is None else params
+        self._overwrite = overwrite
 
-    def visit_resident(self, look: StateVisitor) -> None:
-        for block in (*self._tiered_state.resident, *self._tiered_state.host):
-            shown = self._tiered_state.shown(block)
-            _each(self._tiered_state.columns, block, shown, self._names, look)
+    def columns(self) -> list[tuple[str, Plane]]:
+        """(parameter, plane) of all that have runs on some rank."""
+        planes, has = self._state.layout.planes, self._state.columns.has
+        return [(self._names[i], p) for i in self._params for p in planes if has(i, p.name)]
 
-    def visit_disk(self, look: StateVisitor) -> None:
-        columns, names = self._tiered_state.columns, self._names
-        if self._pinned is not None:
-            self._pinned.visit(lambda block, planes: _each(columns, block, planes, names, look))
+    def runs(self) -> list[StateRun]:
+        """Runs as `visit` shows them, without values."""
+        blocks = self._state.visit_order
+        return [run for block in blocks for run in self._runs_of(block, self._unread(block))]
 
-    def close(self) -> None:
-        """Let go of what was not shown. Any number of times."""
-        if self._pinned is not None:
-            self._pinned.close()
+    def visit(self, look: StateVisitor, at: PinnedState | None = None) -> None:
+        """Show every run; `at`: those on disk, as they were when they were pinned."""
+        (self._state if at is None else at).visit(self._shows(look))
 
+    def visit_memory(self, look: StateVisitor) -> None:
+        """Show the runs that are not on disk."""
+        self._state.visit(self._shows(look), self._state.in_memory)
 
-def fill_runs(
-    tiered_state: TieredState,
-    names: Sequence[str],
-    source: StateSource,
-    filled: Callable[[Block, Planes], None] = lambda block, planes: None,
-    *,
-    whole: bool = False,
-) -> None:
-    """Ask `source` for new values of every run. What lies on disk is committed at once.
+    def pin(self) -> PinnedState | None:
+        """Pin the runs on disk for `visit`, in any thread, while steps go on; None: there are
+        none."""
+        return self._state.pin()
 
-    filled: sees each block when its planes are as they will stay.
-    whole: `source` has values for every run, so none is read from the disk before.
-    """
+    def places(self, version: StateVersion) -> Iterator[tuple[StateRun, int]]:
+        """Runs, without values, of state that is all on disk, each with its first byte in the
+        stream of a version."""
+        assert self._state.nvme is not None
+        for i, block in enumerate(self._state.nvme.blocks):
+            for run in self._runs_of(block, self._unread(block)):
+                yield run, version.place(i, run.plane, int(run.values.storage_offset()))
 
-    def put(run: StateRun) -> None:
-        values = source(run)
-        if values is not None:
-            run.values.copy_(values)
+    @torch.no_grad()
+    def fill(self, source: StateSource, *, whole: bool = False) -> None:
+        """Ask `source` for new values of every run. What lies on disk is committed at once.
 
-    def fill(block: Block, planes: Planes) -> None:
-        _each(tiered_state.columns, block, planes, names, put)
-        filled(block, planes)
+        whole: `source` has values for every run, so none is read from the disk before.
+        """
 
-    tiered_state.overwrite(fill, whole=whole)
+        def fill(block: Block, planes: Planes) -> None:
+            for run in self._runs_of(block, planes):
+                values = source(run)
+                if values is not None:
+                    run.values.copy_(values)
 
+        if self._overwrite is None:
+            self._state.overwrite(fill, whole=whole)
+        else:
+            self._overwrite(fill, whole)
 
-def _each(
-    columns: Columns, block: Block, planes: Planes, names: Sequence[str], look: StateVisitor
-) -> None:
-    for part in block.segments:
-        for plane, values in planes.items():
-            if columns.has(part.param, plane):
-                look(StateRun(names[part.param], plane, part.param_offset, values[inside(part)]))
+    def _shows(self, look: StateVisitor) -> BlockFiller:
+        def show(block: Block, planes: Planes) -> None:
+            for run in self._runs_of(block, planes):
+                look(run)
+
+        return show
+
+    def _unread(self, block: Block) -> Planes:
+        return {
+            plane.name: torch.empty(block.numel, dtype=DTYPES[plane.dtype], device="meta")
+            for plane in self._state.layout_of(block).planes
+        }
+
+    def _runs_of(self, block: Block, planes: Planes) -> list[StateRun]:
+        names, has = self._names, self._state.columns.has
+        return [
+            StateRun(names[part.param], plane, part.param_offset, values[inside(part)])
+            for part in block.segments
+            for plane, values in planes.items()
+            if has(part.param, plane)
+        ]
 
 
 def inside(part: BlockSegment) -> slice:

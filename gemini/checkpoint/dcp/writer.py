@@ -36,9 +36,8 @@ from gemini.checkpoint.format.manifest import (
     encode_index,
 )
 from gemini.checkpoint.untrusted.metadata import index_of
-from gemini.optim.rules.state_layout import ITEMSIZE
 from gemini.optim.state.disk.state_version import StateVersion
-from gemini.optim.state.state_stream import RunSpec
+from gemini.optim.state.state_stream import StateRun
 
 from .boxes import Region, boxes_of_region, in_run, is_contiguous
 from .ranks import Ranks
@@ -71,13 +70,13 @@ class RankFile:
         """Write the file that names the pinned state's files. Raises CheckpointError."""
         self._pinned = write_pinned(self._folder / self.pinned_name, version)
 
-    def add_pinned(self, key: str, region: Region, run: RunSpec, at: int) -> None:
+    def add_pinned(self, key: str, region: Region, run: StateRun, at: int) -> None:
         """Record the place of a pinned run, from byte `at` of its stream, one item for each box.
 
         Raises CheckpointError for a region that torch has split into strided pieces.
         """
-        itemsize = ITEMSIZE[run.dtype]
-        for box in boxes_of_region(region, run.start, run.start + run.numel):
+        itemsize = run.values.itemsize
+        for box in boxes_of_region(region, run.start, run.elements.stop):
             if not is_contiguous(box, region):
                 raise CheckpointError(
                     f"{key} is split by torch, and pinned=True cannot say which rows this rank "

@@ -22,15 +22,16 @@ from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.dcp.reader import CheckpointSource
 from gemini.checkpoint.format.data_file import can_be_raw
 from gemini.checkpoint.format.manifest import CheckpointError, CorruptError, MismatchError
-from gemini.chunk.layout import saved_params
+from gemini.chunk.layout import ShardSegment, saved_params
 from gemini.module_face import saved_buffers
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.plain.target import PlainTarget
 from gemini.optim.rules.saved import is_alike
 from gemini.saved_names import SavedNames
+from gemini.units import ParamId
 
 from .keys import Keys, check_fits, differences, params_of_group, step_count
-from .state import RunState, StatePart, cut, names_of
+from .state import RunState, WeightStream, names_of
 
 
 def plain_state(
@@ -139,12 +140,11 @@ class PlainRuns(RunState):
         self.names = [names for _, names in named]
         params = {names[0]: param.detach() for param, names in named}
         self.shapes = {name: param.size() for name, param in params.items()}
-        self._flat = {n: param.view(-1) for n, param in params.items()} if weights else {}
+        flats = {n: param.view(-1) for n, param in params.items()} if weights else {}
         self.buffers = dict(saved_buffers(module)) if weights else {}
         by_id = {id(param): names[0] for param, names in named}
         targets = [target for target in optimizer.targets if isinstance(target, PlainTarget)]
         self._whole: dict[str, dict[str, Tensor]] = {}
-        parts = []
         for target in targets:
             strangers = [param for param in target.params if id(param) not in by_id]
             if strangers or len(targets) < len(optimizer.targets):
@@ -152,29 +152,24 @@ class PlainRuns(RunState):
                     "the optimizer updates parameters that the module does not have; save a "
                     "module that holds all of them"
                 )
-            trained = [by_id[id(param)] for param in target.params]
-            parts.append(StatePart(target, trained, _by_position(trained)))
             planes = {plane.name for plane in target.planes}
-            shown = target.shown_state()
             self._whole |= {
                 by_id[id(param)]: {name: state[name] for name in state if name not in planes}
-                for param, state in shown.items()
+                for param, state in target.shown_state().items()
             }
+        segments = [
+            (flat, [ShardSegment(ParamId(i), 0, flat.numel(), 0)])
+            for i, flat in enumerate(flats.values())
+            if flat.numel()
+        ]
         super().__init__(
             keys,
-            parts,
-            [run for n, flat in self._flat.items() for run in cut(n, 0, flat.numel(), n, 0)],
-            {name: flat.dtype for name, flat in self._flat.items()},
+            WeightStream(list(flats), segments, lambda flat: flat),
+            [stream for target in targets for stream in target.streams(by_id)],
+            {name: flat.dtype for name, flat in flats.items()},
             with_optimizer=True,
             with_weights=weights,
         )
 
     def small_state(self) -> Mapping[str, Mapping[str, Tensor]]:
         return self._whole
-
-    def _weights_at(self, home: Any) -> Tensor:
-        return self._flat[home]
-
-
-def _by_position(names: Sequence[str]) -> Callable[[str], str]:
-    return lambda position: names[int(position)]

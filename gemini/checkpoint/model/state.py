@@ -8,10 +8,9 @@ written one block at a time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from functools import partial
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +18,21 @@ from torch import Tensor, nn
 from gemini.checkpoint.dcp.boxes import FlatRuns, Region
 from gemini.checkpoint.dcp.reader import RunFiller
 from gemini.checkpoint.format.manifest import CheckpointError
-from gemini.chunk.layout import saved_params
+from gemini.chunk.layout import ShardSegment, saved_params
 from gemini.chunk.local import region_of
 from gemini.ddp import GeminiDDP
 from gemini.dtypes import BYTES, DTYPES
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.state_layout import MASTER
-from gemini.optim.state.state_stream import RunSpec, StateRun, StateSnapshot
-from gemini.optim.target import Shared, Target
-from gemini.runtime.inspect.weights import set_without_master, weights_without_master
+from gemini.optim.state.disk.state_version import StateVersion
+from gemini.optim.state.state_stream import StateRun, StateSource, StateStream, StateVisitor
+from gemini.optim.target import Shared
+from gemini.runtime.inspect.weights import (
+    set_without_master,
+    tell_rounded_once,
+    weights_without_master,
+)
 from gemini.runtime.pipeline.joint_target import JointTarget
-from gemini.runtime.step.state.saved_state import PinnedRuns
 from gemini.saved_names import peeled
 from gemini.units import BLOCK_NUMEL
 
@@ -38,27 +41,59 @@ from .keys import Keys
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+H = TypeVar("H")
 RunVisitor = Callable[[str, Region, int, Tensor], None]  # (key, region, first element of it, [n])
 
 
-@dataclass(frozen=True, slots=True)
-class WeightRun:
-    """A run of a weight without a master, and its place in memory."""
+class WeightStream(Generic[H]):
+    """Runs of weights of which no state has a master, at most a block each; their plane is
+    `MASTER`, too.
 
-    name: str
-    start: int  # in the parameter
-    numel: int
-    home: Any  # key of a flat tensor; see `RunState._weights_at`
-    offset: int  # in that tensor
+    names[i]: of parameter i. segments: of each flat tensor. flat: that tensor, in the dtype of the
+    checkpoint. put: takes it back after it was filled.
+    """
 
+    def __init__(
+        self,
+        names: Sequence[str],
+        segments: Sequence[tuple[H, Sequence[ShardSegment]]],
+        flat: Callable[[H], Tensor],
+        put: Callable[[H, Tensor], None] = lambda home, values: None,
+    ) -> None:
+        self._segments = [(home, parts) for home, parts in segments if parts]
+        self._names, self._flat, self._put = names, flat, put
 
-@dataclass(frozen=True, slots=True)
-class StatePart:
-    """Optimizer state of some parameters."""
+    def runs(self) -> list[StateRun]:
+        """Runs as `visit` shows them, without values."""
+        found = []
+        for _, segments in self._segments:
+            end = max(part.offset + part.numel for part in segments)
+            found += self._runs_of(segments, torch.empty(end, device="meta"))
+        return found
 
-    target: Target
-    names: Sequence[str]  # of its parameters, with those whose shards are in other processes
-    name_of: Callable[[str], str]  # the target's name of a parameter -> its name here
+    def visit(self, look: StateVisitor) -> None:
+        """Show every run."""
+        for home, segments in self._segments:
+            for run in self._runs_of(segments, self._flat(home)):
+                look(run)
+
+    @torch.no_grad()
+    def fill(self, source: StateSource, *, whole: bool = False) -> None:
+        """Ask `source` to fill every run."""
+        for home, segments in self._segments:
+            values = self._flat(home)
+            for run in self._runs_of(segments, values):
+                source(run)
+            self._put(home, values)
+
+    def _runs_of(self, segments: Sequence[ShardSegment], flat: Tensor) -> list[StateRun]:
+        names = self._names
+        return [
+            StateRun(names[part.param], MASTER, part.param_offset + first, values)
+            for part in segments
+            for first in range(0, part.numel, BLOCK_NUMEL)
+            for values in [flat[part.offset + first :][: min(BLOCK_NUMEL, part.numel - first)]]
+        ]
 
 
 class RunState:
@@ -76,52 +111,40 @@ class RunState:
     def __init__(
         self,
         keys: Keys,
-        parts: Sequence[StatePart],
-        weights: Sequence[WeightRun],
+        weights: WeightStream[Any],
+        states: Sequence[StateStream],
         dtypes: Mapping[str, torch.dtype],
         *,
         with_optimizer: bool,
         with_weights: bool = True,
         silent: Collection[str] = (),
     ) -> None:
-        """Describe the runs of `parts` and `weights` as tensors for DCP.
+        """Describe the runs of `weights` and `states` as tensors for DCP.
 
         dtypes: of every weight without a master, by the parameter's name.
         silent: parameters whose runs another rank shows.
         with_weights: False for subclasses that give no buffers, runs or dtypes of weights.
         """
         self._keys = keys
-        self._weights = weights
-        self._parts = parts
+        self.weights, self.states = weights, states
         self._with_optimizer = with_optimizer
         self._with_weights = with_weights
         self._silent = frozenset(silent)
-        runs = [
-            replace(run, name=part.name_of(run.name))
-            for part in parts
-            for run in part.target.state_runs()
-            if self._shows(run, part)
-        ]
-        planes = [plane.name for part in parts for plane in part.target.planes]
-        some: dict[str, Collection[str]] = {}
-        for part in parts:
-            planes_of = part.target.some_planes
-            some |= {part.name_of(name): only for name, only in planes_of.items()}
-        self.planes = tuple(dict.fromkeys(plane for plane in planes if plane != MASTER))
-        by_key: dict[str, list[tuple[int, int, int]]] = {}  # (start, numel, place in the stream)
+        columns = [column for stream in states for column in stream.columns()]
+        names = dict.fromkeys(plane.name for _, plane in columns)
+        self.planes = tuple(name for name in names if name != MASTER)
         found = {keys.weight(name): dtype for name, dtype in dtypes.items()}
         found |= {
             self._key(name, plane.name): DTYPES[plane.dtype]
-            for part in parts
-            for name in part.names
-            for plane in part.target.planes
-            if (with_weights if plane.name == MASTER else with_optimizer)
-            and plane.name in some.get(name, (plane.name,))
+            for name, plane in columns
+            if self._has(plane.name)
         }
-        listed = [(keys.weight(run.name), run.start, run.numel) for run in weights]
-        listed += [(self._key(run.name, run.plane), run.start, run.numel) for run in runs]
-        for place, (key, start, numel) in enumerate(listed):
-            by_key.setdefault(key, []).append((start, numel, place))
+        by_key: dict[str, list[tuple[int, int, int]]] = {}  # (start, numel, place in the stream)
+        place = 0
+        for run in [run for stream in self._streams for run in stream.runs()]:
+            if (key := self._key_of(run)) is not None:
+                by_key.setdefault(key, []).append((run.start, run.values.numel(), place))
+                place += 1
         region_of_key = {
             self._key(name, plane): self.region(name)
             for name in self.shapes
@@ -136,6 +159,10 @@ class RunState:
             )
             for key, dtype in found.items()
         }
+
+    @property
+    def _streams(self) -> Sequence[WeightStream[Any] | StateStream]:
+        return [self.weights, *self.states]
 
     def region(self, name: str) -> Region:
         """Region of a parameter in this process: all of it, unless torch has split it."""
@@ -183,115 +210,85 @@ class RunState:
 
     def visit(self, look: RunVisitor) -> None:
         """Show every run, state on disk a block at a time. The visitor copies values it keeps."""
-        self.visit_weights(look)
-        for part in self._parts:
-            part.target.visit_state(self.shown(part, look))
+        for stream in self._streams:
+            stream.visit(self.shown(look))
 
     def snapshot(self) -> Snapshot:
         """Snapshot of this state, to be shown while training continues."""
         return Snapshot([self])
 
-    def snapshot_parts(self) -> list[tuple[StatePart, StateSnapshot]]:
-        return [(part, part.target.snapshot_state()) for part in self._parts]
+    def shown(self, look: RunVisitor) -> StateVisitor:
+        """Visitor of streams that shows their runs to `look`."""
 
-    def visit_weights(self, look: RunVisitor) -> None:
-        """Show the weights without masters."""
-        for home, runs in groupby(self._weights, key=lambda run: run.home):
-            values = self._weights_at(home)
-            for run in runs:
-                mine = values[run.offset : run.offset + run.numel]
-                look(self._keys.weight(run.name), self.region(run.name), run.start, mine)
-
-    def _weights_at(self, home: Any) -> Tensor:
-        """Flat tensor of weights at `home`, in the dtype of the checkpoint."""
-        raise NotImplementedError
-
-    def _set_weights(self, home: Any, values: Tensor) -> None:
-        """Take back `values`, the tensor of `_weights_at`, after it was filled."""
-
-    def shown(self, part: StatePart, look: RunVisitor) -> Callable[[StateRun], None]:
         def show(run: StateRun) -> None:
-            if self._shows(run, part):
-                name = part.name_of(run.name)
-                look(self._key(name, run.plane), self.region(name), run.start, run.values)
+            if (key := self._key_of(run)) is not None:
+                look(key, self.region(run.name), run.start, run.values)
 
         return show
 
-    def _shows(self, run: RunSpec | StateRun, part: StatePart) -> bool:
-        if part.name_of(run.name) in self._silent:
-            return False
-        return self._with_weights if run.plane == MASTER else self._with_optimizer
+    def _has(self, plane: str) -> bool:
+        return self._with_weights if plane == MASTER else self._with_optimizer
+
+    def _key_of(self, run: StateRun) -> str | None:
+        """Key under which a run is saved; None: it is not."""
+        shows = run.name not in self._silent and self._has(run.plane)
+        return self._key(run.name, run.plane) if shows else None
 
     def _key(self, name: str, plane: str) -> str:
         return self._keys.weight(name) if plane == MASTER else self._keys.plane(name, plane)
 
     def visit_pinned(
-        self, pinned: PinnedRuns, look: Callable[[str, Region, RunSpec, int], None]
+        self, version: StateVersion, look: Callable[[str, Region, StateRun, int], None]
     ) -> None:
-        """Show every pinned run of the state with the byte at which it begins."""
-        (part,) = self._parts
-        for run, at in pinned.runs:
-            if self._shows(run, part):
-                name = part.name_of(run.name)
-                look(self._key(name, run.plane), self.region(name), run, at)
+        """Show every run of the state, without values, with the byte at which it begins in a
+        version."""
+        (stream,) = self.states
+        for run, at in stream.places(version):
+            if (key := self._key_of(run)) is not None:
+                look(key, self.region(run.name), run, at)
 
     # -- back --
 
-    @torch.no_grad()
     def fill(self, put: RunFiller, given: Set[str] = frozenset()) -> None:
         """Ask `put` for every run; runs that it does not have stay. Weights follow masters.
 
         given: keys of which `put` has every run.
         """
-        self._fill_weights(put)
-        for part in self._parts:
 
-            def key_of(run: RunSpec | StateRun, part: StatePart = part) -> str | None:
-                name = part.name_of(run.name)
-                return self._key(name, run.plane) if self._shows(run, part) else None
+        def source(run: StateRun) -> None:
+            if (key := self._key_of(run)) is not None:
+                put(key, run.start, run.values)
 
-            def source(run: StateRun, key_of: Callable[[StateRun], str | None] = key_of) -> None:
-                key = key_of(run)
-                if key is not None:
-                    put(key, run.start, run.values)
-
+        for stream in self._streams:
             # A load that replaces all state need not read the old state from disk first.
-            whole = all(key_of(run) in given for run in part.target.state_runs())
-            part.target.fill_state(source, whole=whole)
-
-    def _fill_weights(self, put: RunFiller) -> None:
-        for home, runs in groupby(self._weights, key=lambda run: run.home):
-            there = self._weights_at(home)
-            for run in runs:
-                values = torch.empty(run.numel, dtype=there.dtype)
-                if put(self._keys.weight(run.name), run.start, values):
-                    there[run.offset : run.offset + run.numel].copy_(values)
-            self._set_weights(home, there)
+            stream.fill(source, whole={self._key_of(run) for run in stream.runs()} <= given)
 
 
 class Snapshot:
-    """States at the moment when this was made, readable while training continues."""
+    """States at the moment when this was made, readable while training continues. Close it."""
 
     def __init__(self, states: Sequence[RunState]) -> None:
-        self._states = [(state, state.snapshot_parts()) for state in states]
+        self._states = states
+        self._pins = [(s, stream, stream.pin()) for s in states for stream in s.states]
 
     def visit_memory(self, look: RunVisitor) -> None:
         """Show all runs that the next step changes in place: weights, and state in memory."""
-        for state, parts in self._states:
-            state.visit_weights(look)
-            for part, snapshot in parts:
-                snapshot.visit_resident(state.shown(part, look))
+        for state in self._states:
+            state.weights.visit(state.shown(look))
+            for stream in state.states:
+                stream.visit_memory(state.shown(look))
 
     def visit_disk(self, look: RunVisitor) -> None:
         """Show state on disk, whose version is kept until then. Any thread may call."""
-        for state, parts in self._states:
-            for part, snapshot in parts:
-                snapshot.visit_disk(state.shown(part, look))
+        for state, stream, pin in self._pins:
+            if pin is not None:
+                stream.visit(state.shown(look), pin)
 
     def close(self) -> None:
-        for _, parts in self._states:
-            for _, snapshot in parts:
-                snapshot.close()
+        """Let go of what was not shown. Any number of times."""
+        for *_, pin in self._pins:
+            if pin is not None:
+                pin.close()
 
 
 class ShardedState(RunState):
@@ -328,36 +325,26 @@ class ShardedState(RunState):
         }
         self.shapes = {name: torch.Size(region.shape) for name, region in self._regions.items()}
         self.buffers = dict(model.saved_tensors()) if weights else {}
+        if once and weights:
+            tell_rounded_once(engine)
         has_masters = self._target is not None and self._target.has_master
         chunks = [chunk for chunk in engine.chunks if chunk.spec.dtype != BYTES]
         shown = [chunk for chunk in chunks if chunk.counts or not once]
         bare = [chunk for chunk in shown if weights and not (has_masters and chunk.spec.trainable)]
-        segments = [(c, part) for c in bare for part in layout.shard_segments(c.spec, c.rank)]
         dtypes: dict[str, torch.dtype] = {}
-        trained: list[str] = []
-        for chunk in chunks:
+        for chunk in chunks if weights else ():
             dtype = torch.float32 if chunk.spec.id in engine.originals else chunk.dtype
             names = [layout.params[slot.param].name for slot in chunk.spec.slots]
-            if weights:
-                dtypes |= dict.fromkeys(names, dtype)
-            trained += names if chunk.spec.trainable else []
-        parts = []
-        if self._target is not None:
-            parts.append(StatePart(self._target, trained, lambda name: name))
+            dtypes |= dict.fromkeys(names, dtype)
         super().__init__(
             keys,
-            parts,
-            [
-                run
-                for chunk, part in segments
-                for run in cut(
-                    layout.params[part.param].name,
-                    part.param_offset,
-                    part.numel,
-                    chunk,
-                    part.offset,
-                )
-            ],
+            WeightStream(
+                [spec.name for spec in layout.params],
+                [(chunk, layout.shard_segments(chunk.spec, chunk.rank)) for chunk in bare],
+                partial(weights_without_master, engine),
+                partial(set_without_master, engine),
+            ),
+            [] if self._target is None else self._target.streams(self._target.names),
             dtypes,
             with_optimizer=optimizer is not None,
             with_weights=weights,
@@ -386,12 +373,6 @@ class ShardedState(RunState):
         # Payloads that are gathered still have the values from before the load.
         self._engine.manager.release_all()
         self._engine.shards_changed()
-
-    def _weights_at(self, home: Any) -> Tensor:
-        return weights_without_master(self._engine, home)
-
-    def _set_weights(self, home: Any, values: Tensor) -> None:
-        set_without_master(self._engine, home, values)
 
 
 def inside(model: nn.Module) -> nn.Module:
@@ -506,12 +487,6 @@ def _check_parts(parts: Sequence[GeminiDDP], optimizer: TieredOptimizer) -> None
             f"the optimizer is over {len(stepped)} parts of a pipeline, and {len(parts)} were "
             "given, not all the same; give all parts of this process: nn.ModuleList([part, ...])"
         )
-
-
-def cut(name: str, start: int, numel: int, home: Any, offset: int) -> Iterator[WeightRun]:
-    """Cut a run of a weight into runs of at most one block."""
-    for first in range(0, numel, BLOCK_NUMEL):
-        yield WeightRun(name, start + first, min(BLOCK_NUMEL, numel - first), home, offset + first)
 
 
 def _named(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:

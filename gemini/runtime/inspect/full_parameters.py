@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gemini.chunk.local import full_tensor_of, group_of
+from gemini.chunk.local import group_of
 from gemini.chunk.opaque import OpaqueChunk
 from gemini.chunk.storage import params_in
 from gemini.mesh.roles import WORLD
 from gemini.runtime.parts import Parts, settle
-from gemini.runtime.step.state.dtensors import dtensor_of, dtensors_in, full_value
-from gemini.runtime.step.state.given_values import given_part
+from gemini.runtime.step.state.dtensors import dtensors_in
+from gemini.runtime.step.state.full_state import gathered, scatter
 from gemini.runtime.step.weights import after_step, write_back_changes
 from gemini.units import ParamId
 
-from .weights import exact_dtype, full_chunk, master_of, set_master
+from .weights import exact_dtype, master_of, set_master, tell_rounded_once
 
 
 def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
@@ -28,17 +28,11 @@ def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
     parameters come under each of their names, as one tensor.
     """
     write_back_changes(parts)
+    tell_rounded_once(parts)
     for chunk in parts.chunks:
-        payload = parts.links[chunk.spec.group].gather(master_of(parts, chunk))
-        if payload is None:
-            continue
-        payload = payload.cpu()
-        for param, mine in params_in(parts.layout, chunk.spec, payload):
+        for param, value in gathered(parts, chunk, master_of(parts, chunk), cut=False):
             if param in parts.opaque:
-                yield from parts.opaque[param].saved(mine).items()
-                continue
-            value = full_tensor_of(parts.params[param], mine).cpu()
-            if parts.comm.rank != 0:  # this rank only gave its part of a split parameter
+                yield from parts.opaque[param].saved(value).items()
                 continue
             value = value.to(parts.original_dtypes[param], copy=True)
             for name in parts.layout.params[param].names:
@@ -72,13 +66,13 @@ def cut_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
     come under each of their names, as one tensor.
     """
     write_back_changes(parts)
+    tell_rounded_once(parts)
     for chunk in parts.chunks:
-        links, dtype = parts.links[chunk.spec.group], exact_dtype(parts, chunk)
-        for param, mine in params_in(parts.layout, chunk.spec, full_chunk(parts, chunk)):
+        mine = master_of(parts, chunk).to(exact_dtype(parts, chunk))
+        for param, value in gathered(parts, chunk, mine, cut=True):
             if param in parts.opaque:  # whole on every rank
-                yield from parts.opaque[param].saved(mine.cpu()).items()
+                yield from parts.opaque[param].saved(value).items()
                 continue
-            value = dtensor_of(links, parts.params[param], mine.to(dtype))
             for name in parts.layout.params[param].names:
                 yield name, value
 
@@ -138,7 +132,7 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
     wrong, named = parts.comm.gather_objects((wrong, [n for n, _ in known if n in values]))[0]
     if wrong:
         raise ValueError("the state dict does not fit: " + "; ".join(wrong))
-    given, is_first = set(named), parts.comm.rank == 0
+    given = set(named)
     split = dtensors_in(parts.comm, values) & given
     for chunk in parts.chunks:
         name_of = {
@@ -149,18 +143,18 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
         }
         if not name_of:
             continue
-        wholes = {p: full_value(values[name]) for p, name in name_of.items() if name in split}
-        mine, links = master_of(parts, chunk), parts.links[chunk.spec.group]
-        payload = links.gather(mine)
+        mine = master_of(parts, chunk)
+        payload = parts.links[chunk.spec.group].gather(mine)
+        own = name_of.keys() - parts.opaque.keys()
         if payload is not None:
             for param, place in params_in(parts.layout, chunk.spec, payload):
                 if param in name_of and param in parts.opaque:
                     parts.opaque[param].load(place, values)
-                elif param in name_of:
-                    whole = wholes.get(param, values.get(name_of[param])) if is_first else None
-                    value = given_part(links, parts.params[param], whole, torch.float32)
-                    place.copy_(value.reshape(place.shape))
-        links.scatter(payload, mine)
+        parted = {param for param in own if name_of[param] in split}
+        scatter(
+            parts, chunk, payload, mine,
+            {p: values.get(name) for p, name in name_of.items() if p in own}, parted,
+        )  # fmt: skip
         set_master(parts, chunk, mine)
     parts.manager.release_all()
     after_step(parts, trained=False)

@@ -6,13 +6,20 @@ master will start; without either the shard. User writes to the shard are in all
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
 from gemini.dtypes import BYTES
+from gemini.runtime.memory.originals import has_same_values
 from gemini.runtime.memory.user_writes import follow_shard
 from gemini.runtime.parts import Parts
+from gemini.units import ChunkId
+
+log = logging.getLogger("gemini")
 
 
 def master_of(parts: Parts, chunk: Chunk) -> Tensor:
@@ -64,6 +71,33 @@ def weights_without_master(parts: Parts, chunk: Chunk) -> Tensor:
 def set_without_master(parts: Parts, chunk: Chunk, values: Tensor) -> None:
     """Set the weights [S] of a chunk without masters: shard and original."""
     chunk.store_shard(values)
-    if chunk.spec.id in parts.originals:
-        parts.originals.put(chunk.spec.id, values)
-        parts.originals.rest()
+    originals = parts.originals
+    if chunk.spec.id in originals:
+        originals.put(chunk.spec.id, values)
+        originals.rest()
+    elif not chunk.spec.trainable and values.dtype.itemsize > chunk.dtype.itemsize:
+        is_exact = has_same_values(values.to(chunk.dtype), values)
+        (originals.lost.discard if is_exact else originals.lost.add)(chunk.spec.id)
+
+
+def tell_rounded(parts: Parts, chunks: Collection[ChunkId], what: str) -> None:
+    """Warn, on rank 0, of frozen weights among these chunks that have lost their fp32 values.
+
+    what: has the rounded ones.
+    """
+    lost = sorted(parts.originals.lost & set(chunks))
+    names = [parts.layout.params[s.param].name for c in lost for s in parts.layout.chunks[c].slots]
+    if names and parts.comm.rank == 0:
+        log.warning(
+            "%s the values of %s and %d more frozen parameters as they were rounded to %s; wrap "
+            "with keep_originals=True to keep what came in fp32, 4 bytes a parameter",
+            what, names[0], len(names) - 1, parts.precision_settings.dtype,
+        )  # fmt: skip
+
+
+def tell_rounded_once(parts: Parts) -> None:
+    """`tell_rounded` of all chunks, before the first values that leave the engine."""
+    lost = parts.originals.lost
+    if lost and not parts.originals.was_told:
+        parts.originals.was_told = True
+        tell_rounded(parts, lost, "state dicts, checkpoints and unwrap() have")

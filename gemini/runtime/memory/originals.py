@@ -1,8 +1,8 @@
 """Originals: fp32 values of chunks whose dtype rounds their parameters.
 
-Masters start from the originals of trained chunks, which are then dropped. Originals of frozen
-chunks stay: `unwrap()`, `state_dict()` and checkpoints give them back, and masters start from them
-after a thaw.
+Masters start from the originals of trained chunks, which are then dropped. Frozen chunks have
+originals, which stay, if `keep_originals=True` asks for them: `unwrap()`, `state_dict()` and
+checkpoints give them back, and masters start from them after a thaw.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gemini.chunk.layout import ChunkSpec
 from gemini.nvme import BlockStore
 from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
-from gemini.units import ORIGINAL_BLOCK_NUMEL, ChunkId
+from gemini.units import BLOCK_NUMEL, ORIGINAL_BLOCK_NUMEL, ChunkId
 
 from .files.blocks import Flat
 from .files.tensor_files import FileConfig, TensorFiles
@@ -38,6 +38,8 @@ class Originals:
     """Originals [S] fp32 by chunk, each in its home: memory of the device, of the host, or a file.
 
     Until `rest` is called files have staging, and the original that was read last is in memory too.
+
+    lost: frozen chunks whose values were rounded and that have none.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class Originals:
         self._in_file: set[ChunkId] = set()
         self._last: tuple[ChunkId, Tensor] | None = None  # read from a file; asked for by block
         self.memory_bytes: Counter[Tier] = Counter()
+        self.lost: set[ChunkId] = set()
+        self.was_told = False  # a warning has named them
 
     def __contains__(self, chunk: ChunkId) -> bool:
         return chunk in self._memory or chunk in self._in_file
@@ -189,3 +193,9 @@ class Originals:
                 self._files.remove(file)
             elif unused:
                 file.forget(unused)
+
+
+def has_same_values(narrow: Tensor, wide: Tensor) -> bool:
+    """Whether `wide` was rounded without a loss; in parts, as a comparison takes memory."""
+    parts = zip(narrow.split(BLOCK_NUMEL), wide.split(BLOCK_NUMEL), strict=True)
+    return all(torch.equal(part.to(other), other) for part, other in parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from gemini.nvme import BlockStore
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.state_layout import Plane
-from gemini.optim.state.state_stream import RunSpec, StateSnapshot, StateSource, StateVisitor
+from gemini.optim.state.state_stream import StateStream
 from gemini.optim.target import OWNER_ATTRIBUTE, AmpInputs, Counters, Group, ParameterOwner
 from gemini.runtime.parts import PendingClip
 from gemini.runtime.step.agreement import carry_out, heard
@@ -189,10 +189,6 @@ class JointTarget:
         return tuple(dict.fromkeys(chain(*(member.planes for member in self.members))))
 
     @property
-    def some_planes(self) -> Mapping[str, Set[str]]:
-        return {name: planes for m in self.members for name, planes in m.some_planes.items()}
-
-    @property
     def names(self) -> Mapping[int, str]:
         return {i: name for member in self.members for i, name in member.names.items()}
 
@@ -206,21 +202,8 @@ class JointTarget:
     def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
         return {p: state for m in self.members for p, state in m.offloaded_state(cut).items()}
 
-    def visit_state(self, look: StateVisitor) -> None:
-        for member in self.members:
-            member.visit_state(look)
-
-    def state_runs(self) -> Sequence[RunSpec]:
-        return [run for member in self.members for run in member.state_runs()]
-
-    def snapshot_state(self) -> StateSnapshot:
-        """Snapshot of this process's only part; with several a checkpoint asks each part."""
-        (member,) = self.members
-        return member.snapshot_state()
-
-    def fill_state(self, source: StateSource, *, whole: bool = False) -> None:
-        for member in self.members:
-            member.fill_state(source, whole=whole)
+    def streams(self, names: Mapping[int, str]) -> Sequence[StateStream]:
+        return [stream for member in self.members for stream in member.streams(names)]
 
     def blend(self, plane: str, weights: Sequence[float]) -> None:
         for member in self.members:

@@ -175,8 +175,7 @@ class Planning:
     def keep_originals(self, chunks: Collection[ChunkId]) -> None:
         """Plan originals for `chunks`, which were rounded on this rank.
 
-        Collective: a chunk that any rank names has an original. Parameters stay where the plan has
-        them.
+        Collective: a chunk that any rank names has an original. Parameters stay where they are.
         """
         before = self.inputs.with_originals
         if all(self.inputs.layout.chunks[chunk].trainable for chunk in before):
@@ -549,6 +548,7 @@ def begin_planning(
     comm: Communicator,
     *,
     master_weights: bool,
+    keep_originals: bool,
     itemsizes: Sequence[int],
     max_prefetch: int,
     update: str,
@@ -557,12 +557,12 @@ def begin_planning(
 ) -> Planning:
     """Measure, agree, and plan the homes of parameters for an optimizer that is yet to come.
 
-    master_weights: 16-bit weights have fp32 masters. itemsizes: bytes of an element of every
+    master_weights, keep_originals: of `PrecisionPolicy`. itemsizes: bytes of an element of every
     parameter as it came, in registration order. trace: of this model. ranks_per_node: None where
     `comm` has all ranks. Raises BudgetError for budgets that cannot hold the model.
     """
     has_master = master_weights and any(chunk.dtype != "float32" for chunk in layout.chunks)
-    with_originals = wider_chunks(layout, itemsizes) if master_weights else frozenset()
+    with_originals = wider_chunks(layout, itemsizes, trained=master_weights, frozen=keep_originals)
     num_ahead = buffers_ahead(
         update, has_masters=has_master,
         has_budgets=has_budgets(policy),

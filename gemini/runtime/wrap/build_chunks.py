@@ -17,9 +17,9 @@ from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
 from gemini.runtime.comm.links import Links
 from gemini.runtime.memory.backend import Backend
-from gemini.runtime.memory.originals import Originals
+from gemini.runtime.memory.originals import Originals, has_same_values
 from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.units import BLOCK_NUMEL, ChunkId, ParamId
+from gemini.units import ChunkId, ParamId
 
 from .materialise import Materialiser
 from .wide_blocks import WideBlocks
@@ -44,7 +44,8 @@ def build_chunks(
 
     A payload whose shard lives elsewhere is freed when it is full, except of chunks in
     `never_released`. A module's values are made together and go to their chunks at once.
-    with_originals: chunks whose fp32 values `storage` takes, if they are trained or round any.
+    with_originals: chunks whose fp32 values `storage` takes, if they are trained or round any. Of
+        other frozen ones it is told whether they round any.
     in_float8: the dtype whose chunks are gathered in fp8; None: no chunk is.
     """
     place_of = {
@@ -93,6 +94,8 @@ def build_chunks(
         original = full.finish(links[full.chunk.spec.group])
         if original is not None:
             storage.originals.put(chunk, original)
+        if full.rounds:
+            storage.originals.lost.add(chunk)
         if not full.chunk.is_unsharded and chunk not in never_released:
             full.chunk.release()
         done[chunk] = full.chunk
@@ -127,11 +130,13 @@ class _ChunkBuilder:
         files: Originals | None,  # where one goes block by block, as it comes
     ) -> None:
         self.chunk = chunk
+        self.rounds = False  # a value of a frozen parameter that is kept nowhere else
         spec = chunk.spec
         self._params = [params[slot.param] for slot in spec.slots]
         self._missing = set(range(len(spec.slots)))
         self._blocks = None if files is None else WideBlocks(chunk, files)
         self._keeps_original = keeps_original and files is None
+        self._looks = not (keeps_original or spec.trainable)
         self._source = chunk.payload
         if self._keeps_original:
             self._source = backend.allocate(spec.payload_numel, torch.float32)
@@ -142,7 +147,10 @@ class _ChunkBuilder:
     def put(self, slot: int, values: Tensor) -> bool:
         """Take one parameter's values; returns whether the chunk is full."""
         flat = local_of(values).reshape(-1)
-        self.chunk.view(self._source, slot).copy_(flat)
+        there = self.chunk.view(self._source, slot)
+        there.copy_(flat)
+        if self._looks and flat.dtype.itemsize > there.dtype.itemsize:
+            self.rounds |= not has_same_values(there, flat)
         if self._blocks is not None:
             self._blocks.put(self.chunk.spec.slots[slot].offset, flat)
             param = self._params[slot]
@@ -164,7 +172,7 @@ class _ChunkBuilder:
             self._blocks.finish()
         elif self._keeps_original:
             chunk.payload.copy_(source)
-            if chunk.spec.trainable or not _has_same_values(chunk.payload, source):
+            if chunk.spec.trainable or not has_same_values(chunk.payload, source):
                 original = source if links.world_size == 1 else chunk.own_part(source).clone()
         chunk.keep_shard()
         for slot, param in enumerate(self._params):
@@ -195,9 +203,3 @@ class _OpaqueBuilder(_ChunkBuilder):
         self.chunk.keep_shard()
         for slot, one in enumerate(self.chunk.opaque):
             one.bind(self.chunk.view(self.chunk.payload, slot))
-
-
-def _has_same_values(narrow: Tensor, wide: Tensor) -> bool:
-    """Whether `wide` was rounded without a loss; in parts, as a comparison takes memory."""
-    parts = zip(narrow.split(BLOCK_NUMEL), wide.split(BLOCK_NUMEL), strict=True)
-    return all(torch.equal(part.to(other.dtype), other) for part, other in parts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -98,12 +97,12 @@ class StateVersion:
             raise ValueError(f"byte {at} of {self.nbytes}")
         return i
 
-    def places(self, i: int, segment: BlockSegment) -> Iterator[tuple[Plane, int]]:
-        """First byte, for every plane, of the run that block i has of a parameter."""
-        layout = self.layout_of(i)
-        offsets = layout.offsets(self.blocks[i][0])
-        for plane, offset in zip(layout.planes, offsets, strict=True):
-            yield plane, self.starts[i] + offset + segment.offset * plane.itemsize
+    def place(self, i: int, plane: str, element: int) -> int:
+        """Byte of an element that block i has of a plane."""
+        layout, numel = self.layout_of(i), self.blocks[i][0]
+        which = layout.names.index(plane)
+        first = self.starts[i] + layout.offsets(numel)[which]
+        return first + element * layout.planes[which].itemsize
 
     def encode(self) -> bytes:
         """Bytes of the version: a line of JSON, and the index as a store writes it."""

@@ -26,7 +26,8 @@ def test_a_step_waits_for_the_block_that_it_would_overwrite(tmp_path, monkeypatc
     train(model, optimizer, batches(0, 2))
     want = whole(model, optimizer)
     target = model.engine.target
-    snapshot = target.snapshot_state()
+    (stream,) = target.streams(target.names)
+    pin = stream.pin()
     thread = threading.Thread(
         target=lambda: (train(model, optimizer, batches(2, 5)), done.append(True))
     )
@@ -38,8 +39,8 @@ def test_a_step_waits_for_the_block_that_it_would_overwrite(tmp_path, monkeypatc
     def keep(run):
         got.setdefault(f"{run.name}/{run.plane}", {})[run.start] = run.values.clone()
 
-    snapshot.visit_disk(keep)
-    snapshot.close()
+    stream.visit(keep, pin)
+    pin.close()
     thread.join()
     assert done and target.pinned_seconds
     for key, runs in got.items():

@@ -308,14 +308,17 @@ def test_a_save_sees_the_masters_of_its_step_while_others_go_on(update):
 
         step(data[0])
         want, found = everything(model, optimizer), {}
-        snapshot = optimizer.targets[0].snapshot_state()
+        (stream,) = optimizer.targets[0].streams(optimizer.targets[0].names)
+        pin = stream.pin()
         step(data[1])
-        reader = threading.Thread(target=lambda: found.update(state_of(snapshot.visit_disk)))
+        reader = threading.Thread(
+            target=lambda: found.update(state_of(functools.partial(stream.visit, at=pin)))
+        )
         reader.start()
         for batch in data[2:]:
             step(batch)
         reader.join()
-        snapshot.close()
+        pin.close()
         assert found and all(torch.equal(values, want[name]) for name, values in found.items())
         assert len(found) == sum("/" in name for name in want)
 

@@ -204,7 +204,8 @@ def test_wrapping_takes_a_chunk_and_its_values_beside_what_was_wrapped(config):
     most with the last chunk, which has the largest parameter."""
     machine = machine_of({"device_mem": 90 << 20, "host_mem": 90 << 20, "nvme": 1 << 40},
                          device="cpu")  # fmt: skip
-    asked = ask(str(config), machine, Training(seq=8, lora=2, update="serial"))
+    training = Training(seq=8, lora=2, update="serial", keep_originals=True)
+    asked = ask(str(config), machine, training)
     result = asked.planned()
     assert result.plan.original_home is Tier.NVME
     frozen = [c for c in asked.layout.chunks if not c.trainable]
@@ -216,14 +217,15 @@ def test_wrapping_takes_a_chunk_and_its_values_beside_what_was_wrapped(config):
     own = asked.process(result)
     most = there + last.payload_bytes + 4 * numel + blocks
     assert most > peak and own.products + own.scratch + own.set_up == most - peak
-    in_16_bits = replace(asked, with_originals=frozenset())
+    in_16_bits = replace(asked, in_fp32=frozenset())
     assert in_16_bits.process(in_16_bits.planned()).set_up < 4 << 20
 
 
 def test_a_module_with_its_values_has_all_of_them_when_its_first_chunk_is_filled(config):
     machine = machine_of({"device_mem": 90 << 20, "host_mem": 90 << 20, "nvme": 1 << 40},
                          device="cpu")  # fmt: skip
-    asked = ask(str(config), machine, Training(seq=8, lora=2, update="serial", loaded=True))
+    training = Training(seq=8, lora=2, update="serial", loaded=True, keep_originals=True)
+    asked = ask(str(config), machine, training)
     result = asked.planned()
     peak, own = result.profile.peak(Tier.DEVICE), asked.process(result)
     chunks = asked.layout.chunks

@@ -191,9 +191,8 @@ def test_an_asynchronous_save_shows_state_that_is_in_host_memory():
     model, optimizer = trained(device(by_triton=True), (False, False, True), steps=1)
     target = optimizer.targets[0]
     seen = []
-    snapshot = target.snapshot_state()
-    snapshot.visit_resident(lambda run: seen.append((run.name, run.plane)))
-    snapshot.close()
+    (stream,) = target.streams(target.names)
+    stream.visit_memory(lambda run: seen.append((run.name, run.plane)))
     assert {name for name, _ in seen} == {name for name, _ in model.module.named_parameters()}
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from bench.shared.models import seeded
 from bench.shared.threads import run_threads
-from gemini import AutoPlacement, GeminiDDP, StaticPlacement, init_empty
+from gemini import AutoPlacement, GeminiDDP, StaticPlacement, init_empty, save_checkpoint
 from gemini.chunk.layout import ChunkLayout, ParamSpec, specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
@@ -23,6 +23,7 @@ from gemini.runtime.memory.originals import Originals
 from gemini.units import ORIGINAL_BLOCK_NUMEL, PAGE_BYTES, align_up
 from optim import HybridAdam, NvmeConfig
 from tests.support.device.placed import batch, device
+from tests.support.loops.tails import state_of
 
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
 BLOCKS = NvmeConfig(block_numel=1024)
@@ -48,7 +49,8 @@ class Adapted(nn.Module):
 def wrapped(placement, backend=None, module=None, **chunks):
     module = Adapted() if module is None else module
     trace = sequential_trace(specs_of(module, "bfloat16"))
-    model = GeminiDDP(module, backend, placement, trace=trace, **{**CHUNKS, **chunks})
+    options = {"keep_originals": True, **CHUNKS, **chunks}
+    model = GeminiDDP(module, backend, placement, trace=trace, **options)
     return model, HybridAdam(model.parameters(), lr=1e-2, nvme=BLOCKS)
 
 
@@ -122,7 +124,7 @@ def test_what_is_planned_is_held_before_and_behind_a_thaw(world_size, tier, tmp_
         mine = AutoPlacement("1MiB", world_size * 10_000, nvme_dir=str(tmp_path))
 
     def work(rank):
-        model = GeminiDDP(Adapted(), device(by_triton=True), mine, **CHUNKS)
+        model = GeminiDDP(Adapted(), device(by_triton=True), mine, keep_originals=True, **CHUNKS)
         assert frozen_bytes(model) > 10_000
         check_counted(model)
         assert model.engine.originals.memory_bytes[D] > 0  # of what is trained, until masters are
@@ -191,7 +193,7 @@ def test_a_host_budget_has_room_for_them_or_they_go_to_files_or_the_remedy_is_na
     model, optimizer = wrapped(*limited(frozen_bytes(model) - 1))
     assert model.engine.planning.plan.original_home is N
     assert peaks(model, optimizer).get(H, 0) < frozen_bytes(model)
-    with pytest.raises(BudgetError, match="or load frozen weights in the dtype that they") as info:
+    with pytest.raises(BudgetError, match="or leave keep_originals=True out") as info:
         wrapped(AutoPlacement("1MiB", "1000B", "100B"), device(by_triton=True))
     assert info.value.tier is N
     enough = 100 + info.value.missing_bytes
@@ -336,7 +338,8 @@ def test_values_go_one_by_one_as_they_are_written(empty, monkeypatch):
         module = Tower()
     before = None if empty else [ref().copy() for ref in FromArrays.made]
     placement = AutoPlacement("1MiB", 20_000, "1MiB", block_numel=1024)
-    model = GeminiDDP(module, backend, placement, **{**CHUNKS, "min_chunk_size_m": 1})
+    options = {**CHUNKS, "min_chunk_size_m": 1, "keep_originals": True}
+    model = GeminiDDP(module, backend, placement, **options)
     assert model.engine.planning.plan.original_home is N
     frozen = [c for c in model.engine.chunks if not c.spec.trainable]
     (chunk,) = frozen
@@ -348,3 +351,77 @@ def test_values_go_one_by_one_as_they_are_written(empty, monkeypatch):
     if before is not None:
         for array, value in zip(before, model.state_dict().values(), strict=False):
             assert torch.equal(torch.from_numpy(array), value)
+
+
+# -- where nobody asked for them --
+
+
+@pytest.fixture
+def said(caplog):
+    """Warnings that name the option."""
+    caplog.set_level("WARNING", "gemini")
+    return lambda: [one for one in caplog.messages if "keep_originals=True" in one]
+
+
+def rounded(module, name):
+    return module.state_dict()[name].bfloat16().float()
+
+
+def test_none_are_kept_where_nobody_asked(said):
+    """And what leaves the engine, rounded, is told once."""
+    before = Adapted()
+    model, optimizer = wrapped("cuda", module=Adapted(), keep_originals=False)
+    assert not model.engine.originals.chunks
+    assert rows(model, "originals") == [{D: 0, H: 0, N: 0}] * 2
+    step(model, optimizer)
+    assert said() == []
+    for _ in range(2):
+        assert torch.equal(model.state_dict()["up.weight"], rounded(before, "up.weight"))
+    (text,) = said()
+    assert text.startswith("state dicts, checkpoints and unwrap() have the values of up.weight")
+    assert "and 3 more frozen parameters as they were rounded to bfloat16" in text
+
+
+def test_a_thaw_tells_that_masters_begin_with_rounded_weights(said):
+    before = Adapted()
+    model, optimizer = wrapped("cuda", module=Adapted(), keep_originals=False)
+    optimizer.param_groups[0]["lr"] = 0.0
+    model.module.up.requires_grad_(True)
+    step(model, optimizer)
+    (text,) = said()
+    assert text.startswith("fp32 masters begin with the values of up.weight and 1 more frozen")
+    master = state_of(optimizer.visit_state)["up.weight/master/0"].view(77, 33)
+    assert torch.equal(master, rounded(before, "up.weight"))
+    assert not torch.equal(master, before.up.weight)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_nothing_is_told_of_weights_that_no_rounding_changed(kept, said, tmp_path):
+    module = Adapted()
+    with torch.no_grad():
+        for param in module.parameters():
+            param.copy_(param.bfloat16())
+    model, optimizer = wrapped("cuda", module=module, keep_originals=kept)
+    model.module.up.requires_grad_(True)
+    step(model, optimizer)
+    save_checkpoint(tmp_path / "a", model, optimizer)
+    model.unwrap()
+    assert said() == []
+
+
+def test_fp32_values_that_are_loaded_into_frozen_weights_are_told_too(said, tmp_path):
+    module = Adapted()
+    with torch.no_grad():
+        for param in module.parameters():
+            param.copy_(param.bfloat16())
+    model, optimizer = wrapped("cuda", module=module, keep_originals=False)
+    exact = {name: value.bfloat16().float() for name, value in model.state_dict().items()}
+    model.load_state_dict(exact)
+    model.state_dict()
+    assert said() == []
+    model.load_state_dict({**exact, "down.weight": torch.randn(33, 77)})
+    save_checkpoint(tmp_path / "a", model, optimizer)
+    (text,) = said()
+    assert "the values of down.weight and 1 more frozen" in text
+    model.load_state_dict(exact)
+    assert not model.engine.originals.lost

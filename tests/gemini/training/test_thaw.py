@@ -73,7 +73,7 @@ def test_all_of_a_model_is_thawed_under_a_budget_that_sends_it_to_files():
 
 @pytest.mark.parametrize("place", ["resident", "host", "nvme"])
 def test_masters_of_thawed_weights_start_from_what_they_were_before_wrapping(place):
-    model, optimizer = wrapped(HalfFrozen, place, precision="bf16")
+    model, optimizer = wrapped(HalfFrozen, place, precision="bf16", keep_originals=True)
     step(model, optimizer)
     model.module.requires_grad_(True)
     model.layers[0].weight.register_hook(torch.zeros_like)  # no gradient moves it

@@ -117,9 +117,9 @@ def moves(monkeypatch):
     for name in ("gather_state", "scatter_state"):
         inner = getattr(saved_state, name)
 
-        def counted(*args, name=name, inner=inner):
+        def counted(*args, name=name, inner=inner, **options):
             called.append(name)
-            return inner(*args)
+            return inner(*args, **options)
 
         monkeypatch.setattr(saved_state, name, counted)
     return called

@@ -1,134 +1,185 @@
-"""Optimizer state of an engine as whole tensors on rank 0, or as DTensors, and back to all shards.
+"""Whole values of parameters from shards, and shards from whole values: weights, and planes of the
+optimizer's state.
 
-For `optimizer.state_dict()`: rank 0 holds all of it in host memory, other ranks their own shards
-for as long as it takes. What is larger is streamed (`ShardTarget.visit_state`).
+Rank 0 holds whole values in host memory, other ranks their own shards for as long as it takes; or
+every rank has DTensors. What is larger is streamed (`optim.state.state_stream`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gemini.chunk.layout import ChunkLayout
-from gemini.chunk.local import full_tensor_of
+from gemini.chunk.local import full_tensor_of, own_part
 from gemini.chunk.storage import Chunk, params_in
 from gemini.dtypes import DTYPES
 from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import TieredState
-from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.links import Links
-from gemini.units import ChunkId
+from gemini.runtime.parts import Parts
+from gemini.units import ChunkId, ParamId
 
 from .dtensors import dtensor_of, dtensors_in, full_value
-from .given_values import given_part
 
-FullState = dict[str, dict[str, Tensor]]  # parameter name -> plane -> the parameter's shape, host
 Key = tuple[ChunkId, str]  # of a shard's plane
 
 
-def gather_state(
-    tiered_state: TieredState,
-    chunks: list[Chunk],
-    layout: ChunkLayout,
-    links: Mapping[str, Links],
-    params: Sequence[Tensor],
-    cut: bool,
-) -> FullState:
-    """All state on rank 0; of no use on other ranks. Collective.
+def gathered(
+    parts: Parts, chunk: Chunk, shard: Tensor, *, cut: bool
+) -> Iterator[tuple[ParamId, Tensor]]:
+    """Parameters of a chunk with their values in `shard` [S] of every rank: on rank 0 whole, in
+    host memory and maybe a view, elsewhere nothing. Of an opaque one its bytes. Collective.
 
-    cut: as DTensors on every rank; without masters, which are the weights.
+    cut: DTensors on every rank, and bytes.
+    """
+    links = parts.links[chunk.spec.group]
+    if cut:
+        payload = links.gather_for_all(shard.to(links.shards.device), chunk.spec.id)
+    else:
+        found = links.gather(shard)
+        if found is None:
+            return
+        payload = found.cpu()
+    for param, mine in params_in(parts.layout, chunk.spec, payload):
+        if param in parts.opaque:
+            yield param, mine.cpu()
+        elif cut:
+            yield param, dtensor_of(links, parts.params[param], mine)
+        else:
+            value = full_tensor_of(parts.params[param], mine).cpu()
+            if parts.comm.rank == 0:  # others only gave their parts of a split parameter
+                yield param, value
+
+
+def scatter(
+    parts: Parts,
+    chunk: Chunk,
+    payload: Tensor | None,
+    shard: Tensor,
+    values: Mapping[ParamId, Tensor | None],
+    split: Set[ParamId],
+) -> None:
+    """Put `values` of rank 0 into the chunk's `payload`, [S * W] on the first rank, and this rank's
+    part of that into `shard` [S]. Collective.
+
+    values: by parameter, the same ones on all ranks. split: those of which every rank gives its
+        part, a DTensor.
+    """
+    links = parts.links[chunk.spec.group]
+    wholes = {
+        param: full_value(v) for param, v in values.items() if v is not None and param in split
+    }
+    if payload is not None:
+        for param, place in params_in(parts.layout, chunk.spec, payload):
+            if param in values:
+                whole = wholes.get(param, values[param]) if parts.comm.rank == 0 else None
+                value = _given_part(links, parts.params[param], whole, place.dtype)
+                place.copy_(value.reshape(place.shape))
+    links.scatter(payload, shard)
+
+
+def _given_part(links: Links, param: Tensor, whole: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Part that this rank has of rank 0's value of a parameter, or of a plane of its state.
+
+    whole: on rank 0. Collective over the first ranks of all places of what is split.
+    """
+    for comm in (links.copies, links.split):
+        if comm is None:
+            continue
+        there = torch.empty(param.shape, dtype=dtype, device=comm.device)
+        if whole is not None:
+            there.copy_(whole)
+        comm.broadcast(there)
+        whole = there
+    assert whole is not None
+    return own_part(param, whole)
+
+
+def gather_state(
+    parts: Parts, state: TieredState, chunks: Sequence[Chunk], *, cut: bool
+) -> dict[str, dict[str, Tensor]]:
+    """All state by parameter and plane, as `gathered`. Collective.
+
+    cut: without masters, which are the weights.
     """
     shards: dict[Key, Tensor] = {}
 
     def keep(block: Block, planes: Planes) -> None:
         chunk = chunks[block.shard]
         for name, plane in planes.items():
-            if name not in tiered_state.layout.names:
+            if name not in state.layout.names:
                 continue
             key = (chunk.spec.id, name)
             if key not in shards:
                 shards[key] = torch.zeros(chunk.spec.shard_numel, dtype=plane.dtype)
             shards[key][block.shard_offset : block.shard_offset + block.numel] = plane
 
-    tiered_state.visit(keep)
-    whole: FullState = {}
-    for chunk in chunks:
-        for plane in tiered_state.layout.planes:
-            having = _having(tiered_state, chunk, plane.name)
-            if not having:
-                continue
-            shard = shards.pop((chunk.spec.id, plane.name), None)
-            if shard is None:  # other ranks have elements of these parameters
-                shard = torch.zeros(chunk.spec.shard_numel, dtype=DTYPES[plane.dtype])
-            group = links[chunk.spec.group]
-            payload = None
-            if not cut:
-                payload = group.gather(shard)
-            elif plane.name != MASTER:
-                payload = group.gather_for_all(shard.to(group.shards.device), chunk.spec.id)
-            if payload is not None:
-                for param, mine in params_in(layout, chunk.spec, payload):
-                    if param not in having:
-                        continue
-                    if cut:
-                        values = dtensor_of(group, params[param], mine)
-                    else:
-                        values = full_tensor_of(params[param], mine.cpu().clone()).cpu()
-                    whole.setdefault(layout.params[param].name, {})[plane.name] = values
+    state.visit(keep)
+    whole: dict[str, dict[str, Tensor]] = {}
+    for chunk, plane, having in _planes_of(state, chunks):
+        shard = shards.pop((chunk.spec.id, plane), None)
+        if cut and plane == MASTER:
+            continue
+        if shard is None:  # other ranks have elements of these parameters
+            shard = _zeros(state, plane, chunk.spec.shard_numel)
+        for param, value in gathered(parts, chunk, shard, cut=cut):
+            if param in having:
+                whole.setdefault(parts.layout.params[param].name, {})[plane] = value.clone()
     return whole
 
 
-def _having(tiered_state: TieredState, chunk: Chunk, plane: str) -> set[int]:
-    """Parameters of a chunk that have a plane."""
-    params = {slot.param for slot in chunk.spec.slots}
-    return {param for param in params if tiered_state.columns.has(param, plane)}
-
-
 def scatter_state(
-    state: Mapping[str, Mapping[str, Any]],
-    tiered_state: TieredState,
-    chunks: list[Chunk],
-    layout: ChunkLayout,
-    links: Mapping[str, Links],
-    params: Sequence[Tensor],
-    comm: Communicator,
-) -> dict[Key, Tensor]:
-    """This rank's [S] of every plane that rank 0's `state` has, host; of a DTensor every rank
-    gives its part. Collective.
+    parts: Parts,
+    state: TieredState,
+    chunks: Sequence[Chunk],
+    given: Mapping[str, Mapping[str, Any]],
+) -> tuple[dict[Key, Tensor], Mapping[str, Set[str]]]:
+    """This rank's [S] of every plane that rank 0 has `given` values of, host; of a DTensor every
+    rank gives its part. Elements of other parameters are zeros. Collective.
 
-    Elements of parameters that the state does not name keep what `tiered_state` holds.
+    Returns the names of the planes that were given, too, by parameter.
     """
-    given = {name: [p.name for p in tiered_state.layout.planes if p.name in state.get(name, {})]
-             for name in (spec.name for spec in layout.params)}  # fmt: skip
-    given = comm.gather_objects(given)[0]
-    flat = {f"{n}.{k}": v for n, planes in state.items() for k, v in planes.items()}
-    split = dtensors_in(comm, flat)
+    names = parts.comm.gather_objects(
+        {name: {k for k in state.layout.names if k in planes} for name, planes in given.items()}
+    )[0]
+    flat = {f"{name}.{k}": v for name, planes in given.items() for k, v in planes.items()}
+    split = dtensors_in(parts.comm, flat)
     shards: dict[Key, Tensor] = {}
+    for chunk, plane, _ in _planes_of(state, chunks):
+        key_of = {
+            slot.param: f"{name}.{plane}"
+            for slot in chunk.spec.slots
+            if plane in names.get(name := parts.layout.params[slot.param].name, ())
+        }
+        if not key_of:
+            continue
+        payload = None
+        if parts.links[chunk.spec.group].is_first:
+            payload = _zeros(state, plane, chunk.spec.payload_numel)
+        shard = shards[chunk.spec.id, plane] = _zeros(state, plane, chunk.spec.shard_numel)
+        values = {param: flat.get(key) for param, key in key_of.items()}
+        parted = {param for param, key in key_of.items() if key in split}
+        scatter(parts, chunk, payload, shard, values, parted)
+    return shards, names
+
+
+def _planes_of(
+    state: TieredState, chunks: Sequence[Chunk]
+) -> Iterator[tuple[Chunk, str, Set[ParamId]]]:
+    """(chunk, plane, parameters of the chunk that have the plane), in the order of collectives."""
     for chunk in chunks:
-        names = [layout.params[slot.param].name for slot in chunk.spec.slots]
-        for plane in tiered_state.layout.planes:
-            if not any(plane.name in given[name] for name in names):
-                continue
-            if not _having(tiered_state, chunk, plane.name):
-                continue
-            keys = [f"{name}.{plane.name}" for name in names]
-            wholes = {key: full_value(flat[key]) for key in keys if key in split}
-            payload, dtype, group = None, DTYPES[plane.dtype], links[chunk.spec.group]
-            if group.is_first:
-                payload = torch.zeros(chunk.spec.payload_numel, dtype=dtype)
-                for param, mine in params_in(layout, chunk.spec, payload):
-                    name = layout.params[param].name
-                    if plane.name in given[name]:
-                        key = f"{name}.{plane.name}"
-                        value = wholes.get(key, flat.get(key)) if comm.rank == 0 else None
-                        values = given_part(group, params[param], value, dtype)
-                        mine.copy_(values.reshape(mine.shape))
-            shard = torch.empty(chunk.spec.shard_numel, dtype=dtype)
-            group.scatter(payload, shard)
-            shards[chunk.spec.id, plane.name] = shard
-    return shards
+        for plane in state.layout.names:
+            params = {slot.param for slot in chunk.spec.slots}
+            having = {param for param in params if state.columns.has(param, plane)}
+            if having:
+                yield chunk, plane, having
+
+
+def _zeros(state: TieredState, plane: str, numel: int) -> Tensor:
+    dtype = next(p.dtype for p in state.layout.planes if p.name == plane)
+    return torch.zeros(numel, dtype=DTYPES[dtype])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,7 @@ from gemini.optim.rules.state_layout import MASTER, Plane
 from gemini.optim.state.disk.state_version import StateVersion
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
-from gemini.optim.state.state_stream import (
-    RunSpec,
-    StateSnapshot,
-    StateSource,
-    StateVisitor,
-    fill_runs,
-    inside,
-    list_runs,
-    pinned_runs,
-    visit_runs,
-)
+from gemini.optim.state.state_stream import BlockFiller, StateStream, inside
 from gemini.optim.step.executor import step_counts
 from gemini.optim.step.executors import MatrixPlan, MatrixUpdates
 from gemini.optim.step.measuring import Measuring
@@ -46,15 +36,6 @@ from .shard_cover import check_not_split
 from .shard_state import ShardState, StepCalls
 
 log = logging.getLogger("gemini")
-
-
-@dataclass(frozen=True, slots=True)
-class PinnedRuns:
-    """State that is kept where it is, and where each of its runs begins in the version's stream."""
-
-    version: StateVersion
-    runs: Iterator[tuple[RunSpec, int]]
-    settle: Callable[[], None]  # to be called when its witness is there, or nobody will make it
 
 
 class SavedShards(ShardState):
@@ -117,10 +98,6 @@ class SavedShards(ShardState):
         return self._rule.needs_wholes
 
     @property
-    def some_planes(self) -> Mapping[str, Set[str]]:
-        return self._columns.by_name(self._names)
-
-    @property
     def names(self) -> dict[int, str]:
         """Name by id of the parameter."""
         params = self._parts.params
@@ -152,68 +129,67 @@ class SavedShards(ShardState):
 
     # -- run by run --
 
-    def visit_state(self, look: StateVisitor) -> None:
-        """Show this rank's state run by run; see `optim.state.state_stream`. Not collective."""
-        visit_runs(self.tiered_state, self._names, look)
+    def streams(self, names: Mapping[int, str]) -> Sequence[StateStream]:
+        """Stream of this rank's state. What is filled is followed by weights. Not collective."""
+        slots = (slot for chunk in self._chunks for slot in chunk.spec.slots)
+        own = [names[id(param)] for param in self._parts.params]
+        params = [slot.param for slot in slots]
+        return [StateStream(self.tiered_state, own, params, self._overwrite)]
 
-    def state_runs(self) -> Sequence[RunSpec]:
-        return list_runs(self.tiered_state, self._names)
-
-    def snapshot_state(self) -> StateSnapshot:
-        return StateSnapshot(self.tiered_state, self._names)
-
-    def pin_state(self, witness: Path) -> PinnedRuns:
+    def pin_state(self, witness: Path) -> tuple[StateVersion, Callable[[], None]]:
         """Keep this rank's state on disk as it is now, while `witness` is there. Not collective.
 
-        Raises OSError where that cannot be said beside the store's files.
+        Returns its version, and what is to be called when the witness is there, or nobody will make
+        it. Raises OSError where that cannot be said beside the store's files.
         """
-        state = self.tiered_state
-        assert state.nvme is not None
-        store = state.nvme.store
-        pin = store.pin_last(witness)
-        version = state.nvme.version(pin.index)
-        runs = pinned_runs(state, self._names, version)
-        return PinnedRuns(version, runs, partial(store.versions.settle, pin))
+        nvme = self.tiered_state.nvme
+        assert nvme is not None
+        pin = nvme.store.pin_last(witness)
+        return nvme.version(pin.index), partial(nvme.store.versions.settle, pin)
 
-    @torch.no_grad()
-    def fill_state(self, source: StateSource, *, whole: bool = False) -> None:
-        """Replace this rank's state run by run. Weights follow the masters. Not collective."""
-        self._loading()
+    @contextmanager
+    def _changing(self) -> Iterator[Shards]:
+        """Context that changes masters, and shards with them: all of it or nothing."""
         self._parts.manager.release_all()
+        shards = Shards(self._chunks)
         try:
-            shards, tiered_state = Shards(self._chunks), self.tiered_state
             with self.shards_with_masters():
-                fill_runs(tiered_state, self._names, source, shards.follow_master, whole=whole)
+                yield shards
             shards.end()
-            self._tiered_state.torn = None
         finally:
             after_step(self._parts)
+
+    def _overwrite(self, fill: BlockFiller, whole: bool) -> None:
+        """Overwrite all blocks. Weights follow the masters."""
+        self._loading()
+        with self._changing() as shards:
+
+            def fill_and_follow(block: Block, planes: Planes) -> None:
+                fill(block, planes)
+                shards.follow_master(block, planes)
+
+            self.tiered_state.overwrite(fill_and_follow, whole=whole)
+        self._tiered_state.torn = None
 
     @torch.no_grad()
     def blend(self, plane: str, weights: Sequence[float]) -> None:
         """See `Target.blend`: masters where they are, and shards follow. Not collective."""
         write_back_changes(self._parts)
-        self._parts.manager.release_all()
-        counts, shards = self.step_counts, Shards(self._chunks)
         shares = [
             0.0 if group is None or not count else weights[group]
-            for group, count in zip(self._group_of, counts, strict=True)
+            for group, count in zip(self._group_of, self.step_counts, strict=True)
         ]
+        with self._changing() as shards:
 
-        def move(block: Block, planes: Planes) -> None:
-            exact = shards.exact(block, planes)
-            for part in block.segments:
-                if shares[part.param]:
-                    here = exact[inside(part)]
-                    here.add_(planes[plane][inside(part)].sub(here).mul_(shares[part.param]))
-            shards.follow(block, exact)
+            def move(block: Block, planes: Planes) -> None:
+                exact = shards.exact(block, planes)
+                for part in block.segments:
+                    if shares[part.param]:
+                        here = exact[inside(part)]
+                        here.add_(planes[plane][inside(part)].sub(here).mul_(shares[part.param]))
+                shards.follow(block, exact)
 
-        try:
-            with self.shards_with_masters():
-                self.tiered_state.overwrite(move)
-            shards.end()
-        finally:
-            after_step(self._parts)
+            self.tiered_state.overwrite(move)
 
     @torch.no_grad()
     def rewind(self, steps: int) -> None:
@@ -266,16 +242,12 @@ class SavedShards(ShardState):
     def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
         """Whole planes of parameters in groups on rank 0, nothing elsewhere; or DTensors on every
         rank. Collective."""
-        parts = self._parts
         self._calls.meet("optimizer.state_dict()")
-        whole = gather_state(
-            self.tiered_state, self._chunks, parts.layout, parts.links, parts.params, cut
-        )
-        has_all = cut or parts.comm.rank == 0
+        whole = gather_state(self._parts, self.tiered_state, self._chunks, cut=cut)
         return {
             param: whole[self._names[i]]
-            for i, param in enumerate(parts.params)
-            if self._group_of[i] is not None and self._names[i] in whole and has_all
+            for i, param in enumerate(self._parts.params)
+            if self._group_of[i] is not None and self._names[i] in whole
         }
 
     @torch.no_grad()
@@ -307,13 +279,7 @@ class SavedShards(ShardState):
             for param, name in zip(parts.params, self._names, strict=True)
             if param in state
         }
-        comm, links, layout = parts.comm, parts.links, parts.layout
-        shards = scatter_state(
-            by_name, self.tiered_state, self._chunks, layout, links, parts.params, comm
-        )
-        given = comm.gather_objects(
-            {name: {k for k in planes if k != "step"} for name, planes in by_name.items()}
-        )[0]
+        shards, given = scatter_state(parts, self.tiered_state, self._chunks, by_name)
 
         write_back_changes(parts)
         other = self._of_other_weights(shards, {n for n, keys in given.items() if MASTER in keys})
