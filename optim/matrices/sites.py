@@ -42,7 +42,7 @@ class Site(Protocol):
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor: ...
 
-    def bring(self, planes: Planes, *, on_host: bool) -> Planes:
+    def bring(self, block: Block, planes: Planes, *, on_host: bool) -> Planes:
         """Bring a block's state to where it can be updated, until the next block is brought."""
         ...
 
@@ -79,7 +79,7 @@ class HostSite:
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
 
-    def bring(self, planes: Planes, *, on_host: bool) -> Planes:
+    def bring(self, block: Block, planes: Planes, *, on_host: bool) -> Planes:
         return planes
 
     def take_back(self, planes: Planes, here: Planes, of: Block, views: SteppedViews) -> None:
@@ -105,8 +105,8 @@ class DeviceSite:
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.memory.zeros(numel, dtype, on_host=False)
 
-    def bring(self, planes: Planes, *, on_host: bool) -> Planes:
-        self.staging.next()
+    def bring(self, block: Block, planes: Planes, *, on_host: bool) -> Planes:
+        self.staging.use(block.id)
         if not on_host:
             return planes
         state = {name: plane for name, plane in planes.items() if name != WEIGHT}
@@ -164,7 +164,7 @@ def update_apart(
     on_host: bool,
 ) -> CopyTicket | None:
     """Update a block with a gradient and without matrices; see `Updater.update_block`."""
-    here = site.bring(planes, on_host=on_host)
+    here = site.bring(block, planes, on_host=on_host)
     site.update(rule, views.pieces(block, here), site.inputs)
     return site.take_back(planes, here, block, views)
 

@@ -227,7 +227,7 @@ class MatrixUpdater:
         matrices = [part for part in block.segments if part.param in self._bucket_of]
         directions = site.zeros(block.numel, self._dtype_of([p.param for p in matrices]))
         momenta = {name: plane for name, plane in planes.items() if name == MOMENTUM.name}
-        here = site.bring(momenta, on_host=on_host)
+        here = site.bring(block, momenta, on_host=on_host)
         pieces = views.pieces(block, here, param=directions)
         taken_in = []
         for piece in pieces:
@@ -342,7 +342,7 @@ class MatrixUpdater:
                     place = slice(part.offset, part.offset + part.numel)
                     moves[place].copy_(taken.directions[place])
         site, moved, others = self._site, [], []
-        here = site.bring(taken.planes, on_host=taken.on_host)
+        here = site.bring(block, taken.planes, on_host=taken.on_host)
         for piece in views.pieces(block, here, grad=moves):
             hyper = piece.hyper
             if isinstance(hyper, MatrixOptions):

@@ -91,7 +91,7 @@ class Flow(Generic[R]):
         self.leaving: deque[Span[R]] = deque()  # updated, on the way to their buffer, in order
         self.writes: deque[Span[R]] = deque()  # in order
         self.cached: deque[Span[R]] = deque()  # written, with a buffer that may be taken
-        self._updated: Callable[[Span[R]], object] = lambda span: None
+        self._updated: Callable[[Span[R]], object] | None = None  # of the step, and no longer
 
     def change(self, spans: Sequence[Span[R]], free: list[Any]) -> None:
         """Have other spans and other buffers. Nothing is under way; the order of known ones
@@ -104,7 +104,7 @@ class Flow(Generic[R]):
 
     # -- a step --
 
-    def begin(self, updated: Callable[[Span[R]], object] = lambda span: None) -> None:
+    def begin(self, updated: Callable[[Span[R]], object] | None = None) -> None:
         """Begin a step of all spans. updated: told of each whose new version is in its buffer,
         before it is written."""
         self.in_step, self._updated = True, updated
@@ -146,7 +146,8 @@ class Flow(Generic[R]):
             self.end(self.leaving[0])
 
     def _write(self, span: Span[R]) -> None:
-        self._updated(span)
+        if self._updated is not None:
+            self._updated(span)
         self.writes.append(span)
         span.ticket = span.record.put(span.buffer)
 
@@ -189,7 +190,7 @@ class Flow(Generic[R]):
         in_order: the next one begins with the first span; else with the last of this one, whose
             buffer has it already.
         """
-        self.in_step = False
+        self.in_step, self._updated = False, None
         self.order = list(self.spans) if in_order else self.order[::-1]
         for span in self.spans:
             span.was_read = span.is_touched = False
@@ -245,4 +246,4 @@ class Flow(Generic[R]):
 
     def undone(self) -> None:
         """Note that the step is undone: the next one may begin."""
-        self.in_step = False
+        self.in_step, self._updated = False, None

@@ -301,7 +301,6 @@ class OperatorStep(HostStep, TritonStep):
     def updater_of(
         self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
     ) -> AnyUpdater:
-        self.staging.begin()
         site = DeviceSite(self._memory, self.staging, inputs)
         if self._matrices is None:
             return SiteUpdater(site, self._rule)

@@ -52,18 +52,15 @@ class DeviceStaging:
     def nbytes(self) -> int:
         return self._states.nbytes + self._params.nbytes + self._grads.nbytes
 
-    def begin(self) -> None:
-        """Begin a step: blocks get the same buffers as in the step before."""
-        self.turn = 0
-
     def end(self) -> None:
         """Order all copies from it before what the device does next, as its memory is freed."""
-        for _ in range(self.count):
-            self.next()
+        for turn in range(self.count):
+            self.use(turn)
 
-    def next(self) -> None:
-        """Take the next set, for one block; the copies from it come before its use."""
-        self.turn = (self.turn + 1) % self.count
+    def use(self, number: int) -> None:
+        """Use one set for one block; the copies from it come before that. number: of the block, so
+        that it has the same buffers in every step, in whatever order blocks come."""
+        self.turn = number % self.count
         leaving, self._leaving[self.turn] = self._leaving[self.turn], None
         if leaving is not None:
             self._arrive(leaving)

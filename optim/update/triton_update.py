@@ -200,7 +200,6 @@ class TritonUpdater:
 
     def begin(self, hypers: Sequence[object], *, with_norm: bool) -> None:
         """Make this step's coefficients. with_norm: clip and skip by the last measure."""
-        self.staging.begin()
         self._upload([self._rule.hyper_row(hyper) for hyper in hypers])
         norm_type = self.norm_type
         if with_norm and norm_type not in (1.0, 2.0, math.inf):
@@ -219,7 +218,7 @@ class TritonUpdater:
         state = {name: plane for name, plane in planes.items() if name != WEIGHT}
         staging = self.staging
         with named("update", "block", block.id):
-            staging.next()
+            staging.use(block.id)
             staged = staging.planes(state)
             staging.bring([(staged[name], state[name]) for name in state])
             # Only after the planes have come: views may read the master.
@@ -256,7 +255,7 @@ class TritonUpdater:
         for block in borrowed:
             copies = None
             if views.touches(block):
-                self.staging.next()
+                self.staging.use(block.id)
                 own = views.pieces(block, slab.planes(block))
                 self._launch(("borrowed", block.id), own, slab.tensors)
                 copies = self._take_back(block, views)

@@ -1,0 +1,148 @@
+"""Tails of a device whose kernels update, with model data in files beside it: the bits of serial
+steps, and disks that fail."""
+
+import errno
+import gc
+import threading
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import nvme
+from gemini import AutoPlacement, GeminiDDP, StaticPlacement
+from gemini.chunk.layout import specs_of
+from gemini.memtracer.trace import sequential_trace
+from gemini.placement.tiers import Tier
+from optim import HybridAdam, NvmeConfig
+from tests.support.apart import Apart
+from tests.support.device.placed import batch, device
+from tests.support.disks.faults import failing
+from tests.support.loops.tails import differences, everything, has_tail
+
+
+class Layer(nn.Module):
+    """A block of whose state may belong to a parameter that no call uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.spare, self.b = nn.Linear(33, 77), nn.Linear(33, 33), nn.Linear(77, 33)
+
+    def forward(self, x):
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+ROOM = AutoPlacement("140KiB", "180KiB", warmup_non_model_data_ratio=0.0)
+
+
+def wrapped(update, backend, policy=ROOM, **options):
+    torch.manual_seed(0)
+    module = nn.Sequential(*[Layer() for _ in range(6)])
+    model = GeminiDDP(
+        module, backend, policy, trace=sequential_trace(specs_of(module, "bfloat16")),
+        min_chunk_size_m=0.004, update=update, **options,
+    )  # fmt: skip
+    optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=NvmeConfig(block_numel=1024))
+    return model, optimizer
+
+
+def step(model, optimizer, number):
+    model(batch(number)).float().pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def homes_of(model, kind):
+    return {getattr(shard, kind) for shard in model.engine.planning.plan.shards}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}])
+def test_parameters_and_gradients_in_files_beside_a_device_have_the_bits_of_serial_steps(options):
+    found = []
+    for update in ("serial", "tail"):
+        backend = device(by_triton=True)
+        with Apart(backend):
+            model, optimizer = wrapped(update, backend, **options)
+            tails = []
+            for number in range(3):
+                step(model, optimizer, number)
+                tails.append(has_tail(optimizer))
+            found.append(everything(model, optimizer))
+            if update == "tail":
+                assert all(tails) and Tier.NVME in homes_of(model, "param_home")
+                assert Tier.NVME in homes_of(model, "grad_home")
+            optimizer.close()
+            backend.check()
+    assert differences(*found) == []
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("call, at", [("preadv", 3), ("preadv", 20), ("pwritev", 2),
+                                      ("pwritev", 17)])  # fmt: skip
+def test_a_transfer_that_fails_beside_a_device_undoes_the_step(call, at):
+    """What was on its way between host and device then is nobody's, and the step is taken again."""
+    backend = device(by_triton=True)
+    model, optimizer = wrapped("tail", backend)
+    step(model, optimizer, 0)
+    before = everything(model, optimizer)
+    name = optimizer.targets[0].tiered_state.nvme.store.paths[0].name
+    model(batch(1)).float().pow(2).mean().backward()
+    with failing(call, errno.EIO, name, after=at, times=1), pytest.raises(nvme.TransferError):
+        optimizer.step()
+        model.state_dict()
+    assert differences(everything(model, optimizer), before) == []
+    backend.check()
+    optimizer.step()
+    optimizer.zero_grad()
+    again = everything(model, optimizer)
+    optimizer.close()
+    model, optimizer = wrapped("serial", device(by_triton=True))
+    for number in range(2):
+        step(model, optimizer, number)
+    assert differences(again, everything(model, optimizer)) == []
+    optimizer.close()
+
+
+@pytest.mark.parametrize("update", ["serial", "tail"])
+def test_gradients_die_when_their_step_has_ended_and_the_loop_drops_them(update):
+    """No flow, hook or view of a step keeps them into the next backward."""
+    backend = device(by_triton=True)
+    model, optimizer = wrapped(update, backend, AutoPlacement("1MiB"), precision="fp32")
+    step(model, optimizer, 0)
+    model(batch(1)).float().pow(2).mean().backward()
+    grads = [weakref.ref(c.grad) for c in model.engine.chunks if c.grad is not None]
+    assert grads
+    gc.disable()  # none waits for a pass of the collector
+    try:
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.last_report.behind.wait()
+        model(batch(2))
+        assert [grad() for grad in grads] == [None] * len(grads)
+    finally:
+        gc.enable()
+    optimizer.close()
+
+
+def test_the_thread_of_a_tail_launches_where_the_trainer_does_and_its_device_waits_for_no_copy():
+    """It waits for what comes itself: the stream that computes would hold up the forward."""
+    backend, threads = device(by_triton=True), []
+
+    @contextmanager
+    def here():
+        threads.append(threading.current_thread().name)
+        yield
+
+    backend.here = here
+    model, optimizer = wrapped("tail", backend, StaticPlacement(1.0, 1.0))
+    step(model, optimizer, 0)
+    model(batch(1)).float().pow(2).mean().backward()
+    starved = backend.starved
+    optimizer.step()
+    optimizer.last_report.behind.wait()
+    assert backend.starved == starved
+    assert threads == ["optim-tail"] * 2
+    optimizer.close()
