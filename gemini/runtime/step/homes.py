@@ -340,26 +340,38 @@ def raise_homes(parts: Parts, planned: PlanResult, inputs: PlanInputs | None = N
     """Bring shards and state nearer, to where `planned` has them, and make it the plan.
 
     inputs: what it was made with, where that is another trace. Between iterations, when there are
-    no gradients. On an error of the disk what has risen stays where it is, the rest where it was,
-    and the plan of before is in use.
+    no gradients. On an error of the disk nothing has changed.
     """
     manager, storage, target = parts.manager, parts.storage, parts.target
     assert target is not None
     target.settle()
     manager.release_all()
     from_files = {chunk.spec.id for chunk in parts.chunks if chunk.files is not None}
+    risen: list[tuple[Chunk, Tier]] = []  # and where from
+    # What a disk may refuse comes first, while files have all that they had.
+    gradients = storage.new_gradient_files(planned.plan)
     try:
         for chunk, shard in zip(parts.chunks, planned.plan.shards, strict=True):
-            if shard.param_home is not _home(chunk):
+            home = _home(chunk)
+            if shard.param_home is not home:
                 chunk.bring_home(shard.param_home is Tier.HOST)
-                from_files.discard(chunk.spec.id)
+                risen.append((chunk, home))
         target.raise_state(planned.plan)
-        parts.planning.use_plan(planned, inputs)
-        storage.place_gradients(planned.plan, parts.chunks)
-    # Also after an error of a disk: shards that have risen live in memory from now on.
-    finally:
-        storage.keep_shards(from_files)
+    except BaseException:
+        for chunk, home in risen:
+            if home is Tier.NVME:
+                chunk.leave_memory(storage)
+            else:
+                chunk.leave_device()
+        if gradients is not None:
+            gradients.close()
         _homes_changed(parts)
+        manager.release_all()
+        raise
+    parts.planning.use_plan(planned, inputs)
+    storage.place_gradients(planned.plan, parts.chunks, gradients)
+    storage.keep_shards(from_files - {chunk.spec.id for chunk, _ in risen})
+    _homes_changed(parts)
 
 
 def _homes_changed(parts: Parts) -> None:

@@ -1,6 +1,7 @@
 """Parameters go down to files where the host is full, and come up again: no bit changes by that."""
 
 import errno
+import os
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from gemini.placement.planner import plan_within
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.runtime.step.homes import lower_homes
+from gemini.runtime.step.homes import lower_homes, raise_homes
 from gemini.units import PAGE_BYTES
 from optim import NvmeConfig
 from tests.support.disks.faults import failing
@@ -100,28 +101,67 @@ def test_they_go_where_the_host_is_full_and_rise_again_and_no_bit_changes(budget
     assert moved
 
 
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
 @pytest.mark.parametrize("call", ["allocate", "pwritev", "fdatasync"])
-def test_a_move_to_files_that_fails_anywhere_has_moved_nothing(call):
-    """Each call fails in turn, those for gradients, for parameters and for state: until one is an
-    index, which counts without the disk (`nvme.store`)."""
+def test_a_move_to_files_that_fails_anywhere_has_moved_nothing(call, error):
+    """Each call fails in turn, those for gradients, for parameters and for state; an index counts
+    without the disk (`nvme.store`): then all has moved, and the step that follows is refused."""
     loop, free = pair(FULL)
     train((loop, free), S, S)
     before, n = (homes(loop), loop.moves, loop.model.engine.ledger.totals()), 0
     while True:
         free.ids(L)
-        with failing(call, errno.ENOSPC, after=n, times=1) as failed:
+        with failing(call, error, after=n, times=1) as failed:
             try:
-                loop.forward(L)
+                loss = loop.forward(L)
             except nvme.NvmeError:
                 assert failed and not in_files(loop)
                 assert (homes(loop), loop.moves, loop.model.engine.ledger.totals()) == before
-                n += 1
-                continue
-        break
-    assert n > 1 and in_files(loop)
-    if not failed:
-        train((loop, free), L, S)
-        assert_same(loop, free)
+            else:
+                assert in_files(loop) and loop.moves != before[1]
+                if not failed:
+                    break
+                with pytest.raises(nvme.NvmeError, match=os.strerror(error)):
+                    step(loop, loss)
+                assert_same(loop, free)
+                loop, free = pair(FULL)
+                train((loop, free), S, S)
+        n += 1
+    assert n > 1
+    train((loop, free), L, S)
+    assert_same(loop, free)
+
+
+def step(loop, loss):
+    with loop.sim.running():
+        loss.backward()
+        loop.optimizer.step()
+
+
+def test_a_rise_from_files_that_fails_anywhere_has_moved_nothing():
+    """Shards come first, then state; an error in the middle of state takes the shards back."""
+    loops = loop, _ = pair(FULL)
+    train(loops, S, S, L, L)
+    engine, num_failed = loop.model.engine, 0
+    assert in_files(loop)
+    while in_files(loop):
+        before = homes(loop), in_files(loop), engine.ledger.totals()
+        short = min(engine.sampler.traces("train"), key=lambda trace: trace.peak_non_model_bytes)
+        higher = engine.planning.raised(short)
+        with failing("preadv", errno.EIO, after=num_failed, times=1) as failed:
+            try:
+                raise_homes(engine, higher.result, higher.inputs)
+            except nvme.NvmeError:
+                assert failed
+                assert (homes(loop), in_files(loop), engine.ledger.totals()) == before
+            else:
+                assert not failed
+        num_failed += len(failed)
+        train(loops, S)
+        assert_same(*loops)
+    assert num_failed > 2
+    train(loops, L, S)
+    assert_same(*loops)
 
 
 def test_frozen_ones_go_too_and_are_thawed_there():

@@ -60,6 +60,22 @@ def counted(last: int | None, part: str) -> Iterator[Changes]:
         yield changes
 
 
+@contextmanager
+def counted_in(owner: type, names: Iterable[str], last: int | None, part: str) -> Iterator[Changes]:
+    """As `counted`, while these methods of a class run."""
+    changes = Changes(last, part)
+
+    def counting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            with mock.patch.multiple(calls, **{name: changes.of(name) for name in CHANGES}):
+                return method(*args, **options)
+
+        return call
+
+    with mock.patch.multiple(owner, **{name: counting(getattr(owner, name)) for name in names}):
+        yield changes
+
+
 def kill_at(
     points: int | Iterable[int] | None,
     check: Callable[[Path], None],

@@ -21,10 +21,12 @@ from bench.shared.models import token_batches, token_loss
 from bench.shared.workers import run_processes
 from gemini import AutoPlacement
 from gemini.checkpoint.__main__ import main
+from gemini.runtime.step.homes import MovingHomes
 from optim import HybridAdam, NvmeConfig
 from tests.support import checkpoints, spilled
 from tests.support.checkpoints import make, train
-from tests.support.disks.killing import counted, kill_at
+from tests.support.disks.killing import counted, counted_in, kill_at
+from tests.support.loops.lengths import Loop, assert_same
 from tests.support.loops.tails import batches, has_tail, wrapped
 
 Moments = int | Iterable[int] | None
@@ -345,6 +347,46 @@ def kill_pinned_saves(async_save: bool, folder: Path, moments: Moments) -> None:
     kill_at(moments, check, folder, pin_until_killed, async_save)
 
 
+# -- moves of homes -------------------------------------------------------------------------------
+
+LENGTHS = (4, 4, 16, 16, *[4] * 7, 16)  # down, up, down
+
+
+def looped(folder: Path, *budgets: str | None) -> Loop:
+    files = folder / "files"
+    files.mkdir(exist_ok=True)
+    return Loop(460, *budgets, str(files), released=True)
+
+
+def move_until_killed(last: int | None, folder: str) -> int:
+    """Changes are those that moves make; a save follows each step."""
+    loop = looped(Path(folder), "100KiB", None)  # which leaves the host staging alone
+    runs = f"{folder}/runs"
+    gemini.save_checkpoint(f"{runs}/0", loop.model, loop.optimizer, extra=0)
+    with counted_in(MovingHomes, ("_sink", "_rise"), last, f"{folder}/files") as changes:
+        for k, length in enumerate(LENGTHS, start=1):
+            loop.train(length)
+            gemini.save_checkpoint(f"{runs}/{k}", loop.model, loop.optimizer, extra=k, keep_last=2)
+            ended(folder, k)
+    assert all(loop.moves)
+    return changes.count
+
+
+def kill_moves(folder: Path, moments: Moments) -> None:
+    """A run that goes on from its last save has the bits of one in which nothing moved."""
+    free = Loop(1 << 20).train(*LENGTHS)
+
+    def check(left: Path) -> None:
+        loop = looped(left, "100KiB", None)
+        k = gemini.load_checkpoint(left / "runs", loop.model, loop.optimizer)
+        assert k == num_ended(left)
+        for length in LENGTHS[:k]:
+            loop.ids(length)
+        assert_same(loop.train(*LENGTHS[k:]), free)
+
+    kill_at(moments, check, folder, move_until_killed)
+
+
 RUNS: dict[str, Callable[[Path, Moments], None]] = {
     "training with a tail": partial(kill_training, "tail"),
     "steps in one folder": partial(kill_steps, 1),
@@ -355,4 +397,5 @@ RUNS: dict[str, Callable[[Path, Moments], None]] = {
     "pinned saves": partial(kill_pinned_saves, False),
     "pinned saves that are copied out": partial(kill_pinned_saves, True),
     "steps that are gone back": kill_going_back,
+    "moves of homes": kill_moves,
 }
