@@ -29,6 +29,7 @@ from .config import OF_THE_MACHINE, PARSER, TrainConfig, check, parse, quiet, re
 
 CONFIG, REPORT, CARD = "config.yaml", "report.html", "README.md"
 PRECISION = "bf16"
+_BLANKS = 16  # characters that are shown of a text of blanks
 T = TypeVar("T")
 log = logging.getLogger("gemini")
 
@@ -326,9 +327,9 @@ def _status(phase: str) -> None:
 
 
 def visible(text: str) -> str:
-    """Text without the blank lines at its end, of which a young model writes many; escaped if there
-    is nothing else."""
-    return text.rstrip() or repr(text)
+    """Text without the blank lines at its end, of which a young model writes many; the first of
+    them, escaped, if there is nothing else."""
+    return text.rstrip() or repr(text[:_BLANKS])
 
 
 def printable(text: str) -> str:
