@@ -38,12 +38,18 @@ def _device_bytes_left(backend: Backend) -> int:
 
 
 def memory_left() -> int:
-    """Bytes of RAM that this process may still use: of the machine, and of its cgroup."""
-    fields = dict(
-        line.split(":", 1)
-        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        if line
-    )
+    """Bytes of RAM that this process may still use: of the machine, and of its cgroup.
+
+    Raises ValueError on a system that is not Linux.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ValueError(
+            "this system has no /proc/meminfo: wrapping and training need Linux; expected it, or "
+            "python -m gemini plan with --gpu or --device, which plans for another machine anywhere"
+        ) from None
+    fields = dict(line.split(":", 1) for line in lines if line)
     left = int(fields["MemAvailable"].split()[0]) * 1024
     for limit, used, stat in _CGROUP_FILES:
         try:
