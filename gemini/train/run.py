@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         check(config)
         quiet()
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a file has each loss when it is logged
+            sys.stdout.reconfigure(line_buffering=True)
         job = prepare(config)
     except ImportError as error:
         PARSER.error(f"{error}; pip install trl peft datasets matplotlib")
