@@ -122,4 +122,4 @@ def test_a_system_without_our_calls_plans_and_is_told_what_cannot_work(tmp_path)
     assert run.returncode == 0, run.stderr
     assert "gpt2 fits" in run.stdout
     assert "is not on this system: files of state and checkpoints need Linux" in run.stdout
-    assert "wrapping and training need Linux; expected it, or python -m gemini plan" in run.stdout
+    assert "no /proc/meminfo: wrapping needs Linux; expected it, or plan --gpu" in run.stdout
