@@ -96,5 +96,9 @@ def _where(name: str) -> str:
             return f"; it is {package}.{name}"
     if name in _TORCHS:
         return f"; it is gemini.{_TORCHS[name]}"
-    near = importlib.import_module("gemini.arguments").nearest(name, _HOME)
-    return f"; did you mean {near}?" if near else ""
+    optim = importlib.import_module("gemini.optim") if name.startswith("Hybrid") else None
+    names = {**_HOME, **dict.fromkeys(getattr(optim, "__all__", ()), "gemini.optim")}
+    near = importlib.import_module("gemini.arguments").nearest(name, names)
+    if near is None:
+        return ""
+    return f"; did you mean {near if near in _HOME else f'gemini.optim.{near}'}?"

@@ -76,6 +76,7 @@ class Settings:
         """
         found = strangers.read_yaml(path)
         known = [one.name for one in _settings(cls) if not _rule(one).is_typed]
+        unknown: dict[str, str] = {}  # key -> the remedy
         for name, value in found.items():
             if name in known:
                 if isinstance(value, (dict, list)):
@@ -88,8 +89,13 @@ class Settings:
                     f"{flag(name)} on the command line"
                 )
             here = other_names.get(name)
-            also = f"; {name} is {here} here" if here else f"; {did_you_mean(name, known)}"
-            raise ValueError(f"{path} has the key {name!r}, which is no flag{also}")
+            unknown[name] = f"{name} is {here} here" if here else did_you_mean(name, known)
+        if unknown:
+            keys = (
+                "key {}, which is no flag" if len(unknown) == 1 else "keys {}, which are no flags"
+            )
+            listed = keys.format(", ".join(map(repr, unknown)))
+            raise ValueError(f"{path} has the {listed}; {'; '.join(unknown.values())}")
         return {name: value for name, value in found.items() if value is not None}
 
     def as_yaml(self) -> str:

@@ -81,11 +81,20 @@ def test_pure_file_imports_with_torch_blocked(name: str, imported: tuple[list[st
 
 
 WITHOUT_CALLS = """
-import os, sys, torch
+import os, pathlib, sys, torch
 
-for name in ("posix_fallocate", "fdatasync", "preadv", "pwritev", "O_DIRECT"):
+absent = ("posix_fallocate", "fdatasync", "preadv", "pwritev", "O_DIRECT", "sched_getaffinity")
+for name in absent:
     delattr(os, name)
 sys.modules["fcntl"] = None
+read = pathlib.Path.read_text
+
+def read_text(path, *args, **options):
+    if str(path).startswith("/proc/"):
+        raise FileNotFoundError(path)
+    return read(path, *args, **options)
+
+pathlib.Path.read_text = read_text
 from gemini import GeminiDDP, HybridAdam
 from gemini.__main__ import main
 
@@ -94,6 +103,10 @@ param.grad = torch.ones(8)
 try:
     HybridAdam([param], nvme_offload_fraction=1.0, nvme_offload_dir=sys.argv[1]).step()
 except Exception as error:
+    print(error)
+try:
+    GeminiDDP(torch.nn.Linear(2, 2))
+except ValueError as error:
     print(error)
 raise SystemExit(main(["plan", "gpt2", "--gpu", "l4", "--host-mem", "6GiB", "--seq", "16"]))
 """
@@ -109,3 +122,4 @@ def test_a_system_without_our_calls_plans_and_is_told_what_cannot_work(tmp_path)
     assert run.returncode == 0, run.stderr
     assert "gpt2 fits" in run.stdout
     assert "is not on this system: files of state and checkpoints need Linux" in run.stdout
+    assert "no /proc/meminfo: wrapping needs Linux; expected it, or plan --gpu" in run.stdout

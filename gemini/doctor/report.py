@@ -80,11 +80,15 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Finding on a machine and its remedy. level: `"error"` (does not run), `"slow"`, `"note"`."""
+    """Finding on a machine and its remedy.
+
+    level: `"error"` (does not run), `"slow"`, `"note"`. is_timed: it follows from a measured speed.
+    """
 
     level: str
     what: str
     remedy: str
+    is_timed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +135,19 @@ class Report:
 
 
 def judge(facts: Facts) -> Report:
-    """Findings that follow from facts: what is slow or missing, and its remedy."""
+    """Findings that follow from facts: what is slow or missing, and its remedy. Speeds of a busy
+    machine are not judged."""
     order = {"error": 0, "slow": 1, "note": 2}
     found = [*_software(facts), *_memory(facts), *_devices(facts)]
     for folder in facts.folders:
         found += _folder(folder)
+    if _is_busy(facts):
+        found = [finding for finding in found if not finding.is_timed]
     return Report(facts, tuple(sorted(found, key=lambda finding: order[finding.level])))
+
+
+def _is_busy(facts: Facts) -> bool:
+    return facts.load_average > facts.cores
 
 
 def _software(facts: Facts) -> Iterator[Finding]:
@@ -150,7 +161,7 @@ def _software(facts: Facts) -> Iterator[Finding]:
     for name, place in facts.shadowed.items():
         yield Finding(
             "note",
-            f"import {name} finds {place} here, which is not ours",
+            f"import {name} finds {place} here, which is not of this installation",
             f"write gemini.{name}, as everything of ours does",
         )
     if facts.devices and facts.c_compiler is None:
@@ -175,17 +186,18 @@ def _software(facts: Facts) -> Iterator[Finding]:
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
-    if facts.load_average > facts.cores:
+    if _is_busy(facts):
         yield Finding(
             "note",
             f"the load average is {facts.load_average:.1f} on {facts.cores} cores",
-            "measure again on a quiet machine: the speeds below are too low",
+            "measure again on a quiet machine: these speeds are too low, and are not judged",
         )
     if facts.ram_copy_bytes_per_s < SLOW_RAM:
         yield Finding(
             "slow",
             f"RAM copies at {_speed(facts.ram_copy_bytes_per_s)}",
             "use more memory channels, or bind the process to one NUMA node",
+            is_timed=True,
         )
     if facts.huge_pages == "never":
         yield Finding(
@@ -218,6 +230,7 @@ def _devices(facts: Facts) -> Iterator[Finding]:
                 f"the CPU multiplies matrices of bf16 at {_flops(bf16)}, of fp32 at {_flops(fp32)}",
                 'wrap with precision="fp32", or use a processor with instructions for bf16 '
                 "(AVX-512 BF16, AMX)",
+                is_timed=True,
             )
     for device in facts.devices:
         for way, speed in (
@@ -229,6 +242,7 @@ def _devices(facts: Facts) -> Iterator[Finding]:
                     "slow",
                     f"{device.name}: copies {way} run at {_speed(speed)}",
                     "use a slot with 16 lanes, and bind the process to the device's NUMA node",
+                    is_timed=True,
                 )
 
 
@@ -250,6 +264,7 @@ def _folder(folder: FolderFacts) -> Iterator[Finding]:
             f"{folder.path} reads and writes {_speed(folder.mixed)}: {seconds:.0f} s a step for "
             "each 10**9 parameters whose state is there",
             "name a faster disk, or several of them (nvme_offload_dir takes a list)",
+            is_timed=True,
         )
     if folder.left_bytes:
         yield Finding(

@@ -227,7 +227,8 @@ class Converted:
     def _comments(self) -> list[str]:
         notes: dict[str, str] = {}
         for key, said in self.notes:
-            notes[key] = f"{notes[key]}; {said}" if key in notes else said
+            before = notes.get(key, said)
+            notes[key] = before if said in before else f"{before}; {said}"
         return ["", *(f"# {key}: {said}" for key, said in notes.items())] if notes else []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from gemini.placement.planner import PlanResult
 from gemini.placement.sizes import UNLIMITED, BudgetError
 from gemini.placement.tiers import Tier
-from gemini.units import format_bytes
+from gemini.units import GIB, format_bytes
 
 from .machine import Hardware
 from .question import Question
@@ -187,6 +187,12 @@ def in_words(before: Question, after: Question) -> str:
     return " and ".join(words for _, words in _changes(before, after))
 
 
+def _whole(nbytes: int) -> str:
+    """A size for a flag, rounded up: a large one in GiB."""
+    unit, name = (GIB, "GiB") if nbytes >= 16 * GIB else (_MIB, "MiB")
+    return f"{-(-nbytes // unit)}{name}"
+
+
 _FLAGS = {"nvme": "--nvme", "host_mem": "--host-mem", "device_mem": "--device-mem"}
 _IN_WORDS = {"nvme": "of disk", "host_mem": "of RAM", "device_mem": "on the device"}
 
@@ -214,4 +220,4 @@ def _changes(before: Question, after: Question) -> Iterator[tuple[str, str]]:
             yield f"{flag} FOLDER", "files on a disk"
         elif new != old:
             words = f"{format_bytes(new)} {_IN_WORDS[name]} rather than {format_bytes(old)}"
-            yield f"{flag} {new // _MIB}MiB", words
+            yield f"{flag} {_whole(new)}", words

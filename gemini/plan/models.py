@@ -202,10 +202,10 @@ def _place(what: str | Path) -> str | Path:
     if "/" in what:
         return _of_hub(what)
     near = nearest(what, MODELS)
-    meant = f"did you mean {near}? " if near else ""
+    names = f"one of {', '.join(MODELS)}" if near is None else "a name that --help lists"
     raise ValueError(
-        f"no model {what!r}; {meant}expected one of {', '.join(MODELS)}, a hub id, a folder, "
-        "the path of a config.json, or package.module:factory"
+        f"no model {what!r}; {'' if near is None else f'did you mean {near}? '}expected {names}, a "
+        "hub id, a folder, the path of a config.json, or package.module:factory"
     )
 
 
@@ -417,7 +417,8 @@ def _of_hub(what: str) -> str | Path:
     """config.json of a hub id: from the cache, else the known name that it stands for, which
     needs no network, else downloaded."""
     _transformers()
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     cached = try_to_load_from_cache(what, "config.json")
     if isinstance(cached, str):
@@ -425,14 +426,17 @@ def _of_hub(what: str) -> str | Path:
     known = known_name(what)
     if known is not None:
         return known
-    try:
-        return Path(hf_hub_download(what, "config.json"))
+    try:  # which, other than a download of one file, does not wait for a network that is not there
+        return Path(snapshot_download(what, allow_patterns=["config.json"])) / "config.json"
+    except LocalEntryNotFoundError:
+        said = "no network reaches the hub"
     except (OSError, ValueError) as error:  # what the hub raises is one of these
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(
-            f"{what} is no folder here, and the hub does not give its config.json; {said}; "
-            "expected a folder, its config.json, or a name that is known here (see --help)"
-        ) from None
+        said = f"the hub does not give its config.json ({said})"
+    raise ValueError(
+        f"{what} is no folder here, and {said}; expected a folder, its config.json, or a name that "
+        "is known here"
+    )
 
 
 def known_name(what: str) -> str | None:

@@ -149,7 +149,7 @@ def process_in_words(process: ProcessBytes) -> str:
     slack = f"with a slack of {format_bytes(process.slack)}"
     above = format_bytes(process.above_floor)
     if process.floor is None:
-        own = f"{above} of RAM {slack} above a floor that python -m gemini doctor --json measures"
+        own = f"{above} of RAM {slack}, and what python -m gemini doctor measures for its libraries"
     else:
         own = (
             f"{format_bytes(process.total)} of RAM: a floor of {format_bytes(process.floor)}, and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -61,8 +62,10 @@ def load(config: TrainConfig, tokenizer: Any) -> Data:
     Rows of a stream are looked at as they come. Raises ValueError for a row that cannot be trained
     on, and where --seq or --held-out leaves none.
     """
-    from datasets import concatenate_datasets, interleave_datasets
+    from datasets import concatenate_datasets, disable_progress_bars, interleave_datasets
 
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     loader = _Loader(config, tokenizer)
     found = loader.load(config.data, "--data")
     form = loader.form

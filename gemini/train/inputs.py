@@ -116,13 +116,15 @@ def check_fit(
     rows = getattr(settings, "vocab_size", None)
     tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
     if isinstance(rows, int) and tokens > rows:
-        whose = "" if config.tokenizer is None else f" of --tokenizer {config.tokenizer}"
+        whose = f"the tokenizer of --model {config.model}"
+        if config.tokenizer is not None:
+            whose = f"--tokenizer {config.tokenizer} for --model {config.model}"
         how = f"model.resize_token_embeddings({tokens}), save_pretrained, and train that"
         if config.from_scratch:
             how = f"a config.json with a vocab_size of {tokens}, or another --tokenizer"
         raise ValueError(
-            f"the tokenizer{whose} has {tokens} tokens, and the embedding of --model "
-            f"{config.model} {rows} rows; expected no more tokens than rows: {how}"
+            f"{whose} has {tokens} tokens, and its embedding {rows} rows; expected no more tokens "
+            f"than rows: {how}"
         )
     most = getattr(settings, "max_position_embeddings", None)
     is_rotary = any(getattr(settings, name, None) for name in _ROTARY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -29,6 +30,7 @@ from .config import OF_THE_MACHINE, PARSER, TrainConfig, check, parse, quiet, re
 
 CONFIG, REPORT, CARD = "config.yaml", "report.html", "README.md"
 PRECISION = "bf16"
+_BLANKS = 16  # characters that are shown of a text of blanks
 T = TypeVar("T")
 log = logging.getLogger("gemini")
 
@@ -43,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         check(config)
         quiet()
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a file has each loss when it is logged
+            sys.stdout.reconfigure(line_buffering=True)
         job = prepare(config)
     except ImportError as error:
         PARSER.error(f"{error}; pip install trl peft datasets matplotlib")
@@ -326,9 +330,9 @@ def _status(phase: str) -> None:
 
 
 def visible(text: str) -> str:
-    """Text without the blank lines at its end, of which a young model writes many; escaped if there
-    is nothing else."""
-    return text.rstrip() or repr(text)
+    """Text without the blank lines at its end, of which a young model writes many; the first of
+    them, escaped, if there is nothing else."""
+    return text.rstrip() or repr(text[:_BLANKS])
 
 
 def printable(text: str) -> str:

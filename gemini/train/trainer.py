@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -247,6 +248,7 @@ def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> Any:
         eval_steps=config.save_every,
         report_to=config.report_to,
         dataloader_pin_memory=not on_cpu,
+        disable_tqdm=not sys.stderr.isatty(),  # a file and `run` have lines
     )
     trusts = config.trust_remote_code
     if config.method == "sft":

@@ -39,21 +39,18 @@ def _device_bytes_left(backend: Backend) -> int:
 
 def memory_left() -> int:
     """Bytes of RAM that this process may still use: of the machine, and of its cgroup."""
-    fields = dict(
-        line.split(":", 1)
-        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        if line
-    )
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ValueError(
+            "no /proc/meminfo: wrapping needs Linux; expected it, or plan --gpu"
+        ) from None
+    fields = dict(line.split(":", 1) for line in lines if line)
     left = int(fields["MemAvailable"].split()[0]) * 1024
     for limit, used, stat in _CGROUP_FILES:
         try:
             cached = _file_pages(stat)  # counted as used, and given back when memory is asked for
-            left = min(
-                left,
-                int(limit.read_text(encoding="utf-8"))
-                - int(used.read_text(encoding="utf-8"))
-                + cached,
-            )
+            left = min(left, int(limit.read_bytes()) - int(used.read_bytes()) + cached)
         except (OSError, ValueError):  # no cgroup of that version, or "max"
             continue
     return max(left, 0)

@@ -516,10 +516,12 @@ def test_a_config_that_describes_no_model_is_refused_in_one_line(tmp_path, confi
 def test_a_hub_id_of_known_sizes_needs_no_network(monkeypatch):
     huggingface_hub = pytest.importorskip("huggingface_hub")
 
-    def refuse(*_):
-        raise OSError("no network")
+    raised = OSError("404")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    def refuse(*_, **__):
+        raise raised
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     assert models.build("Qwen/Qwen2.5-0.5B-Instruct").config.hidden_size == 896
     for what, known in (
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
@@ -527,7 +529,10 @@ def test_a_hub_id_of_known_sizes_needs_no_network(monkeypatch):
         ("mistralai/Mistral-7B-v0.1", None), ("somebody/gpt2", None),  # of other sizes, perhaps
     ):  # fmt: skip
         assert models.known_name(what) == known
-    with pytest.raises(ValueError, match=r"no network; expected a folder, its config\.json"):
+    with pytest.raises(ValueError, match=r"its config\.json \(404\); expected a folder, its con"):
+        models.build("somebody/gpt2")
+    raised = huggingface_hub.errors.LocalEntryNotFoundError("retries")
+    with pytest.raises(ValueError, match=r"and no network reaches the hub; expected a folder, its"):
         models.build("somebody/gpt2")
 
 

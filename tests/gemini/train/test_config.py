@@ -44,6 +44,10 @@ WRONG = {
     "learning_rate: 1": "no flag; learning_rate is lr here",
     "model_name_or_path: m": "no flag; model_name_or_path is model here",
     "zzz: 1": "no flag; expected one of model, data",
+    "learning_rate: 1\nmodel: m\nlora_r: 8": (
+        "keys 'learning_rate', 'lora_r', which are no flags; learning_rate is lr here; lora_r is "
+        "lora here"
+    ),
     "lora: 1.5": r"config.yaml: --lora 1.5; expected a whole number",
     "packing: 3": r"config.yaml: --packing 3; expected true or false",
     "optim: adamw8bit": "--optim adamw8bit; did you mean adamw_8bit[?] expected one of",

@@ -255,6 +255,8 @@ def test_an_option_that_there_is_not_names_the_one_that_was_meant():
         GeminiDDP(nn.Linear(2, 2), None, "auto", "bf16")
     with pytest.raises(AttributeError, match=r"'HybridMuon'; it is gemini.optim.HybridMuon"):
         gemini.HybridMuon  # noqa: B018
+    with pytest.raises(AttributeError, match=r"did you mean gemini\.optim\.HybridMuon\?"):
+        gemini.HybridMuom  # noqa: B018
     with pytest.raises(AttributeError, match=r"it is gemini.HybridAdam\(params, weight_decay=0.01"):
         gemini.AdamW  # noqa: B018
     with pytest.raises(AttributeError, match=r"it is gemini.integrations.Booster"):

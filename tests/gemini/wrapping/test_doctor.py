@@ -29,6 +29,18 @@ GOOD = Facts(
 )  # fmt: skip
 
 
+def test_speeds_of_a_busy_machine_are_not_judged():
+    slow = {
+        "ram_copy_bytes_per_s": 2e9, "devices": (replace(GPU, host_to_device=3e9),),
+        "folders": (replace(DISK, read=1e8, write=1e8),),
+    }  # fmt: skip
+    assert [finding.level for finding in judge(replace(GOOD, **slow)).findings] == ["slow"] * 3
+    (finding,) = judge(replace(GOOD, load_average=9.0, **slow)).findings
+    assert finding.what == "the load average is 9.0 on 8 cores" and "not judged" in finding.remedy
+    gone = replace(GOOD, load_average=9.0, huge_pages="never")
+    assert [finding.level for finding in judge(gone).findings] == ["slow", "note"]
+
+
 def test_a_good_machine_has_no_findings():
     report = judge(GOOD)
     assert report.findings == () and report.ok
