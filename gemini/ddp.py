@@ -172,8 +172,7 @@ class GeminiDDP(ModuleFace):
             _check_same_set_up(comm, layout, module, same)
             planning = begin_planning(
                 layout, placement, backend, comm,
-                master_weights=precision.master_weights,
-                keep_originals=precision.keep_originals,
+                master_weights=precision.master_weights, keep_originals=precision.keep_originals,
                 itemsizes=[dtype.itemsize for dtype in found.dtypes],
                 max_prefetch=communication.max_prefetch, update=update, trace=trace,
                 ranks_per_node=None if together is None else together.ranks_here,

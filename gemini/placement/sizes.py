@@ -124,11 +124,8 @@ class ChunkBytes:
 def wider_chunks(
     layout: ChunkLayout, itemsizes: Sequence[int], *, trained: bool = True, frozen: bool = True
 ) -> frozenset[ChunkId]:
-    """Chunks, trained ones and frozen ones, whose dtype may round their parameters, which came with
-    more bytes an element.
-
-    itemsizes: in registration order.
-    """
+    """Trained and frozen chunks whose dtype may round their parameters, which came with more bytes
+    an element. itemsizes: in registration order."""
     return frozenset(
         chunk.id
         for chunk in layout.chunks

@@ -272,18 +272,14 @@ class PlainTarget:
 
     def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
         """Copies of state on disk; `cut` changes nothing, as no other process has a part of it."""
-        shown = {
-            self._names[segment.param]
-            for segment in self._tiered_state.space.segments
-            if self._tiered_state.resident_run(segment.offset, segment.numel) is not None
-        }
+        shown = self.shown_state()
         found: dict[Tensor, dict[str, Tensor]] = {}
 
         def keep(run: StateRun) -> None:
-            if run.name in shown:
+            param, order = self._params[int(run.name)], self._orders[int(run.name)]
+            if run.plane in shown[param]:
                 return
-            order = self._orders[int(run.name)]
-            planes = found.setdefault(self._params[int(run.name)], {})
+            planes = found.setdefault(param, {})
             if run.plane not in planes:
                 planes[run.plane] = order.empty(run.values)
             order.flat(planes[run.plane])[run.elements] = run.values

@@ -9,8 +9,7 @@ on the way out, a full disk, loses nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -33,16 +32,6 @@ Where = Literal["nvme", "host"]
 RUN_BYTES = 12 << 20  # of one transfer, as a block of fp32 Adam state
 
 
-class Parked(Protocol):
-    """Bytes of storages that were copied away."""
-
-    def bring_back(self) -> None:
-        """Refill every storage. May be called again after an error."""
-        ...
-
-    def close(self) -> None: ...
-
-
 def park(tensors: Iterable[Tensor], where: Where, config: NvmeConfig) -> Parked:
     """Copy the storages of `tensors` to `where` and free them. On an error nothing has changed.
 
@@ -52,100 +41,76 @@ def park(tensors: Iterable[Tensor], where: Where, config: NvmeConfig) -> Parked:
     found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     storages = [s for s in found.values() if s.nbytes() and _can_be_freed(s)]
     if where == "host":
-        return OnHost([s for s in storages if s.device.type != "cpu"])
-    return OnDisk(storages, config)
+        return Parked([s for s in storages if s.device.type != "cpu"], None)
+    return Parked(storages, config)
 
 
-class OnHost:
-    """Copies in host memory."""
+class Parked:
+    """Copies of storages that were freed: on disk, one committed block for every run of at most
+    RUN_BYTES, checksums as configured; or in host memory."""
 
-    def __init__(self, storages: Sequence[UntypedStorage]) -> None:
-        # all are copied before one is freed: an error on the way loses nothing ([Note: parking])
-        self._copies = [(storage, _bytes_of(storage).cpu()) for storage in storages]
-        for storage in storages:
-            _free(storage)
-
-    def bring_back(self) -> None:
-        for storage, copy in self._copies:
-            _refill(storage, copy.numel())
-            _bytes_of(storage).copy_(copy)
-
-    def close(self) -> None:
-        self._copies.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class _StorageRange:
-    """Bytes [start, end) of a storage, one block of the store."""
-
-    block: BlockId
-    storage: int
-    start: int
-    end: int
-
-
-class OnDisk:
-    """Copies on disk: one committed block for every run of at most RUN_BYTES, checksums as
-    configured."""
-
-    def __init__(self, storages: Sequence[UntypedStorage], config: NvmeConfig) -> None:
-        self._storages = storages
-        self._nbytes = [storage.nbytes() for storage in storages]
-        self._runs = list(_cut(self._nbytes))
+    def __init__(self, storages: Sequence[UntypedStorage], config: NvmeConfig | None) -> None:
+        """config: of the disk; None: host memory."""
+        self._storages = [(storage, storage.nbytes()) for storage in storages]
         self._store: BlockStore | None = None
-        if not self._runs:
-            return
-        lengths = [run.end - run.start for run in self._runs]
-        self._store = open_store("parked", lengths, config, "parked-")
-        self._depth, self._buffer_nbytes = config.depth + 2, max(lengths)
-        try:
-            self._store.check_step(sum(align_up(n, PAGE_BYTES) for n in lengths), "parking")
-            self._write(self._store)
-        except BaseException:
-            self._store.close()
-            raise
+        self._copies: list[Tensor] = []
+        self._runs = list(self._cut())
+        # all are copied before one is freed: an error on the way loses nothing ([Note: parking])
+        if config is None:
+            self._copies = [_bytes_of(storage).cpu() for storage in storages]
+        elif self._runs:
+            lengths = [end - start for *_, start, end in self._runs]
+            self._store = open_store("parked", lengths, config, "parked-")
+            self._depth, self._buffer_nbytes = config.depth + 2, max(lengths)
+            try:
+                self._store.check_step(sum(align_up(n, PAGE_BYTES) for n in lengths), "parking")
+                self._write(self._store)
+            except BaseException:
+                self._store.close()
+                raise
         for storage in storages:
             _free(storage)
+
+    def _cut(self) -> Iterator[_Run]:
+        block = 0
+        for storage, nbytes in self._storages:
+            for start in range(0, nbytes, RUN_BYTES):
+                yield BlockId(block), storage, start, min(start + RUN_BYTES, nbytes)
+                block += 1
 
     def _write(self, store: BlockStore) -> None:
         writes = WriteBehind(self._staging())
         for run in self._runs:
             buffer = writes.take()
-            _tensor(buffer, run).copy_(self._memory_of(run))
-            writes.add(store.write(run.block, buffer.view), buffer)
+            _tensor(buffer, run).copy_(_memory_of(run))
+            writes.add(store.write(run[0], buffer.view), buffer)
         store.commit(1)
 
     def bring_back(self) -> None:
-        store = self._store
-        if store is None:
-            return
-        for storage, nbytes in zip(self._storages, self._nbytes, strict=True):
+        """Refill every storage. May be called again after an error."""
+        for storage, nbytes in self._storages:
             _refill(storage, nbytes)
+        for (storage, _), copy in zip(self._storages, self._copies, strict=False):
+            _bytes_of(storage).copy_(copy)
+        if (store := self._store) is None:
+            return
 
-        def read(run: _StorageRange, buffer: Buffer) -> Ticket[None]:
-            return store.read(run.block, buffer.view)
+        def read(run: _Run, buffer: Buffer) -> Ticket[None]:
+            return store.read(run[0], buffer.view)
 
         for run, buffer, _ in read_ahead(self._staging(), self._runs, read):
-            self._memory_of(run).copy_(_tensor(buffer, run))
+            _memory_of(run).copy_(_tensor(buffer, run))
 
     def _staging(self) -> BufferPool:
         return BufferPool(min(self._depth, len(self._runs)), self._buffer_nbytes)
 
-    def _memory_of(self, run: _StorageRange) -> Tensor:
-        """uint8 [end - start], the memory of a range."""
-        return _bytes_of(self._storages[run.storage])[run.start : run.end]
-
     def close(self) -> None:
+        self._copies.clear()
         if self._store is not None:
             self._store.close()
 
 
-def _cut(nbytes: Sequence[int]) -> Iterator[_StorageRange]:
-    block = 0
-    for storage, length in enumerate(nbytes):
-        for start in range(0, length, RUN_BYTES):
-            yield _StorageRange(BlockId(block), storage, start, min(start + RUN_BYTES, length))
-            block += 1
+_Run = tuple[BlockId, UntypedStorage, int, int]  # of the store; bytes [start, end) of a storage
 
 
 def _can_be_freed(storage: UntypedStorage) -> bool:
@@ -173,5 +138,12 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
 
 
-def _tensor(buffer: Buffer, run: _StorageRange) -> Tensor:
-    return torch.frombuffer(buffer.view, dtype=torch.uint8, count=run.end - run.start)
+def _memory_of(run: _Run) -> Tensor:
+    """uint8 [end - start], the memory of a run."""
+    _, storage, start, end = run
+    return _bytes_of(storage)[start:end]
+
+
+def _tensor(buffer: Buffer, run: _Run) -> Tensor:
+    *_, start, end = run
+    return torch.frombuffer(buffer.view, dtype=torch.uint8, count=end - start)

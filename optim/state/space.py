@@ -45,6 +45,11 @@ class Block:
     numel: int  # a multiple of 64
     segments: tuple[BlockSegment, ...]
 
+    @property
+    def elements(self) -> slice:
+        """Its elements in its shard."""
+        return slice(self.shard_offset, self.shard_offset + self.numel)
+
 
 @dataclass(frozen=True, slots=True)
 class StateSpace:

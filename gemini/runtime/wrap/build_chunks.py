@@ -74,16 +74,14 @@ def build_chunks(
                 files=storage if shard.param_home is Tier.NVME else None,
                 gradients_travel_as=DTYPES[gradients_travel_as] if gradients_travel_as else None,
             )
-            keeps_original = spec.id in with_originals
-            alone = keeps_original and links[spec.group].is_given_nothing
-            in_blocks = alone and storage.originals.goes_to_file(spec.id)
+            builder = _ChunkBuilder
             if isinstance(chunk, OpaqueChunk):
                 chunk.opaque = [opaque[slot.param] for slot in spec.slots]
-                filling[spec.id] = _OpaqueBuilder(chunk, params, backend, False, None)
-            else:
-                filling[spec.id] = _ChunkBuilder(
-                    chunk, params, backend, keeps_original, storage.originals if in_blocks else None
-                )
+                builder = _OpaqueBuilder
+            keeps = spec.id in with_originals
+            filling[spec.id] = builder(
+                chunk, params, backend, links[spec.group], storage.originals, keeps
+            )
         is_full = filling[spec.id].put(slot, value)
         del value  # it may be as large as all of the chunk
         if is_full and links[spec.group].is_given_nothing:
@@ -91,11 +89,7 @@ def build_chunks(
 
     def finish(chunk: ChunkId) -> None:
         full = filling.pop(chunk)
-        original = full.finish(links[full.chunk.spec.group])
-        if original is not None:
-            storage.originals.put(chunk, original)
-        if full.rounds:
-            storage.originals.lost.add(chunk)
+        full.finish()
         if not full.chunk.is_unsharded and chunk not in never_released:
             full.chunk.release()
         done[chunk] = full.chunk
@@ -119,26 +113,29 @@ def _kind_of(spec: ChunkSpec, in_float8: str | None, links: Links) -> type[Chunk
 
 
 class _ChunkBuilder:
-    """Builder of a chunk: takes its values, then binds its parameters."""
+    """Builder of a chunk: takes its values, then binds its parameters.
+
+    keeps: `originals` take its fp32 values, if it is trained or rounds any.
+    """
 
     def __init__(
         self,
         chunk: Chunk,
         params: Sequence[nn.Parameter],
         backend: Backend,
-        keeps_original: bool,  # else the payload is the original
-        files: Originals | None,  # where one goes block by block, as it comes
+        links: Links,
+        originals: Originals,
+        keeps: bool,
     ) -> None:
-        self.chunk = chunk
-        self.rounds = False  # a value of a frozen parameter that is kept nowhere else
+        self.chunk, self._links, self._originals = chunk, links, originals
         spec = chunk.spec
         self._params = [params[slot.param] for slot in spec.slots]
         self._missing = set(range(len(spec.slots)))
-        self._blocks = None if files is None else WideBlocks(chunk, files)
-        self._keeps_original = keeps_original and files is None
-        self._looks = not (keeps_original or spec.trainable)
+        self._looks = not (keeps or spec.trainable)
+        in_blocks = keeps and links.is_given_nothing and originals.goes_to_file(spec.id)
+        self._blocks = WideBlocks(chunk, originals) if in_blocks else None
         self._source = chunk.payload
-        if self._keeps_original:
+        if keeps and not in_blocks:
             self._source = backend.allocate(spec.payload_numel, torch.float32)
         for start, end in spec.gaps():
             self._source[start:end].zero_()
@@ -149,8 +146,8 @@ class _ChunkBuilder:
         flat = local_of(values).reshape(-1)
         there = self.chunk.view(self._source, slot)
         there.copy_(flat)
-        if self._looks and flat.dtype.itemsize > there.dtype.itemsize:
-            self.rounds |= not has_same_values(there, flat)
+        if self._looks and not has_same_values(there, flat):
+            self._originals.lost.add(self.chunk.spec.id)
         if self._blocks is not None:
             self._blocks.put(self.chunk.spec.slots[slot].offset, flat)
             param = self._params[slot]
@@ -160,20 +157,19 @@ class _ChunkBuilder:
         return not self._missing
 
     @torch.no_grad()
-    def finish(self, links: Links) -> Tensor | None:
-        """Give rank 0's values to all and rebind the parameters.
-
-        Returns the original [S] fp32 of a chunk that rounds; of a frozen one if a value changed.
-        """
-        chunk, source = self.chunk, self._source
+    def finish(self) -> None:
+        """Give rank 0's values to all and rebind the parameters."""
+        chunk, source, links = self.chunk, self._source, self._links
         links.broadcast(source)
-        original = None
         if self._blocks is not None:
             self._blocks.finish()
-        elif self._keeps_original:
+        elif source is not chunk.payload:
             chunk.payload.copy_(source)
             if chunk.spec.trainable or not has_same_values(chunk.payload, source):
-                original = source if links.world_size == 1 else chunk.own_part(source).clone()
+                is_all = links.world_size == 1
+                self._originals.put(
+                    chunk.spec.id, source if is_all else chunk.own_part(source).clone()
+                )
         chunk.keep_shard()
         for slot, param in enumerate(self._params):
             view = chunk.view(chunk.payload, slot).view(local_of(param).shape)
@@ -185,7 +181,6 @@ class _ChunkBuilder:
                 torch.utils.swap_tensors(param, made)
             else:
                 param.data = view
-        return original
 
 
 class _OpaqueBuilder(_ChunkBuilder):
@@ -198,8 +193,8 @@ class _OpaqueBuilder(_ChunkBuilder):
         self._missing.discard(slot)
         return not self._missing
 
-    def finish(self, links: Links) -> None:
-        links.broadcast(self._source)
+    def finish(self) -> None:
+        self._links.broadcast(self._source)
         self.chunk.keep_shard()
         for slot, one in enumerate(self.chunk.opaque):
             one.bind(self.chunk.view(self.chunk.payload, slot))

@@ -137,7 +137,7 @@ def test_frozen_weights_are_given_back_as_they_came(place):
         module.layers[0].requires_grad_(False)
         return module
 
-    model, optimizer = wrapped(build, place, precision="bf16")
+    model, optimizer = wrapped(build, place, precision="bf16", keep_originals=True)
     full_step(model, optimizer)
     want = Net(len(model.layers)).layers[0]
     for state in (model.state_dict(), dict(model.unwrap().state_dict())):

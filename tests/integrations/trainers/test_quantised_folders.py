@@ -125,7 +125,7 @@ def test_ranks_have_the_base_that_the_first_one_reads(folder):
     ("dtype", "budget"), [(torch.bfloat16, "300KiB"), (torch.float32, "900KiB")]
 )
 def test_a_base_of_16_bits_is_read_from_files_and_never_written(dtype, budget, tmp_path):
-    """And has no fp32 originals: only what came in fp32, and is rounded, does."""
+    """And has no fp32 originals: only what came in fp32, and is rounded, does, if they are kept."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -136,8 +136,9 @@ def test_a_base_of_16_bits_is_read_from_files_and_never_written(dtype, budget, t
         AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(tmp_path / "base")
     policy = AutoPlacement(budget, nvme_dir=str(tmp_path), block_numel=2048)
     model = load_pretrained(
-        tmp_path / "base", lora=adapters(), placement_policy=policy, **{**SMALL, "hidden_dim": 64}
-    )
+        tmp_path / "base", lora=adapters(), placement_policy=policy, keep_originals=True,
+        **{**SMALL, "hidden_dim": 64},
+    )  # fmt: skip
     engine = model.engine
     frozen = {spec.id for spec in engine.layout.chunks if not spec.trainable}
     files = engine.storage.frozen

@@ -117,7 +117,7 @@ def gather_state(
             key = (chunk.spec.id, name)
             if key not in shards:
                 shards[key] = torch.zeros(chunk.spec.shard_numel, dtype=plane.dtype)
-            shards[key][block.shard_offset : block.shard_offset + block.numel] = plane
+            shards[key][block.elements] = plane
 
     state.visit(keep)
     whole: dict[str, dict[str, Tensor]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -12,14 +11,9 @@ from gemini.optim.state.nvme_state import NvmeState
 from gemini.optim.state.tiered_state import TieredState
 from gemini.runtime.parts import Parts
 
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Copies of the tensors that a step begins from and no store has."""
-
-    whole: tuple[Tensor, ...]  # counts of steps, and lines: counts key the noise of rounding, too
-    control: Tensor  # loss scale and its counters
-    buffers: tuple[Tensor, ...]  # persistent ones, as the first forward behind the last step found
+# copies of the tensors that a step begins from and no store has: counts of steps (which key the
+# noise of rounding, too), lines, the loss scale with its counters, and persistent buffers
+StepMemory = tuple[Tensor, ...]
 
 
 class KeptSteps:
@@ -33,6 +27,7 @@ class KeptSteps:
         self._parts = parts
         self._tiered_state = tiered_state
         self._by_step: dict[int, StepMemory] = {}  # by the number of the commit
+        # persistent ones, as the first forward behind the last step found them
         self._buffers: tuple[Tensor, ...] | None = None
         self._control, self._forward = parts.control_vector, parts.events.forward
         self._forward.listen(self.begin_forward)
@@ -69,10 +64,8 @@ class KeptSteps:
         assert self._buffers is not None
         numbers = {index.step for index in self.nvme.commits}
         self._by_step = {n: memory for n, memory in self._by_step.items() if n in numbers}
-        control = self._control.tensor
-        self._by_step[self.nvme.store.committed_step] = StepMemory(
-            tuple(tensor.clone() for tensor in whole), control.clone(), self._buffers
-        )
+        copies = [tensor.clone() for tensor in (*whole, self._control.tensor)]
+        self._by_step[self.nvme.store.committed_step] = (*copies, *self._buffers)
 
     def end_step(self) -> None:
         """Note that the step counts."""
@@ -109,12 +102,10 @@ class KeptSteps:
 
     def put_back(self, memory: StepMemory, whole: Sequence[Tensor]) -> None:
         """Copy back what memory had then."""
-        for tensor, then in zip(whole, memory.whole, strict=True):
+        now = (*whole, self._control.tensor, *self._now())
+        for tensor, then in zip(now, memory, strict=True):
             tensor.copy_(then)
-        self._control.tensor.copy_(memory.control)
         self._control.changed()
-        for buffer, then in zip(self._now(), memory.buffers, strict=True):
-            buffer.copy_(then)
         self._buffers = None
 
     def close(self) -> None:

@@ -41,12 +41,12 @@ class Shards:
         """[n] fp32 weights of a block: its masters, or a copy where there are none."""
         if MASTER in planes:
             return planes[MASTER]
-        shard = self.of(block)[block.shard_offset : block.shard_offset + block.numel]
+        shard = self.of(block)[block.elements]
         return shard.to(next(iter(planes.values())), copy=True)
 
     def follow(self, block: Block, values: Tensor) -> None:
         """A block's part of its shard takes [n] values, rounded."""
-        self.of(block)[block.shard_offset : block.shard_offset + block.numel].copy_(values)
+        self.of(block)[block.elements].copy_(values)
         self._changed = True
 
     def end(self) -> None:
@@ -76,4 +76,4 @@ class ShardMasters(SplitMasters):
 
     def weights(self, block: Block) -> Tensor:
         shard = self._chunks[block.shard].shard
-        return shard[block.shard_offset : block.shard_offset + block.numel]
+        return shard[block.elements]

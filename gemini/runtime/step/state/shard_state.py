@@ -18,6 +18,7 @@ from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Columns, StateLayout
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block, Segment, StateSpace
+from gemini.optim.state.state_stream import BlockFiller
 from gemini.optim.state.tiered_state import TieredState
 from gemini.placement.fit import StateRequest
 from gemini.placement.plan import Plan
@@ -287,12 +288,7 @@ class ShardState:
     def read_master(self, chunk: Chunk) -> Tensor:
         """[S] fp32: the weights of a trainable chunk's shard as the optimizer has them."""
         values = chunk.load_shard().to("cpu", torch.float32, copy=True)
-
-        def look(block: Block, planes: Planes) -> None:
-            if MASTER in planes:
-                end = block.shard_offset + block.numel
-                values[block.shard_offset : end].copy_(planes[MASTER])
-
+        look = _masters(lambda block, master: values[block.elements].copy_(master))
         self.tiered_state.visit(look, self._blocks_of({chunk.spec.id}))
         return values
 
@@ -300,12 +296,7 @@ class ShardState:
     def write_master(self, chunk: Chunk, values: Tensor) -> None:
         """The inverse: fp32 [S] to the masters and, rounded, to the shard."""
         state = self.tiered_state
-
-        def fill(block: Block, planes: Planes) -> None:
-            if MASTER in planes:
-                end = block.shard_offset + block.numel
-                planes[MASTER].copy_(values[block.shard_offset : end])
-
+        fill = _masters(lambda block, master: master.copy_(values[block.elements]))
         with self.shards_with_masters():
             chunk.store_shard(values)
             state.overwrite(fill, self._blocks_of({chunk.spec.id}))
@@ -326,17 +317,8 @@ class ShardState:
     @torch.no_grad()
     def follow_shards(self, chunks: Set[ChunkId]) -> None:
         """The user wrote to these shards: masters that do not round to them take their values."""
-
         shards = Shards(self._chunks)
-
-        def fill(block: Block, planes: Planes) -> None:
-            if MASTER in planes:
-                shard = shards.of(block)
-                end = block.shard_offset + block.numel
-                follow_shard(
-                    planes[MASTER], shard[block.shard_offset : end].to(planes[MASTER].device)
-                )
-
+        fill = _masters(lambda block, master: _follow(master, shards.of(block)[block.elements]))
         self.tiered_state.overwrite(fill, self._blocks_of(chunks))
 
     @torch.no_grad()
@@ -347,13 +329,8 @@ class ShardState:
             return
         chunk.wait_gathered()
         written = chunk.written()
-
-        def fill(block: Block, planes: Planes) -> None:
-            here = torch.empty_like(planes[MASTER], dtype=chunk.dtype)
-            end = block.shard_offset + block.numel
-            follow_shard(planes[MASTER], here.copy_(written[block.shard_offset : end]))
-
-        here = {block.id for block in (*self._tiered_state.resident, *self._tiered_state.host)}
+        fill = _masters(lambda block, master: _follow(master, written[block.elements]))
+        here = {block.id for block in self._tiered_state.in_memory}
         blocks = [block for block in self._blocks_of({chunk.spec.id}) if block.id in here]
         self._tiered_state.overwrite(fill, blocks)
 
@@ -383,14 +360,27 @@ class ShardState:
         original = self._parts.originals.get(chunk.spec.id)
         if original is None:
             original = shards.of(block)
-        here = slice(block.shard_offset, block.shard_offset + block.numel)
-        planes[MASTER].copy_(original[here])
+        planes[MASTER].copy_(original[block.elements])
         if chunk.spec.id in self._split_in_memory:  # whose shard the user may have written to
-            shard = torch.empty_like(planes[MASTER], dtype=chunk.dtype)
-            follow_shard(planes[MASTER], shard.copy_(shards.of(block)[here]))
+            _follow(planes[MASTER], shards.of(block)[block.elements])
         self._unfilled[block.shard] -= 1
         if self._unfilled[block.shard] == 0:
             self._parts.originals.drop(chunk.spec.id)  # one chunk's worth twice, at most
+
+
+def _masters(look: Callable[[Block, Tensor], object]) -> BlockFiller:
+    """Visitor of blocks, and filler, that `look`s at masters alone."""
+
+    def show(block: Block, planes: Planes) -> None:
+        if MASTER in planes:
+            look(block, planes[MASTER])
+
+    return show
+
+
+def _follow(master: Tensor, shard: Tensor) -> None:
+    """Make a master round to its part of a shard, which may be in other memory."""
+    follow_shard(master, shard.to(master.device))
 
 
 def _state_bytes(
