@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from gemini.optim.rules.state_layout import Columns
 from gemini.units import BlockId
 
-from .disk.state_version import StateVersion
 from .pieces import Planes
 from .space import Block, BlockSegment
 from .tiered_state import TieredState
+
+if TYPE_CHECKING:
+    from .disk.state_version import StateVersion
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -13,33 +11,32 @@ from gemini.optim.state.pieces import Planes
 SETS = 3  # one travels in, one is updated, one travels out
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Reserved sizes of staging from the start: `count` buffers of each kind."""
-
-    count: int = SETS
-    state_bytes: int = 0
-    param_bytes: int = 0
-    grad_bytes: int = 0
-
-
 class DeviceStaging:
     """Buffers for planes of state, for parameters and for gradients, each in turn.
 
     A tensor that does not fit makes its kind grow, as gradients that were added up in fp32. A user
     of a buffer must order the copies from it before `count` more buffers are taken.
+
+    count: buffers of each kind, and blocks that may be under way at once; 0: as many as one needs.
     """
 
-    def __init__(self, memory: Memory, reserved: Reserved) -> None:
-        self.count = reserved.count  # blocks that may be under way at once
+    def __init__(
+        self,
+        memory: Memory,
+        count: int = 0,
+        state_bytes: int = 0,
+        param_bytes: int = 0,
+        grad_bytes: int = 0,
+    ) -> None:
+        self.count = count or SETS
         self._states = _BufferRing(memory, self.count)
         self._params = _BufferRing(memory, self.count)
         self._grads = _BufferRing(memory, self.count)
         self._memory = memory
         self._host = torch.empty(0)  # pinned, on the way to host memory that is not
-        self._states.grow(reserved.state_bytes)
-        self._params.grow(reserved.param_bytes)
-        self._grads.grow(reserved.grad_bytes)
+        self._states.grow(state_bytes)
+        self._params.grow(param_bytes)
+        self._grads.grow(grad_bytes)
 
     @property
     def nbytes(self) -> int:

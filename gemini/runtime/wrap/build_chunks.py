@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gemini.chunk.float8 import Float8Chunk
 from gemini.chunk.layout import ChunkLayout, ChunkSpec
 from gemini.chunk.local import is_dtensor, local_of, rebind
 from gemini.chunk.opaque import Opaque, OpaqueChunk
@@ -22,7 +21,6 @@ from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.units import BLOCK_NUMEL, ChunkId, ParamId
 
 from .materialise import Materialiser
-from .wide_blocks import WideBlocks
 
 
 def build_chunks(
@@ -112,7 +110,11 @@ def build_chunks(
 def _kind_of(spec: ChunkSpec, in_float8: str | None, links: Links) -> type[Chunk]:
     if spec.dtype == BYTES:
         return OpaqueChunk
-    return Float8Chunk if spec.dtype == in_float8 and links.world_size > 1 else Chunk
+    if spec.dtype != in_float8 or links.world_size == 1:
+        return Chunk
+    from gemini.chunk.float8 import Float8Chunk
+
+    return Float8Chunk
 
 
 class _ChunkBuilder:
@@ -130,7 +132,11 @@ class _ChunkBuilder:
         spec = chunk.spec
         self._params = [params[slot.param] for slot in spec.slots]
         self._missing = set(range(len(spec.slots)))
-        self._blocks = None if files is None else WideBlocks(chunk, files)
+        self._blocks: WideBlocks | None = None
+        if files is not None:
+            from .wide_blocks import WideBlocks
+
+            self._blocks = WideBlocks(chunk, files)
         self._keeps_original = keeps_original and files is None
         self._source = chunk.payload
         if self._keeps_original:
