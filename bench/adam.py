@@ -147,7 +147,7 @@ def cpu_variants(
         facts = UpdateFacts(piece.param.numel(), has_master=piece.master is not None)
         mix = Mix(piece.param.dtype, dtype, facts.has_master)
         updater = replace(
-            cpu_updater(rule, cpu_path, facts, [mix]), workers=CpuWorkers(num_threads)
+            cpu_updater(rule, cpu_path, facts, lambda: [mix]), workers=CpuWorkers(num_threads)
         )
         paths[name] = updater.name
         if norm:

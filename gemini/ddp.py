@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,9 @@ from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import check_stages, connect, is_pipeline, stage_of
 from gemini.runtime.engine import GeminiEngine
-from gemini.runtime.gradients.by_name import ChangeGradient, map_gradients, named_gradients
-from gemini.runtime.inspect.digest import digest
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.memory.backend import Backend, make_backend
-from gemini.runtime.pipeline.together import together_of
 from gemini.runtime.schedule.planning import Planning, begin_planning
-from gemini.runtime.unwrap import check_room, unwrap
 from gemini.runtime.wrap.keep_fp32 import (
     cast_at_boundary,
     find_fp32_modules,
@@ -67,6 +63,10 @@ from .options import (
     groups_of,
     takes_options,
 )
+
+if TYPE_CHECKING:
+    from gemini.runtime.gradients.by_name import ChangeGradient
+
 
 log = logging.getLogger("gemini")
 NOTHING_STAYS = (
@@ -151,6 +151,8 @@ class GeminiDDP(ModuleFace):
         check_split(split, trace=trace, init_state_dict=wrapping.init_state_dict)
         together, ties = None, None
         if is_pipeline(process_group, mesh):
+            from gemini.runtime.pipeline.together import together_of
+
             check_stages(mesh, split)
             together = together_of(mesh)
             own_specs, ties = together.ties.take(params, own_specs)
@@ -267,6 +269,8 @@ class GeminiDDP(ModuleFace):
         Raises RuntimeError if it was unwrapped already, and MemoryError, before anything is
         changed, if a rank has no room for all parameters.
         """
+        from gemini.runtime.unwrap import check_room, unwrap
+
         if self.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped already; use model.module")
         self.engine.call("model.unwrap()")
@@ -309,6 +313,8 @@ class GeminiDDP(ModuleFace):
         It is equal on all ranks unless values that each rank has for itself have diverged: compare
         it to find out. It does not depend on placement or world size.
         """
+        from gemini.runtime.inspect.digest import digest
+
         self.engine.call("model.digest()")
         return digest(self.engine)
 
@@ -373,6 +379,8 @@ class GeminiDDP(ModuleFace):
         step was asked to clip. full: in the parameter's shape; else this rank's part, flat.
         Collective, also without `full`: every rank must go through all of them.
         """
+        from gemini.runtime.gradients.by_name import named_gradients
+
         engine, own = self.engine, self._own_names()
         found = named_gradients(engine, engine.meetings, engine.gradients, full=full)
         while True:
@@ -391,6 +399,8 @@ class GeminiDDP(ModuleFace):
             clipping. Change it in place, or return another one of its shape, equal on all replicas
             of a shard. A rank without elements of a parameter makes no call for it. Collective.
         """
+        from gemini.runtime.gradients.by_name import map_gradients
+
         engine, own = self.engine, self._own_names()
 
         def change_own(name: str, part: Tensor) -> Tensor | None:

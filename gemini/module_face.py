@@ -18,14 +18,7 @@ from gemini.callers import torchs_wrapper, wants_dtensors
 from gemini.chunk.parameter import handle_of
 from gemini.optim.target import changes, reads
 from gemini.runtime.engine import TO_EMPTY, GeminiEngine, check_stays
-from gemini.runtime.inspect.full_parameters import (
-    cut_parameters,
-    full_parameters,
-    load_full_parameters,
-    salvageable,
-)
 from gemini.runtime.wrap.module_check import changed
-from gemini.saved_config import lent_configs, written_dtype
 from gemini.saved_names import (
     SavedNames,
     peeled,
@@ -155,6 +148,8 @@ class ModuleFace(nn.Module):
         `keep_vars`. Under `get_model_state_dict` of torch.distributed.checkpoint every rank gets
         DTensors, in the masters' own dtype.
         """
+        from gemini.runtime.inspect.full_parameters import cut_parameters, full_parameters
+
         if keep_vars:
             raise ValueError("keep_vars=True: whole parameters are copies, and not variables")
         self.engine.call("model.state_dict()")
@@ -211,6 +206,8 @@ class ModuleFace(nn.Module):
         one. Raises AttributeError if the inner module has no such method. If it fails, rank 0
         raises its error and the others RuntimeError.
         """
+        from gemini.saved_config import lent_configs, written_dtype
+
         save: Callable[..., Any] = self.module.save_pretrained  # type: ignore[assignment]
         state = self.state_dict() if state_dict is None else state_dict
         error: Exception | None = None
@@ -236,6 +233,8 @@ class ModuleFace(nn.Module):
 
         Not collective. A checkpoint has more: all parameters, as fp32 masters.
         """
+        from gemini.runtime.inspect.full_parameters import salvageable
+
         return salvageable(self.engine)
 
     @changes
@@ -314,6 +313,8 @@ class ModuleFace(nn.Module):
     @torch.no_grad()
     def _take(self, state_dict: Mapping[str, Any]) -> None:
         """Load rank 0's values into the parameters, buffers and extra state that they name."""
+        from gemini.runtime.inspect.full_parameters import load_full_parameters
+
         comm = self.engine.comm
         others = dict(self.saved_tensors())
         self._check_made(others, state_dict)

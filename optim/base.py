@@ -7,28 +7,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from gemini.callers import flat_optimizer_state, wants_dtensors
-from gemini.nvme import BlockStore, remove_superseded
-from gemini.optim.plain.target import PlainTarget, clip_together, step_together
 from gemini.optim.rules.clipping import Clip, asked_norm
 from gemini.optim.rules.report import NonFiniteGradientError
-from gemini.optim.rules.saved import check_counters, check_steps
 from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.deferred_signals import DeferredSignals
-from gemini.optim.state.parking import Where, park
-from gemini.optim.state.saved_state import filled_up, unflattened, with_steps
-from gemini.optim.state.state_stream import StateSource, StateStream, StateVisitor
 from gemini.saved_names import renamed, without_wrappers
 
 from .binding import BoundOptimizer
 from .binding import Folders as Folders
-from .groups import as_torchs, merged_groups
 from .target import AmpInputs, changes, reads
+
+if TYPE_CHECKING:
+    from gemini.nvme import BlockStore
+    from gemini.optim.plain.target import PlainTarget
+    from gemini.optim.state.parking import Where
+    from gemini.optim.state.state_stream import StateSource, StateStream, StateVisitor
+
 
 log = logging.getLogger("gemini")
 
@@ -65,12 +65,14 @@ class TieredOptimizer(BoundOptimizer):
         self._bind()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         amp = AmpInputs(scale, found_inf) if found_inf is not None else None
-        plain = [target for target in self._targets if isinstance(target, PlainTarget)]
         try:
-            if plain:
-                self.last_report = step_together(plain, self.param_groups, amp)
-            for target in self._targets[len(plain) :]:
+            if self._owner is not None:
+                (target,) = self._targets
                 self.last_report = target.step(self.param_groups, amp)
+            elif self._targets:
+                from gemini.optim.plain.target import step_together
+
+                self.last_report = step_together(self._plain, self.param_groups, amp)
         except NonFiniteGradientError as error:
             self.last_report = error.report
             raise
@@ -103,7 +105,7 @@ class TieredOptimizer(BoundOptimizer):
         """
         clip = asked_norm(max_norm, norm_type)
         self._bind()
-        norm = clip_together(self._targets, clip)
+        norm = self._clip(clip)
         assert norm is not None
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is not finite")
@@ -116,7 +118,20 @@ class TieredOptimizer(BoundOptimizer):
         """Clip every element of the coming step's gradients to [-clip_value, clip_value]."""
         clip = Clip(max_value=float(clip_value))
         self._bind()
-        clip_together(self._targets, clip)
+        self._clip(clip)
+
+    def _clip(self, clip: Clip) -> Tensor | None:
+        if self._owner is not None:
+            (target,) = self._targets
+            return target.clip(clip)
+        from gemini.optim.plain.target import clip_together
+
+        return clip_together(self._plain, clip)
+
+    @property
+    def _plain(self) -> list[PlainTarget]:
+        """Targets of parameters of no wrapped module."""
+        return cast("list[PlainTarget]", self._targets)
 
     @property
     @reads
@@ -157,6 +172,8 @@ class TieredOptimizer(BoundOptimizer):
         `get_optimizer_state_dict` of torch.distributed.checkpoint is given DTensors on every rank,
         without fp32 masters, which are the weights of its `get_model_state_dict`.
         """
+        from .groups import as_torchs
+
         self._refuse_unusable()
         names = self._names()
         cut = names is not None and wants_dtensors()
@@ -191,6 +208,9 @@ class TieredOptimizer(BoundOptimizer):
         call it. Raises ValueError, before anything is changed, for groups that differ from this
         optimizer's, for options that it does not have, and for step counts that are none.
         """
+        from gemini.optim.rules.saved import check_counters, check_steps
+        from gemini.optim.state.saved_state import filled_up, unflattened, with_steps
+
         self._refuse_unusable()
         names = self._names()
         if names is not None:
@@ -221,6 +241,8 @@ class TieredOptimizer(BoundOptimizer):
     def check_param_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Merge saved groups into copies of this optimizer's. Raises ValueError as
         `load_state_dict`."""
+        from .groups import merged_groups
+
         return merged_groups(self.param_groups, groups, self._names(), self._check_options)
 
     def load_param_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -246,6 +268,8 @@ class TieredOptimizer(BoundOptimizer):
         `nvme.DiskFullError` or `nvme.WriteBudgetError`, leaves everything in place.
         Raises ValueError for another `where`, RuntimeError where it is parked already.
         """
+        from gemini.optim.state.parking import park
+
         if where not in ("nvme", "host"):
             raise ValueError(f"parked({where!r}); expected 'nvme' or 'host'")
         self._refuse_unusable()
@@ -293,6 +317,8 @@ class TieredOptimizer(BoundOptimizer):
 
         began: by name the step of the run at which a store began to count.
         """
+        from gemini.nvme import remove_superseded
+
         folders = dict.fromkeys(path.parent for store in self.stores for path in store.paths)
         left = remove_superseded(folders, {name: step - at for name, at in began.items()})
         self._left_stores = {name: began[name] for name in sorted(left)}

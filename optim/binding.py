@@ -15,9 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gemini.nvme import WriteMeter, check_folder
-from gemini.optim.plain.target import PlainTarget, alike
-from gemini.optim.plain.views import check_plain
+from gemini.nvme import WriteMeter
 from gemini.optim.rules.config import NvmeConfig, StateConfig
 from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.rule import UpdateRule, scalar
@@ -54,6 +52,8 @@ class BoundOptimizer(torch.optim.Optimizer):
         nvme: NvmeConfig | None = None,
         cpu_path: str = "auto",
     ) -> None:
+        from gemini.nvme import check_folder
+
         if isinstance(params, nn.Module):
             raise TypeError(
                 f"{self.own_name()} got a {type(params).__name__}; expected its parameters: "
@@ -142,6 +142,8 @@ class BoundOptimizer(torch.optim.Optimizer):
                 raise _not_floating(param)
             return  # one that a wrapped module has as bytes, or ignores; else see `_check_made`
         if owner_of(param) is None and not param.is_meta:  # it may be made, and wrapped, by then
+            from gemini.optim.plain.views import check_plain
+
             check_plain(param)
 
     def bind(self) -> None:
@@ -230,6 +232,8 @@ class BoundOptimizer(torch.optim.Optimizer):
             self._owner = owner
         rule = self._rule
         if owner is None:
+            from gemini.optim.plain.target import PlainTarget, alike
+
             _check_made([param for param, _ in new])
             rule = self.rule_for([self.param_groups[index] for _, index in new])
             for params, group_of in alike(new):

@@ -9,17 +9,20 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from gemini.nvme import BlockStore
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import Plane
-from gemini.optim.state.state_stream import StateStream
+
+if TYPE_CHECKING:
+    from gemini.nvme import BlockStore
+    from gemini.optim.state.state_stream import StateStream
+
 
 Group = dict[str, Any]  # a torch.optim param group
 P = ParamSpec("P")

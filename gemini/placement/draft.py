@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from gemini.placement.homes.budget_fill import (
     missing_for_everything,
 )
 from gemini.placement.timetable.allowed import OverlapFacts, against_tail, facts_of
-from gemini.placement.timetable.clock import Work, price
 from gemini.placement.timetable.gathers import GatherSteps, gather_steps
 from gemini.placement.timetable.moves import leaving_bytes, moves_of
 from gemini.placement.timetable.room import Demand, Vector
@@ -115,7 +115,7 @@ class PlanResult:
     steps: GatherSteps  # how its gathers are carried out
     facts: OverlapFacts  # by which updates may overlap a pass
     # of an iteration on a clock; None: nobody has timed a pass
-    work: Callable[..., Work] | None = field(default=None, compare=False)
+    work: Callable[[], dict[str, OverlapCost]] | None = field(default=None, compare=False)
 
     @property
     def against_tail(self) -> str | None:
@@ -126,7 +126,7 @@ class PlanResult:
     def overlapped(self) -> dict[str, OverlapCost]:
         """An iteration with each `update` that overlaps a pass, of those that may."""
         may = self.work is not None and self.against_tail is None
-        return price(self.work(), [TAIL]) if may and self.work is not None else {}
+        return self.work() if may and self.work is not None else {}
 
     @property
     def seconds_by_update(self) -> dict[str, float]:
@@ -302,7 +302,7 @@ class Draft:
         )  # fmt: skip
         is_timed = plan.kind == "train" and any(self.compute[: self._backward])
         work = partial(
-            Work, plan, links, self.compute, self.calls, self._backward,
+            _overlapped, plan, links, self.compute, self.calls, self._backward,
             depth=self.inputs.depth, num_ahead=self.inputs.num_ahead,
         )  # fmt: skip
         return PlanResult(plan, profile, cost, steps, facts, work if is_timed else None)
@@ -453,6 +453,13 @@ class Draft:
             others = profile.rows[tier, "non-model"]
             return [n - m for n, m in zip(totals, others, strict=True)]
         return totals
+
+
+def _overlapped(*inputs: Any, **buffers: Any) -> dict[str, OverlapCost]:
+    """Price of an iteration whose step has a tail; inputs: of the clock's `Work`."""
+    from gemini.placement.timetable.clock import Work, price
+
+    return price(Work(*inputs, **buffers), [TAIL])
 
 
 def severity(error: BudgetError) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +43,11 @@ from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import Connections
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.inspect.reports import say_start
-from gemini.runtime.memory.backend import Backend
-from gemini.runtime.memory.files.tensor_files import FileConfig
+from gemini.runtime.memory.backend import Backend, FileConfig
 from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.memory.originals import Originals
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.memory.user_writes import UserWrites
-from gemini.runtime.pipeline.together import PipelineOwner
 from gemini.runtime.pipeline.window import Window
 from gemini.runtime.schedule.planning import Planning
 from gemini.runtime.schedule.reducer import Reducer
@@ -70,6 +68,10 @@ from .meetings import Meetings, describe
 from .parts import EngineEvents, Parts, in_pass, refuse_beside_pass
 from .step import weights
 from .step.state.shard_state import StepCalls
+
+if TYPE_CHECKING:
+    from gemini.runtime.pipeline.together import PipelineOwner
+
 
 LABEL_CHARACTERS = 40  # of a model's name in names of files
 MAX_AGREEMENTS = 3  # steps at which ranks try to agree on a trace

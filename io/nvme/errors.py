@@ -1,9 +1,12 @@
-"""Errors of disks, as types."""
+"""Errors of disks, as types, and the meter of a budget of writes."""
 
 from __future__ import annotations
 
 import errno as errno_module
 import os
+from dataclasses import dataclass
+
+from gemini.units import format_bytes
 
 FULL_ERRNOS = frozenset({errno_module.ENOSPC, errno_module.EFBIG, errno_module.EDQUOT})
 
@@ -63,6 +66,24 @@ class ChecksumError(NvmeError):
 
 class WriteBudgetError(NvmeError):
     """Budget that the next step would pass: `nvme_write_budget`."""
+
+
+@dataclass(slots=True)
+class WriteMeter:
+    """Meter of all bytes that the files of one owner have written over a run, and may write."""
+
+    budget: int | None = None  # bytes; None is no limit
+    written_bytes: int = 0
+
+    def check(self, nbytes: int, what: str) -> None:
+        """Raise WriteBudgetError if `what` writes `nbytes` and would pass the budget."""
+        total = self.written_bytes + nbytes
+        if self.budget is not None and total > self.budget:
+            raise WriteBudgetError(
+                f"{what} writes {format_bytes(nbytes)}, to {format_bytes(total)} in all; "
+                f"nvme_write_budget is {format_bytes(self.budget)}. The weights are those of the "
+                "last step: save them, then raise the budget or offload a smaller fraction"
+            )
 
 
 class RollbackError(NvmeError):

@@ -29,7 +29,7 @@ from pathlib import Path
 from gemini.nvme.files.file import OpenFile, check_folder, create_files, reserve
 from gemini.nvme.files.orphan_files import remove_stepless, store_name
 from gemini.tickets import Ticket
-from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
+from gemini.units import PAGE_BYTES, BlockId, align_up
 
 from .engines import Engine, Transfer
 from .engines.threads import ThreadEngine
@@ -38,7 +38,7 @@ from .errors import (
     FolderError,
     NvmeError,
     TransferError,
-    WriteBudgetError,
+    WriteMeter,
     cause_of,
     check_process,
     transfer_error,
@@ -81,24 +81,6 @@ class _Read:
                 f"block {self.block} at offset {self.extent.offset} (+{self.extent.nbytes}) of "
                 f"{self.path} has checksum {checksum:#010x}, expected {self.expected:#010x}: "
                 "the file was changed or the disk is failing"
-            )
-
-
-@dataclass(slots=True)
-class WriteMeter:
-    """Meter of all bytes that the files of one owner have written over a run, and may write."""
-
-    budget: int | None = None  # bytes; None is no limit
-    written_bytes: int = 0
-
-    def check(self, nbytes: int, what: str) -> None:
-        """Raise WriteBudgetError if `what` writes `nbytes` and would pass the budget."""
-        total = self.written_bytes + nbytes
-        if self.budget is not None and total > self.budget:
-            raise WriteBudgetError(
-                f"{what} writes {format_bytes(nbytes)}, to {format_bytes(total)} in all; "
-                f"nvme_write_budget is {format_bytes(self.budget)}. The weights are those of the "
-                "last step: save them, then raise the budget or offload a smaller fraction"
             )
 
 

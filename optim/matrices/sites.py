@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -175,6 +175,7 @@ class SiteUpdater:
 
     site: Site
     rule: UpdateRule
+    keeps_blocks: ClassVar = False
 
     @property
     def name(self) -> str:

@@ -97,6 +97,8 @@ class MatrixUpdater:
     hyper: of every parameter; None for one that the step leaves alone.
     """
 
+    keeps_blocks = True
+
     def __init__(
         self,
         site: Site,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,14 +28,16 @@ from gemini.optim.step.driver import Step, take
 from gemini.optim.step.executor import step_counts
 from gemini.optim.step.executors import make_executor
 from gemini.optim.step.measuring import Measuring
-from gemini.optim.target import AmpInputs, Group, Target
-from gemini.optim.update.compiled_update import Mix
+from gemini.optim.target import AmpInputs, Group
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.optim.update.updaters import CpuUpdater, cpu_updater
 from gemini.tickets import Done, Ticket
 from gemini.units import BLOCK_NUMEL
 
 from .views import Order, PlainViews, dense_grad
+
+if TYPE_CHECKING:
+    from gemini.optim.update.compiled_update import Mix
 
 
 class PlainTarget:
@@ -371,24 +373,20 @@ def _combined(parts: Tensor, norm_type: float) -> Tensor:
 
 
 @torch.no_grad()
-def clip_together(targets: Sequence[Target], clip: Clip) -> Tensor | None:
+def clip_together(targets: Sequence[PlainTarget], clip: Clip) -> Tensor | None:
     """Clip the gradients of all targets by one norm, or by value; returns the norm before.
 
     Gradients of plain modules are changed in place, as in torch.
     """
-    plain = [target for target in targets if isinstance(target, PlainTarget)]
-    if len(plain) < len(targets):
-        (shards,) = targets
-        return shards.clip(clip)
     if clip.max_norm == 0:
-        for target in plain:
+        for target in targets:
             target.scale_gradients(None, clip)
         return None
-    sums = [target.power_sum(clip.norm_type) for target in plain]
+    sums = [target.power_sum(clip.norm_type) for target in targets]
     total = _combined(torch.stack([s.to(sums[0].device) for s in sums]), clip.norm_type)
     norm = clip.norm_of(total)
     factor = clip.factor_of(norm)
-    for target in plain:
+    for target in targets:
         target.scale_gradients(factor, clip)
     return norm
 
@@ -411,11 +409,17 @@ def kernels_of(device: torch.device) -> Memory | None:
 
 def _cpu_updater(rule: UpdateRule, config: StateConfig, params: Sequence[Tensor]) -> CpuUpdater:
     """Updater of parameters that are all float64, or none of them."""
+    from gemini.optim.update.compiled_update import Mix
+
     facts = UpdateFacts(
         sum(param.numel() for param in params),
         has_master=False,
         is_float64=params[0].dtype == torch.float64,
     )
     dtypes = dict.fromkeys(param.dtype for param in params)
-    mixes = [Mix(dtype, dtype, has_master=False) for dtype in dtypes]
+
+    def mixes() -> list[Mix]:
+
+        return [Mix(dtype, dtype, has_master=False) for dtype in dtypes]
+
     return cpu_updater(rule, config.cpu_path, facts, mixes)

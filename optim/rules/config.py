@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gemini.arguments import by_name
-from gemini.nvme import MOST_VERSIONS, WriteMeter
 from gemini.nvme.layout import NUM_VERSIONS
 from gemini.units import check_block_numel
+
+if TYPE_CHECKING:
+    from gemini.nvme import WriteMeter
+
 
 CPU_PATHS = ("auto", "eager", "compile")
 COMPILED_FROM_NUMEL = 1 << 26  # a step gains 50 ms there on 2 cores: 100 of them pay for the build
@@ -48,7 +51,11 @@ class NvmeConfig:
             check_block_numel(self.block_numel)
         if self.depth < 1:
             raise ValueError(f"nvme depth={self.depth}; expected at least 1")
-        if not 0 <= self.keep_versions <= MOST_VERSIONS - NUM_VERSIONS:
+        if not self.keep_versions:
+            return
+        from gemini.nvme import MOST_VERSIONS
+
+        if not 0 < self.keep_versions <= MOST_VERSIONS - NUM_VERSIONS:
             raise ValueError(
                 f"keep_versions={self.keep_versions}; expected 0 to {MOST_VERSIONS - NUM_VERSIONS}"
             )

@@ -15,7 +15,6 @@ from torch import Tensor
 from gemini.kernels_triton import control_fields as fields
 
 from .loss_scale import LossScale, ScaleState
-from .saved import check_counters
 
 _OPTIONS = {
     fields.GROWTH_FACTOR: "growth_factor",
@@ -115,6 +114,8 @@ class ControlVector:
     def load_state_dict(self, counters: Mapping[str, Any]) -> None:
         """Load a scale. One that was saved without a scale, or the other way round, changes
         nothing. Raises ValueError for values that no scale has."""
+        from .saved import check_counters
+
         check_counters(counters)
         self.tensor[fields.SKIPPED_STEPS].fill_(float(counters.get("skipped_steps", 0)))
         if self.active and "scale" in counters:

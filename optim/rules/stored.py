@@ -14,7 +14,6 @@ from torch import Tensor
 from gemini.dtypes import DTYPES
 
 from . import split_master
-from .quantised import decoded, encode
 from .split_master import Planes, join, remainder_of, untied
 from .state_layout import MASTER, REMAINDER, WEIGHT, StateLayout
 
@@ -28,6 +27,8 @@ def shown(
     are split; else None. in_place: only planes that differ are copies, and `planes` are not valid
     until `take`.
     """
+    from .quantised import decoded
+
     if not layout.is_quantised:
         if weight is None:
             return planes
@@ -61,6 +62,8 @@ def take(planes: Planes, values: Planes, layout: StateLayout, *, is_split: bool)
     Where there is a plane for the weight, it follows; elsewhere it is, or will be, the new master,
     rounded.
     """
+    from .quantised import encode
+
     if not layout.is_quantised:
         if is_split:
             split_master.split_masters(planes, values, layout.with_remainder())

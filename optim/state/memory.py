@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from torch import Tensor
 from gemini.pages import advise_huge_pages, zeros
 from gemini.tickets import Copied, CopyTicket
 
-from .pinning import Pin, pin_slab, pinned
+if TYPE_CHECKING:
+    from .pinning import Pin
+
 
 _memcpy = ctypes.CDLL(None).memcpy
 _memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -221,7 +223,11 @@ class CudaMemory(DeviceMemory):
     """Memory of CUDA: copies run on two streams of their own, one for each direction, so that both
     are used at once."""
 
-    pin = staticmethod(pin_slab)
+    @staticmethod
+    def pin(address: int, nbytes: int) -> Callable[[], object]:
+        from .pinning import pin_slab
+
+        return pin_slab(address, nbytes)
 
     def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
         super().__init__(device)
@@ -234,6 +240,8 @@ class CudaMemory(DeviceMemory):
         return super().zeros(numel, dtype, on_host=False)
 
     def allocate_host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        from .pinning import pinned
+
         return pinned(numel, dtype) if self._pin_memory else torch.empty(numel, dtype=dtype)
 
     def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:

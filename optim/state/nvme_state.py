@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,12 +38,15 @@ from gemini.ranges import named
 from gemini.units import BlockId, format_bytes
 
 from .deferred_signals import DeferredSignals
-from .disk.pinned_state import PinnedState
 from .disk.records import Filed, Records, open_store
-from .disk.state_version import StateVersion
 from .flow import Flow, Span, num_buffers
 from .pieces import Planes
 from .space import Block, StateSpace
+
+if TYPE_CHECKING:
+    from .disk.pinned_state import PinnedState
+    from .disk.state_version import StateVersion
+
 
 Save = Callable[[Block, Callable[[], Tensor]], bool]
 
@@ -399,6 +403,8 @@ class NvmeState:
 
     def version(self, index: Index) -> StateVersion:
         """Version of all blocks at this commit."""
+        from .disk.state_version import StateVersion
+
         records = self._records.of(self.blocks)
         blocks = tuple((record.block.numel, record.is_split) for record in records)
         paths = tuple(str(path) for path in self.store.paths)
@@ -487,6 +493,8 @@ class NvmeState:
 
     def pin(self) -> PinnedState:
         """Pin all blocks as they were committed last, until they have been shown."""
+        from .disk.pinned_state import PinnedState
+
         self.store.check_process()
         # the step after the next writes over them, in this order
         order = self.flow.order if self._in_order else self.flow.order[::-1]

@@ -169,6 +169,11 @@ class Updater(Protocol):
     """Updater of blocks of state, wherever they lie."""
 
     @property
+    def keeps_blocks(self) -> bool:
+        """Whether a block waits for others: see `optim.matrices.updater`."""
+        ...
+
+    @property
     def name(self) -> str: ...
 
     def update_block(self, block: Block, planes: Planes, views: SteppedViews) -> CopyTicket | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ from torch import Tensor
 from gemini.dtypes import DTYPES
 from gemini.optim.rules.state_layout import Plane
 
-from .disk.pinned_state import PinnedState
-from .disk.state_version import StateVersion
 from .pieces import Planes
 from .space import Block, BlockSegment
 from .tiered_state import TieredState
+
+if TYPE_CHECKING:
+    from .disk.pinned_state import PinnedState
+    from .disk.state_version import StateVersion
 
 
 @dataclass(frozen=True, slots=True)

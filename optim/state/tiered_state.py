@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from gemini.nvme import BlockStore
 from gemini.optim.rules.config import NvmeConfig
 from gemini.optim.rules.report import Traffic
 from gemini.optim.rules.split_master import remainder_of, tie_sign, untied
@@ -25,12 +24,16 @@ from gemini.tickets import CopyTicket
 from gemini.units import BlockId
 
 from .deferred_signals import DeferredSignals
-from .disk.pinned_state import PinnedState
 from .memory import Memory
-from .nvme_state import NvmeState
 from .pieces import Planes, SteppedViews, Updater
 from .slabs import Slab
 from .space import Block, StateSpace
+
+if TYPE_CHECKING:
+    from gemini.nvme import BlockStore
+
+    from .disk.pinned_state import PinnedState
+    from .nvme_state import NvmeState
 
 
 class BlockViews(SteppedViews, Protocol):
@@ -116,6 +119,8 @@ class TieredState:
         self._slab_of = self._index()
 
     def _on_disk(self, blocks: Sequence[Block], space: StateSpace) -> NvmeState:
+        from .nvme_state import NvmeState
+
         return NvmeState(
             space,
             blocks,

@@ -13,14 +13,14 @@ from torch import Tensor
 from gemini.optim.rules.clipping import combined
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.update.cpu_update import StepInputs
-from gemini.optim.update.staging import Reserved
 from gemini.optim.update.updaters import CpuUpdater
 from gemini.units import ParamId
 
-from .executor import AnyUpdater, HostStep
+from .executor import HostStep
 from .gradients import Bits, GradientRun, Measured, bits_of, checksum
 
 if TYPE_CHECKING:
+    from .executor import AnyUpdater
     from .executors import MatrixUpdates
 
 
@@ -60,7 +60,7 @@ class CpuStep(HostStep):
     def path(self) -> str:
         return self._updater.name
 
-    def reserve(self, reserved: Reserved) -> None:
+    def reserve(self, count: int, *nbytes: int) -> None:
         """Do nothing: no block passes through a device."""
 
     # -- gradients --

@@ -11,20 +11,22 @@ Up to `confirm` nothing that counts has changed (ADR 0002).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
-from gemini.optim.matrices.updater import MatrixUpdater
 from gemini.optim.rules.report import StepReport, Traffic
 from gemini.optim.state.deferred_signals import DeferredSignals
-from gemini.optim.state.disk.records import Filed
-from gemini.optim.state.flow import Span
-from gemini.optim.state.nvme_state import NvmeState
 from gemini.optim.state.pieces import Updater
 from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import BlockViews, TieredState
 from gemini.units import BlockId
+
+if TYPE_CHECKING:
+    from gemini.optim.matrices.updater import MatrixUpdater
+    from gemini.optim.state.disk.records import Filed
+    from gemini.optim.state.flow import Span
+    from gemini.optim.state.nvme_state import NvmeState
 
 
 class Versions(Protocol):
@@ -72,7 +74,8 @@ class Step:
         self._views = views
         self._number = number
         self._files = files
-        self._matrices = updater if isinstance(updater, MatrixUpdater) else None
+        # that keeps blocks until others of their matrices have come
+        self._matrices = cast("MatrixUpdater", updater) if updater.keeps_blocks else None
         # Ranks exchange buckets of matrices in one order, so their blocks come in it, too.
         self._in_order = in_order or self._matrices is not None
         self._watch: Callable[[BlockId], None] | None = None
@@ -186,9 +189,9 @@ class Step:
 
     def _updates_in_memory(self) -> Iterator[Block]:
         state, views = self._tiered_state, self._views
-        if isinstance(self._updater, MatrixUpdater):
-            return state.torn_by(self._matrices_in_memory(self._updater))
-        return state.update_in_memory(self._updater, views)
+        if self._matrices is not None:
+            return state.torn_by(self._matrices_in_memory(self._matrices))
+        return state.update_in_memory(cast("Updater", self._updater), views)
 
     def _matrices_in_memory(self, updater: MatrixUpdater) -> Iterator[Block]:
         state, views = self._tiered_state, self._views

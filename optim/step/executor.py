@@ -8,23 +8,25 @@ a step, an agreement of all ranks or the inputs of torch.amp.GradScaler.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from gemini.optim.matrices.updater import MatrixUpdater
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome
 from gemini.optim.state.pieces import Updater
 from gemini.optim.target import AmpInputs
 from gemini.optim.update.cpu_update import StepInputs
-from gemini.optim.update.staging import DeviceStaging, Reserved
 from gemini.tickets import Done, Ticket
 
 from .gradients import GradientRun, Measured
 
-AnyUpdater = Updater | MatrixUpdater
+if TYPE_CHECKING:
+    from gemini.optim.matrices.updater import MatrixUpdater
+    from gemini.optim.update.staging import DeviceStaging
+
+    AnyUpdater: TypeAlias = Updater | MatrixUpdater
 
 
 class Executor(Protocol):
@@ -48,8 +50,8 @@ class Executor(Protocol):
         """Staging that blocks pass through on a device; None where the host updates."""
         ...
 
-    def reserve(self, reserved: Reserved) -> None:
-        """Reserve staging of these sizes from now on; between steps."""
+    def reserve(self, count: int, *nbytes: int) -> None:
+        """Reserve staging from now on: `count` buffers of each kind, so large; between steps."""
         ...
 
     # -- gradients --

@@ -24,16 +24,17 @@ from gemini.optim.state.memory import Memory
 from gemini.optim.state.pieces import Updater
 from gemini.optim.target import AmpInputs
 from gemini.optim.update.cpu_update import StepInputs
-from gemini.optim.update.staging import DeviceStaging, Reserved
+from gemini.optim.update.staging import DeviceStaging
 from gemini.tickets import Ticket
 
-from .executor import AnyUpdater, HostStep
+from .executor import HostStep
 from .gradients import Bits, GradientRun, Measured, bits_of, checksum
 
 if TYPE_CHECKING:
     from gemini.optim.update.grad_tiles import GradTiles
     from gemini.optim.update.triton_update import TritonUpdater
 
+    from .executor import AnyUpdater
     from .executors import MatrixUpdates
 
 
@@ -96,8 +97,8 @@ class TritonStep:
     def staging(self) -> DeviceStaging:
         return self._updater.staging
 
-    def reserve(self, reserved: Reserved) -> None:
-        self._updater.reserve(reserved)
+    def reserve(self, count: int, *nbytes: int) -> None:
+        self._updater.reserve(count, *nbytes)
 
     # -- gradients --
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from gemini.optim.rules.clipping import Clip, combined
 from gemini.optim.rules.formulas import noise, round_stochastic
-from gemini.optim.rules.quantised import decoded, encode, state_noise
 from gemini.optim.rules.rule import UpdateRule, Works
 from gemini.optim.rules.split_master import SIGN, TIE, TIE_MASK, join, remainder_of, untied
 from gemini.optim.state.deferred_signals import DeferredSignals, wait_all
@@ -209,6 +208,8 @@ def _update_quantised(
 ) -> None:
     """Update a tile whose planes are decoded before and encoded after; see
     `optim.rules.quantised`."""
+    from gemini.optim.rules.quantised import decoded, encode, state_noise
+
     planes = decoded(tile.planes, rule.layout)
     if tile.is_split and tile.master is not None:
         param = join(tile.param, tile.master, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,36 +14,34 @@ from gemini.tickets import CopyTicket
 SETS = 3  # one travels in, one is updated, one travels out
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Reserved sizes of staging from the start: `count` buffers of each kind."""
-
-    count: int = SETS
-    state_bytes: int = 0
-    param_bytes: int = 0
-    grad_bytes: int = 0
-
-
 class DeviceStaging:
     """Sets of buffers on a device, in turn: planes of state, parameters and a gradient of a block.
 
     A tensor that does not fit makes its kind grow, as gradients that were added up in fp32.
 
+    count: sets, and blocks that may be under way at once; 0: as many as one needs.
     waits: the host waits for copies to the device, so that the device never does: a thread updates
         while the device computes for another. Else the device waits, and the host goes on.
     """
 
-    def __init__(self, memory: Memory, reserved: Reserved) -> None:
-        self.count = reserved.count  # blocks that may be under way at once
+    def __init__(
+        self,
+        memory: Memory,
+        count: int = 0,
+        state_bytes: int = 0,
+        param_bytes: int = 0,
+        grad_bytes: int = 0,
+    ) -> None:
+        self.count = count or SETS
         self.waits = False
         self._states = _Buffers(memory, self.count)
         self._params = _Buffers(memory, self.count)
         self._grads = _Buffers(memory, self.count)
         self._memory = memory
         self._host = torch.empty(0)  # pinned, on the way to host memory that is not
-        self._states.grow(reserved.state_bytes)
-        self._params.grow(reserved.param_bytes)
-        self._grads.grow(reserved.grad_bytes)
+        self._states.grow(state_bytes)
+        self._params.grow(param_bytes)
+        self._grads.grow(grad_bytes)
         self.turn = 0  # whose buffers are given out
         self._leaving: list[CopyTicket | None] = [None] * self.count  # from each set
 

@@ -45,7 +45,7 @@ from gemini.tickets import CopyTicket
 from gemini.units import ParamId
 
 from .launch_tables import LaunchTables, segments_of
-from .staging import DeviceStaging, Reserved
+from .staging import DeviceStaging
 from .triton_source import kernel_source
 
 RING = 4  # hyperparameter uploads that may be in flight
@@ -78,6 +78,7 @@ class TritonUpdater:
     """
 
     name = "triton"
+    keeps_blocks = False
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class TritonUpdater:
         self._norm_tiles: list[Tensor] = []  # [tiles, segments, sums, bad], for `begin` to finish
         self._votes: Tensor | None = None  # of all ranks, for `begin` to tally
         self._signature: object | None = None  # of the views of the last step
-        self.staging = DeviceStaging(self._memory, Reserved())
+        self.staging = DeviceStaging(self._memory)
         self._moved = Traffic()
         self.steps = torch.zeros(n, dtype=torch.int64, device=device)
         self.present = torch.ones(n, dtype=torch.float64, device=device)
@@ -235,10 +236,10 @@ class TritonUpdater:
         self._moved += Traffic(host_to_device=nbytes, device_to_host=nbytes)
         return copies
 
-    def reserve(self, reserved: Reserved) -> None:
+    def reserve(self, count: int, *nbytes: int) -> None:
         """Reserve staging of these sizes from now on; between steps."""
         self.staging.end()
-        self.staging = DeviceStaging(self._memory, reserved)
+        self.staging = DeviceStaging(self._memory, count, *nbytes)
         self._tables.clear()  # with addresses of what was there
 
     def update_resident(self, slab: Resident, views: SteppedViews) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
@@ -16,9 +17,10 @@ from gemini.optim.state.space import Block
 from gemini.ranges import named
 
 from . import cpu_update
-from .compiled_update import CompiledUpdate, Mix
 from .cpu_update import NOTHING_CHANGED, CpuWorkers, GradSum, StepInputs, TileSums, summed
-from .kernel_cache import KernelBuildError
+
+if TYPE_CHECKING:
+    from .compiled_update import CompiledUpdate, Mix
 
 log = logging.getLogger("gemini")
 
@@ -31,6 +33,7 @@ class CpuUpdater:
     rule: UpdateRule
     inputs: StepInputs = NOTHING_CHANGED
     compiled: CompiledUpdate | None = None
+    keeps_blocks: ClassVar = False
 
     @property
     def name(self) -> str:
@@ -77,7 +80,7 @@ def cpu_updater(
     rule: UpdateRule,
     cpu_path: str,
     facts: UpdateFacts,
-    mixes: Iterable[Mix],
+    mixes: Callable[[], Iterable[Mix]],
     agree: Callable[[str | None], str | None] = alone,
 ) -> CpuUpdater:
     """Make the updater that a CPU path means for these facts. Collective.
@@ -87,9 +90,12 @@ def cpu_updater(
     """
     if not wants_compiled(cpu_path, facts):
         return CpuUpdater(CpuWorkers(), rule)
+    from .compiled_update import CompiledUpdate
+    from .kernel_cache import KernelBuildError
+
     compiled, failure = None, None
     try:
-        compiled = CompiledUpdate(rule, mixes)
+        compiled = CompiledUpdate(rule, mixes())
     except KernelBuildError as error:
         failure = str(error)
     failure = agree(failure)

@@ -3,10 +3,10 @@
 from gemini.runtime.comm.collective_log import (
     Entry,
     SequenceLog,
+    Wish,
     explain_difference,
     first_difference,
 )
-from gemini.runtime.comm.meeting import Wish
 
 
 def log_of(*done):

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,15 @@ from gemini.runtime.parts import (
 from gemini.runtime.schedule.tensor_mgr import TensorState
 from gemini.runtime.step.homes import MovingHomes
 from gemini.runtime.step.weights import take_replaced
-from gemini.runtime.thaw import thaw
 from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
 
-from .attempt import Attempt
 from .gradient_hooks import gradient_hook, refuse_double_backward, refuse_unscaled, unscaling_hook
 from .midway import Midway
+
+if TYPE_CHECKING:
+    from .attempt import Attempt
+
 
 R = TypeVar("R")
 
@@ -120,6 +122,8 @@ class Calls:
         thawed = [param for param in self._unheard if params[param].requires_grad]
         if not thawed:
             return
+        from gemini.runtime.thaw import thaw
+
         with DeferredSignals():  # Ctrl-C finds them frozen, or trained and listened to
             thaw(self._parts, self._meetings, thawed)
             self._modules.trained(self._is_trained)
@@ -166,6 +170,8 @@ class Calls:
         counts = parts.backend.has_host_tier and torch.is_grad_enabled()
         if not counts or in_backward() or parts.in_schedule or not parts.planning.homes_follow:
             return None
+        from .attempt import Attempt
+
         return Attempt(parts, self._homes, module, inputs)
 
     def again(self, attempt: Attempt, inputs: Any) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SENDS = "sends"  # what a call of torch is about to send
 PROPOSAL = "asks to reduce"  # this wish yields if another rank wishes something else
@@ -21,6 +22,44 @@ MAX_ENTRIES = 4096  # an evaluation may go on for long without an agreement
 
 class SequenceError(RuntimeError):
     """Different collectives on two ranks, or a collective that one rank called alone."""
+
+
+@dataclass(slots=True)
+class Deadline:
+    """Seconds of a wait before ranks compare their logs.
+
+    An object of its own, so that the thread refers to nothing else of its communicator.
+    """
+
+    seconds: float
+
+
+class Wish(NamedTuple):
+    """Wish of one rank in a meeting: to call a method, or to do `kind` with some subjects."""
+
+    kind: str
+    subjects: Mapping[str, str]  # name -> words for an error
+
+    @property
+    def words(self) -> str:
+        return " and ".join(self.subjects[n] for n in sorted(self.subjects)) or "nothing more"
+
+    def differs_from(self, other: Wish) -> bool:
+        """Whether no one action fulfils both wishes."""
+        return self.kind != other.kind or (self.kind == "calls" and self.words != other.words)
+
+    @property
+    def proposed(self) -> set[str]:
+        """Names of the subjects that this rank may reduce now."""
+        return set(self.subjects) if self.kind == PROPOSAL else set()
+
+    def encode(self) -> str:
+        return json.dumps([self.kind, list(self.subjects.items())])
+
+    @staticmethod
+    def decode(text: str) -> Wish:
+        kind, subjects = json.loads(text)
+        return Wish(kind, dict(subjects))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,20 @@ from torch import Tensor
 
 from gemini.tickets import Done, Ticket
 
-from . import leaving
 from .collective_log import (
     PROPOSAL,
     SENDS,
+    Deadline,
     Entry,
     SequenceError,
     SequenceLog,
+    Wish,
     explain_difference,
     first_difference,
 )
-from .meeting import MeetingPoint, Wish
-from .user_calls import Deadline, UserCalls, text_of
+
+if TYPE_CHECKING:
+    from .meeting import MeetingPoint
 
 # torch 2.13 renames both; keep one shim
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -107,6 +109,9 @@ class Communicator:
         self.reaches_host = True  # its collectives take tensors of the host
         if not dist.is_available() or not dist.is_initialized():
             return
+        # The ends of both are called in the reverse order: this one's after that of `leaving`.
+        from . import user_calls  # noqa: F401
+
         self._group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self._group)
         self.world_size = dist.get_world_size(self._group)
@@ -116,6 +121,8 @@ class Communicator:
         # a wait on nccl holds the stream and not the host: its own watchdog ends a hang
         self._watches = dist.get_backend(self._group) == "gloo" and self.world_size > 1
         if self._watches:
+            from . import leaving
+
             leaving.watch(self)
         if self.world_size > 1 and whole is None:
             self._open_store()
@@ -149,6 +156,9 @@ class Communicator:
 
     def _open_store(self) -> None:
         """Open a part of the store for this group alone, and its meetings. Collective."""
+        from .meeting import MeetingPoint
+        from .user_calls import UserCalls
+
         # A random name of rank 0: groups of the same ranks, one after the other, share a store, and
         # must not read each other's rounds.
         name = f"gemini/{self.gather_objects(uuid.uuid4().hex)[0]}"
@@ -417,6 +427,8 @@ class Communicator:
                 meeting.say_waiting(f"{wish.kind} {wish.words}")
                 call = meeting.user_call()
                 if call is not None:
+                    from .user_calls import text_of
+
                     raise SequenceError(text_of(self.rank, f"{wish.kind} {wish.words}", *call))
             gone = self._meeting.gone()
             if gone and meeting.is_complete(POLL_SECONDS):

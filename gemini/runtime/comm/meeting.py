@@ -9,41 +9,9 @@ costs each rank four small requests to the store, at any number of ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch.distributed as dist
-
-from .collective_log import PROPOSAL
-
-
-class Wish(NamedTuple):
-    """Wish of one rank in a meeting: to call a method, or to do `kind` with some subjects."""
-
-    kind: str
-    subjects: Mapping[str, str]  # name -> words for an error
-
-    @property
-    def words(self) -> str:
-        return " and ".join(self.subjects[n] for n in sorted(self.subjects)) or "nothing more"
-
-    def differs_from(self, other: Wish) -> bool:
-        """Whether no one action fulfils both wishes."""
-        return self.kind != other.kind or (self.kind == "calls" and self.words != other.words)
-
-    @property
-    def proposed(self) -> set[str]:
-        """Names of the subjects that this rank may reduce now."""
-        return set(self.subjects) if self.kind == PROPOSAL else set()
-
-    def encode(self) -> str:
-        return json.dumps([self.kind, list(self.subjects.items())])
-
-    @staticmethod
-    def decode(text: str) -> Wish:
-        kind, subjects = json.loads(text)
-        return Wish(kind, dict(subjects))
 
 
 class MeetingPoint:

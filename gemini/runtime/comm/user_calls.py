@@ -14,14 +14,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
-from .collective_log import SequenceError
+from .collective_log import Deadline, SequenceError
 from .meeting import MeetingPoint
 
 LOOKS_PER_DEADLINE = 4
@@ -29,16 +28,6 @@ JOIN_SECONDS = 5.0  # what one look takes, on a busy machine
 _looking: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
 _OF_TORCH = ("distributed_c10d.py", "c10d_logger.py")
 _OF_TWO_RANKS = ("send", "recv", "send_object_list", "recv_object_list", "batch_isend_irecv")
-
-
-@dataclass(slots=True)
-class Deadline:
-    """Seconds of a wait before ranks compare their logs.
-
-    An object of its own, so that the thread refers to nothing else of its communicator.
-    """
-
-    seconds: float
 
 
 class UserCalls:

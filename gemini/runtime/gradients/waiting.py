@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,7 +28,9 @@ from gemini.tickets import Done, Ticket
 from gemini.units import ParamId
 
 from .values import GradientValues, norm_of, own_parts
-from .view import GradientView
+
+if TYPE_CHECKING:
+    from .view import GradientView
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class Gradients:
     @taking_turns
     def of(self, param: ParamId) -> GradientView | None:
         """`.grad`: None where no rank has a gradient."""
+        from .view import GradientView
+
         self.notice_broken_backward()
         parts, spec = self._parts, self._parts.layout.params[param]
         if not self.exists(param):

@@ -17,15 +17,12 @@ from gemini.chunk.opaque import leaf_bytes
 from gemini.memtracer.forecast import sizes_of
 from gemini.memtracer.trace import Trace
 from gemini.mesh.roles import WORLD
-from gemini.nvme import default_folder
 from gemini.nvme.files.file import free_bytes
 from gemini.optim.rules.config import StateConfig
-from gemini.placement.picture import write_timeline
 from gemini.placement.policy import StaticPlacement
 from gemini.placement.predict import KINDS, TIERS
 from gemini.placement.start import Start
 from gemini.placement.tiers import Tier
-from gemini.placement.timeline import planned_timeline
 from gemini.placement.timetable.updates import SERIAL, TAIL, priced_in_words, said
 from gemini.runtime.parts import Parts, against_tail_of, update_of
 from gemini.units import format_bytes
@@ -244,6 +241,9 @@ def _pinned(total: MemoryRow, predicted: Mapping[str, int], found: Mapping[str, 
 
 def memory_timeline(parts: Parts, path: str | Path, title: str | None = None) -> None:
     """Draw the plan of one iteration; see `gemini.placement.picture.write_timeline`."""
+    from gemini.placement.picture import write_timeline
+    from gemini.placement.timeline import planned_timeline
+
     planning = parts.planning
     numel = sum(spec.numel for spec in parts.layout.params)
     ranks = parts.comm.world_size
@@ -302,6 +302,8 @@ def _start_of(
 
 def _folders_of(given: str | None, config: StateConfig) -> str:
     """Folders of files with what is free in them; the default one by its path, too."""
+    from gemini.nvme import default_folder
+
     folders = config.nvme.folders or (given or str(default_folder()),)
     free = min(free_bytes(Path(folder).expanduser()) for folder in folders)
     return f"{', '.join(folders)}, where {format_bytes(free)} are free"

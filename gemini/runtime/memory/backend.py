@@ -1,4 +1,4 @@
-"""Memory and copies of the compute device: `cpu` and `cuda`.
+"""Memory and copies of the compute device, `cpu` and `cuda`, and a folder for what is in neither.
 
 A backend hands out device memory whose storage can be freed and refilled, host memory, and copies
 between the two as tickets (`optim.state.memory`).
@@ -6,13 +6,19 @@ between the two as tickets (`optim.state.memory`).
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from gemini.memtracer.monitor import CudaMonitor, Monitor, process_monitor
 from gemini.optim.state.memory import CpuMemory, CudaMemory, Memory
+from gemini.units import BLOCK_NUMEL
+
+if TYPE_CHECKING:
+    from gemini.nvme import Pin, WriteMeter
 
 
 class Backend(Memory, Protocol):
@@ -67,6 +73,30 @@ class CudaBackend(CudaMemory):
         # nested: flat statistics are sorted by name
         statistics = torch.cuda.memory_stats_as_nested_dict(self.device)
         return int(statistics["allocated_bytes"]["all"]["current"])
+
+
+@dataclass(frozen=True, slots=True)
+class FileConfig:
+    """Folder of the files of one rank, and how blocks move."""
+
+    folder: str | None = None  # None: a temporary folder on a disk
+    block_numel: int = BLOCK_NUMEL  # elements
+    depth: int = 2  # blocks read ahead of their update
+    label: str = ""
+    meter: WriteMeter | None = None  # of the optimizer that these belong to
+    memory: Memory = field(default_factory=CpuMemory)  # tensors are there, or the host's
+    pins: bool = True  # staging, where that speeds up copies
+
+    @property
+    def pin(self) -> Pin | None:
+        """Function that registers staging with the device."""
+        return self.memory.pin if self.pins else None
+
+    def checked_folder(self) -> Path:
+        """Folder of the files. Raises FolderError."""
+        from gemini.nvme import check_folder, default_folder
+
+        return check_folder(self.folder) if self.folder is not None else default_folder()
 
 
 def make_backend(device: torch.device, pin_memory: bool = True) -> Backend:

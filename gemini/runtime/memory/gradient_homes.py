@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ from gemini.units import ChunkId
 
 from .backend import Backend
 from .files.blocks import FileBlocks, Flat, Staged
-from .files.tensor_files import FileConfig, TensorFiles
+from .files.tensor_files import TensorFiles
+
+if TYPE_CHECKING:
+    from .backend import FileConfig
 
 
 class GradientHome(Protocol):

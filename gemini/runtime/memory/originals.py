@@ -10,18 +10,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gemini.chunk.layout import ChunkSpec
-from gemini.nvme import BlockStore
 from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
 from gemini.units import BLOCK_NUMEL, ORIGINAL_BLOCK_NUMEL, ChunkId
 
-from .files.blocks import Flat
-from .files.tensor_files import FileConfig, TensorFiles
+if TYPE_CHECKING:
+    from gemini.nvme import BlockStore
+
+    from .backend import FileConfig
+    from .files.tensor_files import TensorFiles
 
 
 def original_homes(specs: Sequence[ChunkSpec], plan: Plan) -> dict[ChunkId, Tier]:
@@ -164,6 +167,9 @@ class Originals:
 
     def _file_of(self, chunk: ChunkId) -> TensorFiles:
         """File with room for this chunk; frozen chunks, whose values stay, share one."""
+        from .files.blocks import Flat
+        from .files.tensor_files import TensorFiles
+
         found = next((file for file in self._files if chunk in file), None)
         if found is None:
             trainable = self._specs[chunk].trainable

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torch import Tensor
 
 from gemini.chunk.layout import ChunkLayout, ChunkSpec
 from gemini.chunk.storage import Chunk
 from gemini.dtypes import DTYPES
-from gemini.nvme import BlockStore, WriteMeter
 from gemini.optim.rules.report import Traffic
 from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.placement.plan import Plan
@@ -19,12 +18,16 @@ from gemini.placement.tiers import Tier
 from gemini.tickets import Ticket
 from gemini.units import ChunkId
 
-from .backend import Backend
-from .files.blocks import Flat
-from .files.frozen_files import FrozenFiles
-from .files.tensor_files import FileConfig, TensorFiles
-from .gradient_homes import GradientFiles, GradientHome, HostGradients
+from .backend import Backend, FileConfig
 from .originals import Originals, original_homes
+
+if TYPE_CHECKING:
+    from gemini.nvme import BlockStore, WriteMeter
+
+    from .files.blocks import Flat
+    from .files.frozen_files import FrozenFiles
+    from .files.tensor_files import TensorFiles
+    from .gradient_homes import GradientFiles, GradientHome, HostGradients
 
 
 class HasStaging(Protocol):
@@ -145,12 +148,16 @@ class ShardStorage:
 
     def _versioned(self, there: Collection[ChunkId]) -> TensorFiles:
         """New files for shards that steps update: `there`, and a place for each of the others."""
+        from .files.tensor_files import TensorFiles
+
         config = replace(self.config, label=self.config.label + "parameters-")
         flats = {s.id: _flat(s) for s in self._specs if s.trainable or s.id in there}
         return TensorFiles(flats, config, versioned=True, there=there)
 
     def _unversioned(self, chunks: Collection[ChunkId]) -> FrozenFiles:
         """New files for shards that no step updates."""
+        from .files.frozen_files import FrozenFiles
+
         flats = {chunk: _flat(self._specs[chunk]) for chunk in chunks}
         return FrozenFiles(flats, self.config, self._names, straight=self._straight)
 
@@ -176,8 +183,12 @@ class ShardStorage:
     def new_gradient_files(self, plan: Plan) -> GradientFiles | None:
         """Make files for gradients whose home they are in a plan, and do not use them yet."""
         to_files = [shard.chunk for shard in plan.shards if shard.grad_home is Tier.NVME]
+        if not to_files:
+            return None
+        from .gradient_homes import GradientFiles
+
         flats = {chunk: _flat(self._specs[chunk]) for chunk in to_files}
-        return GradientFiles(flats, self.config) if flats else None
+        return GradientFiles(flats, self.config)
 
     def place_gradients(
         self, plan: Plan, chunks: list[Chunk], files: GradientFiles | None = None
@@ -197,6 +208,8 @@ class ShardStorage:
         self.all_leave()
         self.host_gradients = None
         if Tier.HOST in homes.values():
+            from .gradient_homes import HostGradients
+
             self.host_gradients = HostGradients(self._backend, self.config.block_numel)
             self.follow(plan)
         by_home: Mapping[Tier | None, GradientHome | None] = {
@@ -305,7 +318,7 @@ class ShardStorage:
         return 0 if self.frozen is None else self.frozen.file_bytes
 
 
-F = TypeVar("F", TensorFiles, FrozenFiles)
+F = TypeVar("F", "TensorFiles", "FrozenFiles")
 
 
 def _keep(files: F | None, chunks: Collection[ChunkId]) -> F | None:
@@ -332,4 +345,6 @@ def _named(layout: ChunkLayout) -> dict[ChunkId, str]:
 
 
 def _flat(spec: ChunkSpec) -> Flat:
+    from .files.blocks import Flat
+
     return Flat(spec.shard_numel, DTYPES[spec.dtype])

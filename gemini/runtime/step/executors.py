@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,13 +18,14 @@ from gemini.optim.state.pieces import GradSegment
 from gemini.optim.step.executor import Executor
 from gemini.optim.step.executors import MatrixUpdates, make_executor
 from gemini.optim.step.gradients import GradientRun
-from gemini.optim.update.compiled_update import Mix
-from gemini.optim.update.staging import Reserved
 from gemini.optim.update.updaters import CpuUpdater, cpu_updater
 from gemini.placement.plan import Plan, UpdatePath
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.parts import Parts
+
+if TYPE_CHECKING:
+    from gemini.optim.update.compiled_update import Mix
 
 
 def updated_by_kernels(plan: Plan, backend: Backend) -> bool:
@@ -70,7 +72,7 @@ def _cpu_updater(parts: Parts, rule: UpdateRule, state: StateLayout, cpu_path: s
         numel = max(parts.comm.gather_objects(numel))
     at_random = not parts.precision_settings.master_weights
     facts = UpdateFacts(numel, state.has_master, rounds_at_random=at_random)
-    mixes = _mixes([spec.dtype for spec in trained], state)
+    mixes = partial(_mixes, [spec.dtype for spec in trained], state)
     return cpu_updater(rule, cpu_path, facts, mixes, partial(_any_failure, parts.comm))
 
 
@@ -89,12 +91,10 @@ def run_of(layout: ChunkLayout, chunk: Chunk) -> GradientRun:
     )
 
 
-def planned_staging(plan: Plan) -> Reserved:
-    """Staging on the device, as large as the plan has it."""
+def reserve_staging(executor: Executor, plan: Plan) -> None:
+    """Reserve staging on the device, as large as the plan has it."""
     staging = plan.device_staging
-    if not staging.count:
-        return Reserved()
-    return Reserved(staging.count, staging.state_bytes, staging.param_bytes, staging.grad_bytes)
+    executor.reserve(staging.count, staging.state_bytes, staging.param_bytes, staging.grad_bytes)
 
 
 def _mixes(dtypes: Sequence[str], state: StateLayout) -> list[Mix]:
@@ -103,6 +103,8 @@ def _mixes(dtypes: Sequence[str], state: StateLayout) -> list[Mix]:
     Gradients have their parameter's dtype, or fp32 where backwards accumulate. bf16 parameters
     have split masters in some blocks and whole ones in others, where the layout splits.
     """
+    from gemini.optim.update.compiled_update import Mix
+
     return [
         Mix(getattr(torch, dtype), grad, state.has_master, is_split)
         for dtype in dict.fromkeys(dtypes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,13 +12,15 @@ from gemini.chunk.storage import Chunk
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.step.executor import Executor
 from gemini.optim.step.gradients import GradientRun, Measured
-from gemini.optim.step.triton_step import TritonStep
 from gemini.runtime.comm.ballot import Agreement, Ballot
 from gemini.runtime.parts import Parts, PendingClip
 
 from .agreement import exchange, heard
 from .executors import run_of
 from .state.shard_state import StepCalls
+
+if TYPE_CHECKING:
+    from gemini.optim.step.triton_step import TritonStep
 
 
 class StepGradients:

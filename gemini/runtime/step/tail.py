@@ -17,18 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from gemini.chunk.storage import Chunk
 from gemini.optim.rules.report import TailResult
 from gemini.optim.state.deferred_signals import DeferredSignals, TailSignals
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.step.driver import Step
-from gemini.optim.step.tail import Ended, Gate, Tail
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import TAIL
 from gemini.ranges import named
 from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.comm.leaving import ask_at_the_end, was_asked
 from gemini.runtime.parts import Parts, has_pass_elsewhere, update_of
 from gemini.tickets import Ticket
 from gemini.units import BlockId, ChunkId, ParamId
@@ -36,6 +35,9 @@ from gemini.units import BlockId, ChunkId, ParamId
 from .agreement import raise_failures, raise_what_tore
 from .views import ShardViews
 from .weights import after_step
+
+if TYPE_CHECKING:
+    from gemini.optim.step.tail import Ended, Gate, Tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,9 @@ class StepTail:
         views: of the step; they keep the gradients that it reads. chunks: by shard of the state
         space. taken: parameters that the step updates. forget: takes counts of the step back.
         """
+        from gemini.optim.step.tail import Tail
+        from gemini.runtime.comm.leaving import ask_at_the_end
+
         parts = self._parts
         gates = _Gates(tiered_state, chunks, views)
         if views.files is not None:
@@ -150,6 +155,8 @@ class StepTail:
             self._signals = None
 
     def _ended(self) -> None:
+        from gemini.runtime.comm.leaving import was_asked
+
         self._under_way = None
         was_asked(id(self))
         self._parts.updating.end()
@@ -184,6 +191,8 @@ class _Gates:
     def __init__(
         self, tiered_state: TieredState, chunks: Sequence[Chunk], views: ShardViews
     ) -> None:
+        from gemini.optim.step.tail import Gate
+
         self._views = views
         self._shard_of = {block.id: block.shard for block in tiered_state.space.blocks}
         self._left = Counter(self._shard_of.values())

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ from gemini.optim.rules.report import Outcome, Skips, StepReport, Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.deferred_signals import TailSignals
 from gemini.optim.step.driver import Step, alone
-from gemini.optim.step.executor import AnyUpdater, Executor
-from gemini.optim.step.triton_step import TritonStep
+from gemini.optim.step.executor import Executor
 from gemini.optim.target import AmpInputs, Group, Target
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.runtime.comm.ballot import Agreement
@@ -39,14 +38,16 @@ from gemini.tickets import Done
 from gemini.units import ParamId
 
 from .agreement import AgreedStep, carry_out, raise_what_any_rank_raised
-from .executors import planned_staging
+from .executors import reserve_staging
 from .gradients import StepGradients, check_any
 from .state.saved_state import SavedShards, param_groups_of
-from .state.shard_cover import ShardCover
 from .state.shard_state import StepCalls
-from .update_files import UpdateFiles
 from .views import ShardViews
 from .weights import after_step, write_back_changes
+
+if TYPE_CHECKING:
+    from gemini.optim.step.executor import AnyUpdater
+    from gemini.optim.step.triton_step import TritonStep
 
 
 class ShardTarget(SavedShards):
@@ -62,7 +63,7 @@ class ShardTarget(SavedShards):
     ) -> None:
         super().__init__(parts, calls, groups, rule, config)
         try:
-            self._executor.reserve(planned_staging(parts.plan))
+            reserve_staging(self._executor, parts.plan)
             self.gradients = StepGradients(parts, calls, self._executor, self._chunks)
             parts.storage.place_gradients(parts.plan, parts.chunks)
         except BaseException:
@@ -231,6 +232,8 @@ class ShardTarget(SavedShards):
         taken = self._taken(agreement.present)
         by_param = self._hyper_by_param(hypers, taken)
         if self._rule.measures:
+            from .state.shard_cover import ShardCover
+
             by_param = self._measuring.told(
                 self._tiered_state,
                 ShardCover(self._parts, self._chunks, clip.norm(agreement.power_sum)),
@@ -269,7 +272,8 @@ class ShardTarget(SavedShards):
         has_files = self._parts.storage.gradient_files is not None
         asks_host = self._uses_disk or has_files or self._parts.scope.replicas
         decides = self.device_may_decide and not (asks_host or self.needs_wholes)
-        return self._executor if decides and isinstance(self._executor, TritonStep) else None
+        on_device = decides and self._executor.staging is not None
+        return cast("TritonStep", self._executor) if on_device else None
 
     @torch.no_grad()
     def _step_on_device(
@@ -313,9 +317,13 @@ class ShardTarget(SavedShards):
         The choice is made once, here, as the plan's may change during the step. With the files of
         the thread that trains, a tail would wait for reads that wait for the tail.
         """
-        has_thread, staging = self._tail.applies, self._executor.staging
+        files, staging = None, self._executor.staging
+        if self._tail.applies:
+            from .update_files import UpdateFiles
+
+            files = UpdateFiles(self._parts.storage)
         if staging is not None:
-            staging.waits = has_thread
+            staging.waits = files is not None
         return ShardViews(
             self._chunks,
             by_param,
@@ -324,7 +332,7 @@ class ShardTarget(SavedShards):
             self._parts.backend,
             staging=staging,
             merges=self._executor.merges_parameters,
-            files=UpdateFiles(self._parts.storage) if has_thread else None,
+            files=files,
         )
 
     def clip(self, clip: Clip) -> Tensor | None:
@@ -377,7 +385,7 @@ class ShardTarget(SavedShards):
 
     def homes_changed(self) -> None:
         """Reserve staging for the plan's new homes, and count the traffic of files anew."""
-        self._executor.reserve(planned_staging(self._parts.plan))
+        reserve_staging(self._executor, self._parts.plan)
         self._moved = self._parts.storage.traffic()
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,17 +16,15 @@ from gemini.optim.state.memory import Memory, copy_alone
 from gemini.optim.state.pieces import Piece, Planes
 from gemini.optim.state.space import Block
 from gemini.optim.update.staging import DeviceStaging
-from gemini.runtime.memory.files.blocks import FileBlocks, Staged
-from gemini.runtime.memory.gradient_homes import (
-    GradientBlock,
-    GradientFiles,
-    GradientHome,
-    HostGradients,
-)
 from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.runtime.step.update_files import UpdateFiles
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId, ChunkId, align_up
+
+if TYPE_CHECKING:
+    from gemini.runtime.memory.files.blocks import FileBlocks, Staged
+    from gemini.runtime.memory.gradient_homes import GradientBlock, GradientHome
+    from gemini.runtime.step.update_files import UpdateFiles
+
 
 _NO_STATE = (MASTER, REMAINDER, WEIGHT)  # of the rule
 
@@ -372,7 +370,7 @@ class ShardViews:
 
     def _can_read_ahead(self, block: Block, dtype: torch.dtype) -> bool:
         home = self._home_of(self._chunks[block.shard].gradient)
-        if self.files is not None and isinstance(home, GradientFiles):
+        if self.files is not None and home is self._storage.gradient_files:
             return self.files.can_read_grad(self._place(block), dtype)
         return home.can_read_ahead(dtype)
 
@@ -380,14 +378,13 @@ class ShardViews:
         dtype = self._shards[block.shard].offloaded
         assert dtype is not None
         home = self._home_of(self._chunks[block.shard].gradient)
-        if self.files is not None and isinstance(home, GradientFiles):
+        if self.files is not None and home is self._storage.gradient_files:
             return self.files.read_grad(self._place(block), dtype)
         return home.read_block(*self._place(block), dtype)
 
     def _home_of(self, gradient: ChunkGradient) -> GradientHome:
-        home = gradient.offload
-        assert isinstance(home, GradientFiles | HostGradients)
-        return home
+        assert gradient.offload is not None
+        return cast("GradientHome", gradient.offload)
 
     def _loan(self, block: Block) -> _Loan:
         return self._loans.setdefault(block.id, _Loan())

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gemini.chunk.float8 import Float8Chunk
 from gemini.chunk.layout import ChunkLayout, ChunkSpec
 from gemini.chunk.local import is_dtensor, local_of, rebind
 from gemini.chunk.opaque import Opaque, OpaqueChunk
@@ -22,7 +21,6 @@ from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.units import ChunkId, ParamId
 
 from .materialise import Materialiser
-from .wide_blocks import WideBlocks
 
 
 def build_chunks(
@@ -109,7 +107,11 @@ def build_chunks(
 def _kind_of(spec: ChunkSpec, in_float8: str | None, links: Links) -> type[Chunk]:
     if spec.dtype == BYTES:
         return OpaqueChunk
-    return Float8Chunk if spec.dtype == in_float8 and links.world_size > 1 else Chunk
+    if spec.dtype != in_float8 or links.world_size == 1:
+        return Chunk
+    from gemini.chunk.float8 import Float8Chunk
+
+    return Float8Chunk
 
 
 class _ChunkBuilder:
@@ -132,8 +134,12 @@ class _ChunkBuilder:
         self._params = [params[slot.param] for slot in spec.slots]
         self._missing = set(range(len(spec.slots)))
         self._looks = not (keeps or spec.trainable)
+        self._blocks: WideBlocks | None = None
         in_blocks = keeps and links.is_given_nothing and originals.goes_to_file(spec.id)
-        self._blocks = WideBlocks(chunk, originals) if in_blocks else None
+        if in_blocks:
+            from .wide_blocks import WideBlocks
+
+            self._blocks = WideBlocks(chunk, originals)
         self._source = chunk.payload
         if keeps and not in_blocks:
             self._source = backend.allocate(spec.payload_numel, torch.float32)

@@ -8,9 +8,10 @@ from queue import SimpleQueue
 import pytest
 import torch
 
+from gemini.runtime.memory.backend import FileConfig
 from gemini.runtime.memory.files import tensor_files
 from gemini.runtime.memory.files.blocks import Flat
-from gemini.runtime.memory.files.tensor_files import FileConfig, TensorFiles
+from gemini.runtime.memory.files.tensor_files import TensorFiles
 from nvme import TransferError
 from optim.step.tail import Gate
 from tests.support.disks.faults import failing

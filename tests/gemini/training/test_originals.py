@@ -18,7 +18,7 @@ from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.runtime.inspect.weights import weights_without_master
-from gemini.runtime.memory.files.tensor_files import FileConfig
+from gemini.runtime.memory.backend import FileConfig
 from gemini.runtime.memory.originals import Originals
 from gemini.units import ORIGINAL_BLOCK_NUMEL, PAGE_BYTES, align_up
 from optim import HybridAdam, NvmeConfig

@@ -17,7 +17,7 @@ from gemini.memtracer.trace import sequential_trace
 from gemini.placement.planner import PlanInputs, make_plan
 from gemini.placement.sizes import Budgets, StateBytes
 from gemini.placement.timetable.gathers import gather_steps
-from gemini.runtime.memory.files.tensor_files import FileConfig
+from gemini.runtime.memory.backend import FileConfig
 from gemini.runtime.memory.gradient_homes import HostGradients
 from gemini.runtime.step.views import ShardViews
 from optim import HybridAdam

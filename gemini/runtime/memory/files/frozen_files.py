@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,7 +35,10 @@ from gemini.tickets import Ticket
 from gemini.units import FROZEN_BLOCK_BYTES, BlockId, ChunkId
 
 from .blocks import Flat
-from .tensor_files import FileConfig, ReadTicket, TensorFill
+from .tensor_files import ReadTicket, TensorFill
+
+if TYPE_CHECKING:
+    from gemini.runtime.memory.backend import FileConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,43 +20,21 @@ from gemini.nvme import (
     BlockStore,
     Buffer,
     BufferPool,
-    Pin,
     StoreLayout,
     WriteBehind,
     WriteMeter,
-    check_folder,
-    default_folder,
     read_ahead,
 )
 from gemini.optim.state.deferred_signals import DeferredSignals
-from gemini.optim.state.memory import CpuMemory, Memory, Mover
+from gemini.optim.state.memory import Mover
 from gemini.ranges import named
 from gemini.tickets import Ticket
-from gemini.units import BLOCK_NUMEL, BlockId, ChunkId
+from gemini.units import BlockId, ChunkId
 
 from .blocks import FileBlocks, Flat, Places
 
-
-@dataclass(frozen=True, slots=True)
-class FileConfig:
-    """Folder of the files of one rank, and how blocks move."""
-
-    folder: str | None = None  # None: a temporary folder on a disk
-    block_numel: int = BLOCK_NUMEL  # elements
-    depth: int = 2  # blocks read ahead of their update
-    label: str = ""
-    meter: WriteMeter | None = None  # of the optimizer that these belong to
-    memory: Memory = field(default_factory=CpuMemory)  # tensors are there, or the host's
-    pins: bool = True  # staging, where that speeds up copies
-
-    @property
-    def pin(self) -> Pin | None:
-        """Function that registers staging with the device."""
-        return self.memory.pin if self.pins else None
-
-    def checked_folder(self) -> Path:
-        """Folder of the files. Raises FolderError."""
-        return check_folder(self.folder) if self.folder is not None else default_folder()
+if TYPE_CHECKING:
+    from gemini.runtime.memory.backend import FileConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.rule import UpdateRule, Works
 from gemini.optim.rules.state_layout import MASTER, Plane
-from gemini.optim.state.disk.state_version import StateVersion
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.optim.state.state_stream import BlockFiller, StateStream, inside
@@ -28,12 +27,15 @@ from gemini.runtime.step.executors import make_shard_executor, run_of
 from gemini.runtime.step.weights import after_step, write_back_changes
 from gemini.units import ChunkId
 
-from .full_state import gather_state, scatter_state
-from .kept_steps import KeptSteps
-from .matrices import MatrixBuckets, planned
 from .shard_blocks import Shards
-from .shard_cover import check_not_split
 from .shard_state import ShardState, StepCalls
+
+if TYPE_CHECKING:
+    from gemini.optim.state.disk.state_version import StateVersion
+
+    from .kept_steps import KeptSteps
+    from .matrices import MatrixBuckets
+
 
 log = logging.getLogger("gemini")
 
@@ -56,6 +58,8 @@ class SavedShards(ShardState):
         self._group_of = param_groups_of(parts, groups)  # first: it refuses what is not ours
         self._rule = rule
         if rule.measures:
+            from .shard_cover import check_not_split
+
             check_not_split(parts)
         shapes = [spec.shape for spec in parts.layout.params]
         self._measuring = Measuring(rule, shapes)
@@ -77,7 +81,11 @@ class SavedShards(ShardState):
         self._num_steps = 0
         self._was_loaded = False
         keeps = config.nvme.keep_versions and self._tiered_state.nvme is not None
-        self.kept_steps = KeptSteps(parts, self._tiered_state) if keeps else None
+        self.kept_steps: KeptSteps | None = None
+        if keeps:
+            from .kept_steps import KeptSteps
+
+            self.kept_steps = KeptSteps(parts, self._tiered_state)
 
     @property
     def _executor_groups(self) -> Sequence[int | None]:
@@ -87,6 +95,8 @@ class SavedShards(ShardState):
         return self._group_of
 
     def _planned(self) -> MatrixPlan:
+        from .matrices import planned
+
         parts = self._parts
         if self._matrices_of is None or self._matrices_of[0] != len(self._chunks):
             self._matrices_of = len(self._chunks), self._matrices()
@@ -242,6 +252,8 @@ class SavedShards(ShardState):
     def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
         """Whole planes of parameters in groups on rank 0, nothing elsewhere; or DTensors on every
         rank. Collective."""
+        from .full_state import gather_state
+
         self._calls.meet("optimizer.state_dict()")
         whole = gather_state(self._parts, self.tiered_state, self._chunks, cut=cut)
         return {
@@ -272,6 +284,8 @@ class SavedShards(ShardState):
 
     def _load_planes(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Rank 0's whole planes to all shards. Collective."""
+        from .full_state import scatter_state
+
         parts = self._parts
         self._calls.meet("optimizer.load_state_dict()")
         by_name = {

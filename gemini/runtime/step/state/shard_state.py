@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from gemini import nvme
 from gemini.chunk.storage import Chunk
-from gemini.nvme import BlockStore
+from gemini.nvme import NvmeError
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Columns, StateLayout
 from gemini.optim.state.pieces import Planes
@@ -30,8 +30,12 @@ from gemini.runtime.parts import Parts
 from gemini.runtime.step.tail import StepTail
 from gemini.units import BlockId, ChunkId
 
-from .matrices import MatrixBuckets, matrices_of
 from .shard_blocks import ShardMasters, Shards
+
+if TYPE_CHECKING:
+    from gemini.nvme import BlockStore
+
+    from .matrices import MatrixBuckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,8 @@ class ShardState:
 
     def _matrices(self) -> MatrixBuckets:
         """Buckets of the matrices that are trained now."""
+        from .matrices import matrices_of
+
         return matrices_of(self._parts, self._chunks, self._columns)
 
     def _naming_matrix(self, error: BudgetError) -> BudgetError:
@@ -309,7 +315,7 @@ class ShardState:
             yield
         except BaseException:
             in_memory = {c.spec.id for c in self._chunks if c.files is None}
-            with suppress(nvme.NvmeError):  # the disk is gone, and what it had of the masters
+            with suppress(NvmeError):  # the disk is gone, and what it had of the masters
                 shards = Shards(self._chunks)
                 self._tiered_state.visit(shards.follow_master, self._blocks_of(in_memory))
             raise
