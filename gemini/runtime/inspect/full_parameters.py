@@ -10,12 +10,11 @@ from torch import Tensor
 from gemini.chunk.local import full_tensor_of, group_of
 from gemini.chunk.opaque import OpaqueChunk
 from gemini.chunk.storage import params_in
-from gemini.mesh.roles import WORLD
 from gemini.runtime.parts import Parts, settle
 from gemini.runtime.step.state.dtensors import dtensor_of, dtensors_in, full_value
 from gemini.runtime.step.state.given_values import given_part
 from gemini.runtime.step.weights import after_step, write_back_changes
-from gemini.units import ParamId
+from gemini.units import WORLD, ParamId
 
 from .weights import exact_dtype, full_chunk, master_of, set_master
 
