@@ -142,13 +142,16 @@ class GeminiDDP(ModuleFace):
         dtypes = param_dtypes(module, fp32_modules, precision_settings.dtype)
         process_group, mesh = communication.process_group, communication.mesh
         scaled = precision_settings.scale_options is not None
-        ignored = find_ignored(module, wrapping.ignored_params, scaled=scaled)
+        ignored: Mapping[int, str] = {}
+        if wrapping.ignored_params is not None:
+            ignored = find_ignored(module, wrapping.ignored_params, scaled=scaled)
         found = collect_params(module, dtypes, meshed=mesh is not None, ignored=ignored)
         params, own_specs = found.params, found.specs
         memory = check_memory(module, found.plain, given=wrapping.init_state_dict is not None)
         values = _values(module, wrapping, ignored, found)
         split = sorted({name for param in params for name in mesh_dims(param)})
-        check_split(split, trace=trace, init_state_dict=wrapping.init_state_dict)
+        if split:
+            check_split(trace=trace, init_state_dict=wrapping.init_state_dict)
         together, ties = None, None
         if is_pipeline(process_group, mesh):
             from gemini.runtime.pipeline.together import together_of
@@ -163,15 +166,15 @@ class GeminiDDP(ModuleFace):
         _tell_dtype(module, precision, comm.rank)
         specs = padded(own_specs, comm)
         configurations = _configurations(chunks, specs)
-        _check_trace(trace, specs, ignored)
-        order = None if trace is None else trace.param_order(specs)
+        order = None if trace is None else _order_of(trace, specs, ignored)
         backend = _backend(device)
 
         def planned(sized: ChunkConfiguration) -> tuple[ChunkConfiguration, ChunkLayout, Planning]:
             num_shards, num_replicas = connections.num_shards, connections.num_replicas
             layout = training_layout(specs, sized.capacities, num_shards, order, num_replicas)
             same = placement, precision_settings, communication.max_prefetch, update
-            _check_same_set_up(comm, layout, module, same)
+            if comm.world_size > 1:
+                _check_same_set_up(comm, layout, module, same)
             planning = begin_planning(
                 layout, placement, backend, comm,
                 master_weights=precision.master_weights, keep_originals=precision.keep_originals,
@@ -489,11 +492,10 @@ def _backend(device: torch.device | str | Backend | None) -> Backend:
     return make_backend(torch.device(device))
 
 
-def _check_trace(
-    trace: Trace | None, specs: Sequence[ParamSpec], ignored: Mapping[int, str]
-) -> None:
-    if trace is None:
-        return
+def _order_of(
+    trace: Trace, specs: Sequence[ParamSpec], ignored: Mapping[int, str]
+) -> tuple[str, ...]:
+    """Names in the order of a trace. Raises ValueError if it is of another model."""
     if ignored:
         raise ValueError(
             f"trace= is of all parameters, and {next(iter(ignored.values()))} is in "
@@ -501,6 +503,7 @@ def _check_trace(
             "measured"
         )
     trace.check_model(specs)
+    return trace.param_order(specs)
 
 
 def _check_same_set_up(

@@ -18,6 +18,8 @@ Numel = NewType("Numel", int)  # elements
 Bytes = NewType("Bytes", int)
 Segments = tuple[tuple[int, int], ...]  # of one dimension: (offset in the whole, size), in order
 
+WORLD = "world"  # sharding group of parameters that no dimension of a mesh splits
+
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
@@ -28,6 +30,7 @@ BLOCK_NUMEL = 1 << 20  # unit of transfer, staging, update, checksum and version
 STREAMED_BLOCK_NUMEL = 1 << 22  # the same, where a device streams: see `gemini.placement.fit`
 BUFFERS_AHEAD = 2  # extra buffers of files, for updates behind a step
 MIN_BLOCK_NUMEL = 1024  # blocks are multiples of it
+NUM_VERSIONS = 2  # of a block on disk: the one that counts, and the one that is written
 PAGE_BYTES = 4096  # alignment of direct I/O
 ORIGINAL_BLOCK_NUMEL = 1 << 16  # fewest elements of a block of fp32 originals or averages in files
 FROZEN_BLOCK_BYTES = 4 << 20  # unit in which frozen shards are written and read, in every plan

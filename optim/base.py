@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini.callers import flat_optimizer_state, wants_dtensors
 from gemini.optim.rules.clipping import Clip, asked_norm
@@ -21,7 +23,7 @@ from gemini.saved_names import renamed, without_wrappers
 
 from .binding import BoundOptimizer
 from .binding import Folders as Folders
-from .target import AmpInputs, changes, reads
+from .target import AmpInputs, changes, owner_of, reads
 
 if TYPE_CHECKING:
     from gemini.nvme import BlockStore
@@ -347,3 +349,23 @@ def _without_wrappers(state_dict: Mapping[str, Any], known: Iterable[str]) -> Ma
     if "state" in state_dict:
         found["state"] = renamed(state_dict["state"], plain)
     return found
+
+
+@cache
+def refuse_other_optimizers() -> None:
+    """Refuse optimizers that cannot update shards, at their first step over a wrapped parameter, in
+    this process from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if isinstance(optimizer, TieredOptimizer):
+        return
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if any(owner_of(param) is not None for param in params):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} would keep its state whole on every rank and update "
+            "16-bit weights without fp32 masters; make an optimizer of this project over "
+            "model.parameters(): HybridAdam, HybridSGD or another of gemini.optim, with the same "
+            "options"
+        )

@@ -52,8 +52,6 @@ class BoundOptimizer(torch.optim.Optimizer):
         nvme: NvmeConfig | None = None,
         cpu_path: str = "auto",
     ) -> None:
-        from gemini.nvme import check_folder
-
         if isinstance(params, nn.Module):
             raise TypeError(
                 f"{self.own_name()} got a {type(params).__name__}; expected its parameters: "
@@ -68,6 +66,8 @@ class BoundOptimizer(torch.optim.Optimizer):
         name = " in place of ".join(filter(None, (self.own_name() + kind, self.in_place_of)))
         self._config = StateConfig(fraction, nvme, cpu_path, name)
         if self._config.nvme_fraction > 0:
+            from gemini.nvme import check_folder
+
             for folder in nvme.folders:
                 check_folder(folder, allow_ram=nvme.allow_ram)
         self._begin(rule)

@@ -20,10 +20,10 @@ from gemini.optim.rules.state_layout import StateLayout
 from gemini.optim.sgd import SGDRule
 from gemini.placement.planner import PlanInputs, PlanResult, make_plan
 from gemini.placement.policy import AutoPlacement
-from gemini.placement.sizes import NUM_VERSIONS, Bandwidths, Budgets, StateBytes
+from gemini.placement.sizes import Bandwidths, Budgets, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.plan import table
-from gemini.units import MIB, format_bytes
+from gemini.units import MIB, NUM_VERSIONS, format_bytes
 
 OPTIMIZERS: dict[str, StateLayout] = {
     "Adam, AdamW": AdamRule.layout,

@@ -15,11 +15,11 @@ from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
 from gemini.digests import digest_of
-from gemini.mesh.roles import WORLD
 from gemini.saved_names import SavedNames, params_by_path
 from gemini.units import (
     PARAM_ALIGN_NUMEL,
     SHARD_ALIGN_NUMEL,
+    WORLD,
     ChunkId,
     Numel,
     ParamId,

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemini.mesh.roles import WORLD
-from gemini.units import Segments
+from gemini.units import WORLD, Segments
 
 
 def is_dtensor(tensor: object) -> bool:

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-WORLD = "world"  # the group of parameters that no dimension splits
-
 REPLICATE = ("replicate", "dp_replicate")
+DATA_PARALLEL = (*REPLICATE, "dp", "shard", "fsdp", "dp_shard", "cp")
 SHARD = ("shard", "dp_shard", "fsdp", "efsdp", "dp", "cp")
 TENSOR_PARALLEL = "tp"  # splits the layers of a stage, where a mesh has stages
 EXPERTS = "ep"  # splits experts, and shards the rest

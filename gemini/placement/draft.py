@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -58,6 +58,10 @@ from .tiers import Tier
 
 # What competes for the device, in every order: parameters, gradients, state
 ORDERS = ("psg", "pgs", "spg", "sgp", "gps", "gsp")
+
+
+if TYPE_CHECKING:
+    from gemini.placement.timetable.clock import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +119,7 @@ class PlanResult:
     steps: GatherSteps  # how its gathers are carried out
     facts: OverlapFacts  # by which updates may overlap a pass
     # of an iteration on a clock; None: nobody has timed a pass
-    work: Callable[[], dict[str, OverlapCost]] | None = field(default=None, compare=False)
+    work: Callable[..., Work] | None = field(default=None, compare=False)
 
     @property
     def against_tail(self) -> str | None:
@@ -126,7 +130,11 @@ class PlanResult:
     def overlapped(self) -> dict[str, OverlapCost]:
         """An iteration with each `update` that overlaps a pass, of those that may."""
         may = self.work is not None and self.against_tail is None
-        return self.work() if may and self.work is not None else {}
+        if not may or self.work is None:
+            return {}
+        from gemini.placement.timetable.clock import price
+
+        return price(self.work(), [TAIL])
 
     @property
     def seconds_by_update(self) -> dict[str, float]:
@@ -302,7 +310,7 @@ class Draft:
         )  # fmt: skip
         is_timed = plan.kind == "train" and any(self.compute[: self._backward])
         work = partial(
-            _overlapped, plan, links, self.compute, self.calls, self._backward,
+            _work, plan, links, self.compute, self.calls, self._backward,
             depth=self.inputs.depth, num_ahead=self.inputs.num_ahead,
         )  # fmt: skip
         return PlanResult(plan, profile, cost, steps, facts, work if is_timed else None)
@@ -455,11 +463,11 @@ class Draft:
         return totals
 
 
-def _overlapped(*inputs: Any, **buffers: Any) -> dict[str, OverlapCost]:
-    """Price of an iteration whose step has a tail; inputs: of the clock's `Work`."""
-    from gemini.placement.timetable.clock import Work, price
+def _work(*inputs: Any, **buffers: Any) -> Work:
+    """Work of an iteration, for its clock."""
+    from gemini.placement.timetable.clock import Work
 
-    return price(Work(*inputs, **buffers), [TAIL])
+    return Work(*inputs, **buffers)
 
 
 def severity(error: BudgetError) -> tuple[int, int]:

@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gemini.units import NUM_VERSIONS
+
 from .draft import Draft, severity
 from .draft import PlanInputs as PlanInputs
 from .draft import PlanResult as PlanResult
 from .plan import Plan
 from .policy import AutoPlacement, Placement, StaticPlacement
 from .problem import Homes
-from .sizes import (
-    NUM_VERSIONS,
-    UNLIMITED,
-    BudgetError,
-)
+from .sizes import UNLIMITED, BudgetError
 from .tiers import Tier
 
 

@@ -13,6 +13,7 @@ from gemini.optim.rules.state_layout import ALL_COLUMNS, Columns, StateLayout
 from gemini.units import (
     BLOCK_NUMEL,
     FROZEN_BLOCK_BYTES,
+    NUM_VERSIONS,
     PAGE_BYTES,
     BlockId,
     Bytes,
@@ -24,7 +25,6 @@ from gemini.units import (
 
 from .tiers import Tier
 
-NUM_VERSIONS = 2  # of every block on disk but gradients and originals; see nvme.layout
 FP32_BYTES = 4  # an element of an undo plane, of an original, of gradients that were added up
 WEIGHT_BYTES = 2  # an element of a bf16 weight that is written with its block
 SPLIT_BYTES = 2  # an element that is saved where a master is what its bf16 weight lacks

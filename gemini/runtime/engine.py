@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -30,6 +31,7 @@ from gemini.chunk.parameter import (
 from gemini.dtypes import DTYPES
 from gemini.memtracer.module_calls import in_backward
 from gemini.memtracer.trace import Trace
+from gemini.optim.base import refuse_other_optimizers
 from gemini.optim.binding import waiting_for
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig
@@ -48,7 +50,6 @@ from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.memory.originals import Originals
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.memory.user_writes import UserWrites
-from gemini.runtime.pipeline.window import Window
 from gemini.runtime.schedule.planning import Planning
 from gemini.runtime.schedule.reducer import Reducer
 from gemini.runtime.schedule.regather import Regather
@@ -59,7 +60,6 @@ from gemini.runtime.step.homes import MovingHomes
 from gemini.runtime.step.target import ShardTarget
 from gemini.runtime.wrap.build_chunks import build_chunks
 from gemini.runtime.wrap.materialise import Materialiser
-from gemini.runtime.wrap.other_optimizers import refuse_other_optimizers
 from gemini.runtime.wrap.precision import PrecisionSettings
 from gemini.runtime.wrap.specs import Collected
 from gemini.units import ChunkId, ParamId
@@ -71,6 +71,7 @@ from .step.state.shard_state import StepCalls
 
 if TYPE_CHECKING:
     from gemini.runtime.pipeline.together import PipelineOwner
+    from gemini.runtime.pipeline.window import Window
 
 
 LABEL_CHARACTERS = 40  # of a model's name in names of files
@@ -175,10 +176,16 @@ class GeminiEngine(Parts):
         self.meetings = Meetings(self)
         self.gradients = Gradients(self, self.meetings, self._gradients_dropped)
         self.calls = Calls(self, self.meetings, self.gradients, self.homes)
-        self.window = Window(self, self.calls, self.meetings, self.gradients, self.homes)
         # methods of wings that optimizers and `GeminiDDP` call
         self.call = self.meetings.call
         self.drop_gradients, self.zero_gradients = self.gradients.drop, self.gradients.zero_all
+
+    @cached_property
+    def window(self) -> Window:
+        """Window of a pipeline's schedule."""
+        from gemini.runtime.pipeline.window import Window
+
+        return Window(self, self.calls, self.meetings, self.gradients, self.homes)
 
     def _wrap(self, params: Sequence[nn.Parameter]) -> None:
         before = {ParamId(i): take_gradient(param) for i, param in enumerate(params)}
@@ -398,7 +405,8 @@ class GeminiEngine(Parts):
                 "over ranks and clipped together; call it behind loss.backward()"
             )
         self.thread = threading.get_ident()
-        self.window.end()
+        if self.in_schedule:
+            self.window.end()
         self.gradients.check_complete()
         # Ranks may have come here by other calls, and collectives follow.
         self.meetings.come_together()

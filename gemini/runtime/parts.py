@@ -16,7 +16,6 @@ from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.opaque import Opaque
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
-from gemini.mesh.roles import WORLD
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.target import Target, new_lock
@@ -38,7 +37,7 @@ from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
 from gemini.runtime.schedule.updating import Updating
 from gemini.runtime.wrap.module_check import ModuleCheck
 from gemini.runtime.wrap.precision import PrecisionSettings
-from gemini.units import ChunkId, ParamId
+from gemini.units import WORLD, ChunkId, ParamId
 
 P = ParamSpec("P")
 R = TypeVar("R")

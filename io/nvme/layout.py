@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from gemini.units import NUM_VERSIONS as NUM_VERSIONS
 from gemini.units import PAGE_BYTES, align_up
 
 try:
@@ -32,7 +33,6 @@ except ImportError:
 
 FORMAT_VERSION = 1
 MAGIC = b"GEMINIBS"
-NUM_VERSIONS = 2
 MOST_VERSIONS = 66  # of a block: what is written, what counts, and 64 that are kept
 PIECE_BYTES = 4 << 20  # large transfers are split into pieces of this size
 

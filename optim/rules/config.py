@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gemini.arguments import by_name
-from gemini.nvme.layout import NUM_VERSIONS
-from gemini.units import check_block_numel
+from gemini.units import NUM_VERSIONS, check_block_numel
 
 if TYPE_CHECKING:
     from gemini.nvme import WriteMeter

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from gemini.optim.rules.config import NvmeConfig
 from gemini.optim.rules.report import Traffic
-from gemini.optim.rules.split_master import remainder_of, tie_sign, untied
 from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Columns, StateLayout
-from gemini.optim.rules.stored import shown, take
 from gemini.ranges import named
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId
@@ -194,6 +192,8 @@ class TieredState:
 
     def shown(self, block: Block) -> Planes:
         """State of a block that is in memory, as `layout` says; to read."""
+        from gemini.optim.rules.stored import shown
+
         masters = self._split_masters
         weight = masters.weights(block) if masters.in_memory(block) else None
         return shown(self.planes(block), self.layout_of(block), weight)
@@ -206,6 +206,8 @@ class TieredState:
 
     def _take(self, block: Block, planes: Planes, values: Planes) -> None:
         """Write `values`, shown planes, to the planes of a block in memory."""
+        from gemini.optim.rules.stored import take
+
         is_split = self._split_masters.in_memory(block)
         take(planes, values, self.layout_of(block), is_split=is_split)
 
@@ -371,6 +373,8 @@ class TieredState:
         if not is_split and (has_ties or not self.layout.has_master):
             fill(block, self.planes(block))
             return None
+        from gemini.optim.rules.split_master import remainder_of, tie_sign, untied
+
         master = first
         if is_split:
             master = torch.zeros(block.numel, dtype=torch.float32, device=first.device)

@@ -24,7 +24,6 @@ from torch import Tensor
 from gemini.optim.rules.clipping import Clip, combined
 from gemini.optim.rules.formulas import noise, round_stochastic
 from gemini.optim.rules.rule import UpdateRule, Works
-from gemini.optim.rules.split_master import SIGN, TIE, TIE_MASK, join, remainder_of, untied
 from gemini.optim.state.deferred_signals import DeferredSignals, wait_all
 from gemini.optim.state.pieces import Piece
 
@@ -209,6 +208,7 @@ def _update_quantised(
     """Update a tile whose planes are decoded before and encoded after; see
     `optim.rules.quantised`."""
     from gemini.optim.rules.quantised import decoded, encode, state_noise
+    from gemini.optim.rules.split_master import join, remainder_of, untied
 
     planes = decoded(tile.planes, rule.layout)
     if tile.is_split and tile.master is not None:
@@ -233,6 +233,8 @@ def _update_quantised(
 def _update_split(workers: CpuWorkers, rule: UpdateRule, tile: Piece, grad: Tensor) -> None:
     """Update a tile whose master is joined in scratch memory, and split again afterwards; see
     `optim.rules.split_master`."""
+    from gemini.optim.rules.split_master import SIGN, TIE, TIE_MASK
+
     assert tile.master is not None
     keeper = tile.planes[rule.layout.names.index(rule.layout.tie_keeper)].view(torch.int32)
     bits = workers.scratch("bits", keeper.numel(), torch.int32)

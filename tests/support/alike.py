@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gemini.runtime.comm import communicator
+from gemini.runtime.comm import meeting
 from gemini.runtime.comm.communicator import Communicator
 
 
@@ -45,7 +45,7 @@ def one_of_many(world_size: int, rank: int = 0) -> Iterator[None]:
     """In a group whose collectives do nothing."""
     with (
         patch.object(Communicator, "gather_objects", said_by_all),
-        patch.object(communicator, "MeetingPoint", Alike),
+        patch.object(meeting, "MeetingPoint", Alike),
     ):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         try:

@@ -12,19 +12,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.mesh.roles import EXPERTS, REPLICATE, TENSOR_PARALLEL, WORLD, MeshRoles, roles_of
+from gemini.units import WORLD
 
 from .ballot import Scope
 from .communicator import Communicator
 from .links import Links, Tie
 
+if TYPE_CHECKING:
+    from gemini.mesh.roles import MeshRoles
+
+
 PIPELINE = "pp"
-DATA_PARALLEL = (*REPLICATE, "dp", "shard", "fsdp", "dp_shard", "cp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,10 @@ def connect(
 
     Raises ValueError for a mesh that cannot be carried out; see `roles_of`.
     """
-    check_mesh(process_group, mesh)
-    inside, ties = ties is not None, ties or {}
-    roles = _roles(mesh, split, inside=inside)
+    inside, ties, roles = ties is not None, ties or {}, None
+    if mesh is not None:
+        check_mesh(process_group, mesh)
+        roles = _roles(mesh, split, inside=inside)
     if roles is None or mesh is None:
         comm = Communicator(_only_group(process_group, mesh))
         alike = {name: Links(comm, tie=ties.get(name)) for name in sorted({WORLD, *groups})}
@@ -95,8 +99,6 @@ def connect(
 
 def check_mesh(process_group: dist.ProcessGroup | None, mesh: object) -> None:
     """Raise ValueError if `mesh` is no DeviceMesh, or was given together with a group."""
-    if mesh is None:
-        return
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
             f"mesh is a {type(mesh).__name__}; expected a torch DeviceMesh, of init_device_mesh"
@@ -115,6 +117,8 @@ def everyone(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -
 
 def is_pipeline(process_group: dist.ProcessGroup | None, mesh: object) -> bool:
     """Whether a mesh has a dimension "pp". Raises ValueError as `check_mesh`."""
+    if mesh is None:
+        return False
     check_mesh(process_group, mesh)
     return PIPELINE in (getattr(mesh, "mesh_dim_names", None) or ())
 
@@ -122,6 +126,8 @@ def is_pipeline(process_group: dist.ProcessGroup | None, mesh: object) -> bool:
 def check_stages(mesh: Any, split: Sequence[str]) -> None:
     """Raise ValueError for a dimension that cannot be combined with "pp", for parameters that are
     split over others than "tp" and "ep", and for a mesh that misses ranks."""
+    from gemini.mesh.roles import DATA_PARALLEL, EXPERTS, TENSOR_PARALLEL
+
     names = tuple(mesh.mesh_dim_names or ())
     if not {*names, *split} <= {PIPELINE, TENSOR_PARALLEL, EXPERTS, *DATA_PARALLEL}:
         raise ValueError(
@@ -153,9 +159,9 @@ def _only_group(
     return mesh.get_group() if mesh is not None and mesh.ndim == 1 else process_group
 
 
-def _roles(mesh: DeviceMesh | None, split: Sequence[str], *, inside: bool) -> MeshRoles | None:
-    if mesh is None:
-        return None
+def _roles(mesh: DeviceMesh, split: Sequence[str], *, inside: bool) -> MeshRoles | None:
+    from gemini.mesh.roles import TENSOR_PARALLEL, roles_of
+
     ranks, count = mesh.mesh.flatten().tolist(), dist.get_world_size()
     if inside:  # ranks by their place in the stage, which may have nothing that is split
         ranks, count = list(range(mesh.size())), mesh.size()

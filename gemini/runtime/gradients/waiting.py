@@ -13,7 +13,6 @@ from torch import Tensor
 from gemini.chunk.parameter import clear_gradients
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
-from gemini.mesh.roles import WORLD
 from gemini.optim.rules.clipping import Clip
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import (
@@ -25,7 +24,7 @@ from gemini.runtime.parts import (
     taking_turns,
 )
 from gemini.tickets import Done, Ticket
-from gemini.units import ParamId
+from gemini.units import WORLD, ParamId
 
 from .values import GradientValues, norm_of, own_parts
 

@@ -10,12 +10,11 @@ from torch import Tensor
 from gemini.chunk.local import group_of
 from gemini.chunk.opaque import OpaqueChunk
 from gemini.chunk.storage import params_in
-from gemini.mesh.roles import WORLD
 from gemini.runtime.parts import Parts, settle
 from gemini.runtime.step.state.dtensors import dtensors_in
 from gemini.runtime.step.state.full_state import gathered, scatter
 from gemini.runtime.step.weights import after_step, write_back_changes
-from gemini.units import ParamId
+from gemini.units import WORLD, ParamId
 
 from .weights import exact_dtype, master_of, set_master, tell_rounded_once
 

@@ -16,8 +16,6 @@ from gemini.chunk.local import group_of
 from gemini.chunk.opaque import leaf_bytes
 from gemini.memtracer.forecast import sizes_of
 from gemini.memtracer.trace import Trace
-from gemini.mesh.roles import WORLD
-from gemini.nvme.files.file import free_bytes
 from gemini.optim.rules.config import StateConfig
 from gemini.placement.policy import StaticPlacement
 from gemini.placement.predict import KINDS, TIERS
@@ -25,7 +23,7 @@ from gemini.placement.start import Start
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import SERIAL, TAIL, priced_in_words, said
 from gemini.runtime.parts import Parts, against_tail_of, update_of
-from gemini.units import format_bytes
+from gemini.units import WORLD, format_bytes
 
 log = logging.getLogger("gemini")
 
@@ -303,6 +301,7 @@ def _start_of(
 def _folders_of(given: str | None, config: StateConfig) -> str:
     """Folders of files with what is free in them; the default one by its path, too."""
     from gemini.nvme import default_folder
+    from gemini.nvme.files.file import free_bytes
 
     folders = config.nvme.folders or (given or str(default_folder()),)
     free = min(free_bytes(Path(folder).expanduser()) for folder in folders)

@@ -10,7 +10,6 @@ import torch
 
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
-from gemini.mesh.roles import WORLD
 from gemini.optim.rules.config import UpdateFacts
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import StateLayout
@@ -23,6 +22,7 @@ from gemini.placement.plan import Plan, UpdatePath
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.parts import Parts
+from gemini.units import WORLD
 
 if TYPE_CHECKING:
     from gemini.optim.update.compiled_update import Mix

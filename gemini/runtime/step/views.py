@@ -15,12 +15,12 @@ from gemini.optim.rules.state_layout import MASTER, REMAINDER, WEIGHT
 from gemini.optim.state.memory import Memory, copy_alone
 from gemini.optim.state.pieces import Piece, Planes
 from gemini.optim.state.space import Block
-from gemini.optim.update.staging import DeviceStaging
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId, ChunkId, align_up
 
 if TYPE_CHECKING:
+    from gemini.optim.update.staging import DeviceStaging
     from gemini.runtime.memory.files.blocks import FileBlocks, Staged
     from gemini.runtime.memory.gradient_homes import GradientBlock, GradientHome
     from gemini.runtime.step.update_files import UpdateFiles

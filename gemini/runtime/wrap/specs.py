@@ -16,24 +16,21 @@ from gemini.chunk.opaque import Opaque, is_opaque
 from gemini.chunk.parameter import handle_of
 from gemini.dtypes import DTYPES
 from gemini.memtracer.module_calls import is_compiled
-from gemini.mesh.roles import EXPERTS, WORLD
 from gemini.runtime.comm.communicator import Communicator
 from gemini.saved_names import params_by_path
-from gemini.units import ParamId
+from gemini.units import WORLD, ParamId
 
 IgnoredParams = Collection[nn.Parameter] | Callable[[str, nn.Parameter], bool]
 
 
 def find_ignored(
-    module: nn.Module, ignored_params: IgnoredParams | None, *, scaled: bool
+    module: nn.Module, ignored_params: IgnoredParams, *, scaled: bool
 ) -> dict[int, str]:
     """Name by id of the parameters that are left as they are; a tied one under all its names.
 
     scaled: whether losses are scaled, and with them gradients. Raises ValueError for what is no
     parameter of the module, is on the meta device, or is trained with a scaled loss.
     """
-    if ignored_params is None:
-        return {}
     named = distinct(module.named_parameters(remove_duplicate=False))
     if callable(ignored_params):
         asked = ignored_params
@@ -165,6 +162,8 @@ def _check(name: str, param: nn.Parameter, meshed: bool) -> None:
 
 
 def _check_split(name: str, param: Any, meshed: bool) -> None:
+    from gemini.mesh.roles import EXPERTS
+
     if not meshed:
         raise ValueError(
             f"parameter {name} is a DTensor, split over a mesh; expected GeminiDDP(mesh=) with the "
@@ -187,16 +186,14 @@ def _check_split(name: str, param: Any, meshed: bool) -> None:
         )
 
 
-def check_split(
-    split: Collection[str], *, trace: object, init_state_dict: Mapping[str, Tensor] | None
-) -> None:
-    """Raise ValueError for settings that do not go with parameters split over these dimensions."""
+def check_split(*, trace: object, init_state_dict: Mapping[str, Tensor] | None) -> None:
+    """Raise ValueError for settings that do not go with parameters that are split."""
     given = {
         "trace=": trace is not None,
         "init_state_dict=": init_state_dict is not None,
     }
     for name, there in given.items():
-        if split and there:
+        if there:
             raise ValueError(
                 f"{name} does not go with DTensor parameters; expected no trace, and values that "
                 "the parameters have"

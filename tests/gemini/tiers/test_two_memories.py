@@ -16,7 +16,7 @@ from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
-from gemini.runtime.memory import shard_storage
+from gemini.runtime.memory.files import tensor_files
 from optim import HybridAdam, NvmeConfig
 from optim.update import triton_update
 from optim.update.launch_tables import LaunchTables
@@ -151,7 +151,7 @@ def test_state_in_host_memory_needs_no_disk(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a file is made")
 
-    monkeypatch.setattr(shard_storage, "TensorFiles", refuse)
+    monkeypatch.setattr(tensor_files, "TensorFiles", refuse)
     start = {name: p.detach().clone() for name, p in Forked().named_parameters()}
     model, _ = trained(device(by_triton=True), (True, True, True), steps=0)
     state = model.state_dict()

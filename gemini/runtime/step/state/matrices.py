@@ -9,7 +9,6 @@ from typing import Any
 from gemini.chunk.layout import ChunkLayout, ChunkSpec
 from gemini.chunk.local import group_of as split_of
 from gemini.chunk.storage import Chunk
-from gemini.mesh.roles import WORLD
 from gemini.optim.matrices.plan import Bucket, Whole, buckets_of
 from gemini.optim.rules.matrix_rule import MOMENTUM
 from gemini.optim.rules.state_layout import Columns
@@ -18,7 +17,7 @@ from gemini.placement.plan import Plan
 from gemini.placement.sizes import Waiting
 from gemini.placement.tiers import Tier
 from gemini.runtime.parts import Parts
-from gemini.units import ParamId
+from gemini.units import WORLD, ParamId
 
 
 @dataclass(frozen=True, slots=True)

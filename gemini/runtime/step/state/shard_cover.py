@@ -10,9 +10,9 @@ from torch import Tensor
 
 from gemini.chunk.local import group_of as split_of
 from gemini.chunk.storage import Chunk
-from gemini.mesh.roles import WORLD
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.runtime.parts import Parts
+from gemini.units import WORLD
 
 from .shard_blocks import Shards
 
