@@ -20,7 +20,7 @@ from gemini.optim.rules.report import Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import WEIGHT
 from gemini.optim.state.memory import Memory
-from gemini.optim.state.pieces import Piece, Planes, Resident, SteppedViews
+from gemini.optim.state.pieces import BlockViews, Piece, Planes, Resident
 from gemini.optim.state.space import Block
 from gemini.optim.update import cpu_update
 from gemini.optim.update.cpu_update import StepInputs
@@ -47,7 +47,7 @@ class Site(Protocol):
         ...
 
     def take_back(
-        self, planes: Planes, here: Planes, of: Block, views: SteppedViews
+        self, planes: Planes, here: Planes, of: Block, views: BlockViews
     ) -> CopyTicket | None:
         """Begin to take updated state back to `planes`, and a block's borrowed parameters; None:
         they are there."""
@@ -82,7 +82,7 @@ class HostSite:
     def bring(self, block: Block, planes: Planes, *, on_host: bool) -> Planes:
         return planes
 
-    def take_back(self, planes: Planes, here: Planes, of: Block, views: SteppedViews) -> None:
+    def take_back(self, planes: Planes, here: Planes, of: Block, views: BlockViews) -> None:
         """None: state is updated where it is."""
 
     def update(self, rule: UpdateRule, pieces: Sequence[Piece], inputs: StepInputs) -> None:
@@ -115,7 +115,7 @@ class DeviceSite:
         return here
 
     def take_back(
-        self, planes: Planes, here: Planes, of: Block, views: SteppedViews
+        self, planes: Planes, here: Planes, of: Block, views: BlockViews
     ) -> CopyTicket | None:
         pairs = [] if here is planes else [(planes[name], here[name]) for name in here]
         nbytes = sum(plane.nbytes for plane, _ in pairs)
@@ -159,7 +159,7 @@ def update_apart(
     rule: UpdateRule,
     block: Block,
     planes: Planes,
-    views: SteppedViews,
+    views: BlockViews,
     *,
     on_host: bool,
 ) -> CopyTicket | None:
@@ -181,10 +181,10 @@ class SiteUpdater:
     def name(self) -> str:
         return self.site.name
 
-    def update_block(self, block: Block, planes: Planes, views: SteppedViews) -> CopyTicket | None:
+    def update_block(self, block: Block, planes: Planes, views: BlockViews) -> CopyTicket | None:
         return update_apart(self.site, self.rule, block, planes, views, on_host=True)
 
-    def update_resident(self, slab: Resident, views: SteppedViews) -> None:
+    def update_resident(self, slab: Resident, views: BlockViews) -> None:
         for block in slab.blocks:
             copies = None
             if views.touches(block):

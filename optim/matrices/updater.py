@@ -33,7 +33,7 @@ from gemini.optim.rules.matrix_rule import (
 from gemini.optim.rules.orthogonal import DTYPES
 from gemini.optim.rules.report import Traffic
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.state.pieces import Planes, SteppedViews
+from gemini.optim.state.pieces import BlockViews, Planes
 from gemini.optim.state.space import Block
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.tickets import CopyTicket
@@ -140,7 +140,7 @@ class MatrixUpdater:
         self,
         on_disk: Sequence[Block],
         in_memory: Sequence[Resting],
-        views: SteppedViews,
+        views: BlockViews,
     ) -> None:
         """Begin with this rank's blocks, on disk and in memory."""
         for block in on_disk:
@@ -153,7 +153,7 @@ class MatrixUpdater:
             if self._bucket_of[param] in self._to_come:
                 self._kept[param] = dict(runs)
 
-    def update_block(self, block: Block, planes: Planes, views: SteppedViews) -> CopyTicket | None:
+    def update_block(self, block: Block, planes: Planes, views: BlockViews) -> CopyTicket | None:
         """Take a block with a gradient in, or update it where none of its matrices has one."""
         waits_for = self._waits_for(block, views)
         if not waits_for:
@@ -167,7 +167,7 @@ class MatrixUpdater:
         """Whether a block was taken in, and is not put out."""
         return block.id in self._taken
 
-    def ready(self, views: SteppedViews) -> list[Put]:
+    def ready(self, views: BlockViews) -> list[Put]:
         """Exchange complete buckets, in order; returns the blocks that are updated by that."""
         done: list[Put] = []
         # A complete bucket waits for those before it: ranks exchange all of them in one order.
@@ -184,7 +184,7 @@ class MatrixUpdater:
 
     # -- blocks in memory, when it counts --
 
-    def update_in_memory(self, blocks: Sequence[Resting], views: SteppedViews) -> Iterator[Put]:
+    def update_in_memory(self, blocks: Sequence[Resting], views: BlockViews) -> Iterator[Put]:
         """Update the blocks in memory; yields each when it is done."""
         self._taken.clear()
         self._runs.clear()
@@ -211,7 +211,7 @@ class MatrixUpdater:
 
     # -- the three parts --
 
-    def _waits_for(self, block: Block, views: SteppedViews) -> set[int]:
+    def _waits_for(self, block: Block, views: BlockViews) -> set[int]:
         """Buckets of the block's matrices that have a gradient."""
         found = {self._bucket_of.get(part.param, -1) for part in block.segments} - {-1}
         return found if found and views.touches(block) else set()
@@ -220,7 +220,7 @@ class MatrixUpdater:
         self,
         block: Block,
         planes: Planes,
-        views: SteppedViews,
+        views: BlockViews,
         *,
         on_host: bool,
         looks_only: bool = False,
@@ -323,7 +323,7 @@ class MatrixUpdater:
             for first, values in self._runs.get(whole.param, ()):
                 values.copy_(self._kept[whole.param][first])
 
-    def _put_out(self, i: int, views: SteppedViews) -> list[Put]:
+    def _put_out(self, i: int, views: BlockViews) -> list[Put]:
         """Put out the blocks that wait for no other bucket, and return them."""
         for whole in self._buckets[i].wholes:
             self._runs.pop(whole.param, None)
@@ -335,7 +335,7 @@ class MatrixUpdater:
                 del self._taken[taken.block.id]
         return done
 
-    def _put(self, taken: _Taken, views: SteppedViews) -> CopyTicket | None:
+    def _put(self, taken: _Taken, views: BlockViews) -> CopyTicket | None:
         block, moves = taken.block, taken.directions
         if taken.grads is not None:
             moves = taken.grads

@@ -40,15 +40,12 @@ from gemini.units import BlockId, format_bytes
 from .deferred_signals import DeferredSignals
 from .disk.records import Filed, Records, open_store
 from .flow import Flow, Span, num_buffers
-from .pieces import Planes
+from .pieces import BlockViews, Planes
 from .space import Block, StateSpace
 
 if TYPE_CHECKING:
     from .disk.pinned_state import PinnedState
     from .disk.state_version import StateVersion
-
-
-Save = Callable[[Block, Callable[[], Tensor]], bool]
 
 
 def _in_order(blocks: Collection[Block]) -> tuple[Block, ...]:
@@ -101,6 +98,9 @@ class NvmeState:
         self._undo: dict[BlockId, Tensor] = {}  # [n] fp32, what weights were; see [Note: undo]
         self._undo_slab = torch.empty(0)  # [depth, N] fp32
         self._in_order = True  # the next step begins with the first block
+        self._views: BlockViews | None = None  # of the step
+        # told of every block whose parameters are those of the step, until it counts
+        self.watch: Callable[[BlockId], None] | None = None
         self.stalled_seconds = 0.0  # waited for the disk so far
 
     def _set_blocks(self, blocks: Collection[Block]) -> None:
@@ -249,22 +249,32 @@ class NvmeState:
             self._take_back()
         self.store.check_step(self.written_bytes_per_step)
 
-    def save(self, span: Span[Filed], save: Save) -> None:
-        """Save parameters before their update: `save` copies them into [n] that holds their values,
-        and answers whether they need to be restored when the step fails."""
-        record = span.record
+    def begin(self, views: BlockViews) -> None:
+        """Begin a step of all blocks, with the parameters and gradients of `views`."""
+        self._views = views
+        self.flow.begin(self._updated)
+
+    def save(self, span: Span[Filed]) -> None:
+        """Save parameters before their update: those that need to be restored when the step
+        fails."""
+        record, views = span.record, self._views
+        assert views is not None
         if self._records.has_undo:
-            save(record.block, partial(record.undo_plane, span.buffer))
+            views.save(record.block, partial(record.undo_plane, span.buffer))
             span.is_touched = True
         else:
             undo = partial(self._early_undo, record.block)
-            span.is_touched = not span.was_read or save(record.block, undo)
+            span.is_touched = not span.was_read or views.save(record.block, undo)
 
-    def save_weight(self, span: Span[Filed], save: Save) -> None:
-        """Save weights after their update: where masters are split they are written with the
-        state."""
-        if span.record.is_split:
-            save(span.record.block, partial(span.record.undo_plane, span.buffer))
+    def _updated(self, span: Span[Filed]) -> None:
+        """Take over a block whose new state is in its buffer, before it is written."""
+        record, views = span.record, self._views
+        assert views is not None
+        if record.is_split:  # weights are written with the state
+            views.save(record.block, partial(record.undo_plane, span.buffer))
+        views.put(record.block)
+        if self.watch is not None:
+            self.watch(span.id)
 
     def commit(self, step: int, *, in_order: bool) -> None:
         """Make the step count: all blocks at once, and durably. Does not raise after a `flush`.
@@ -278,6 +288,7 @@ class NvmeState:
         self.store.commit(step)
         self.stalled_seconds += time.perf_counter() - started
         self._undo.clear()
+        self._views = self.watch = None
         self._in_order = in_order
         self.flow.committed(in_order=in_order)
 
@@ -297,6 +308,7 @@ class NvmeState:
             self.flow.give(span)
         self.store.rollback()
         self._undo.clear()
+        self._views = self.watch = None
         self.flow.undone()
         if lost:
             raise RollbackError(

@@ -3,7 +3,7 @@ updaters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -105,8 +105,8 @@ class GradSegment(NamedTuple):
     counter: int  # index of the parameter
 
 
-class SteppedViews(Protocol):
-    """Views that an update needs of the parameters and gradients of blocks."""
+class BlockViews(Protocol):
+    """Views that a step needs of the parameters and gradients of blocks."""
 
     def touches(self, block: Block) -> bool:
         """Whether a parameter of this block has a gradient."""
@@ -153,6 +153,28 @@ class SteppedViews(Protocol):
         behind these copies, and what was borrowed is given back."""
         ...
 
+    # -- around updates --
+
+    def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
+        """Copy the block's parameters, at least those with a gradient, into `undo()`: [n] of a
+        dtype that holds their values.
+
+        False where they need none, since they do not change before the step counts.
+        """
+        ...
+
+    def restore(self, block: Block, planes: Planes) -> None:
+        """Set the block's parameters from its master, or from `param_undo`."""
+        ...
+
+    def expect(self, blocks: Sequence[Block]) -> None:
+        """Note that blocks will be updated in this order; their inputs may be read ahead."""
+        ...
+
+    def abandon(self) -> None:
+        """Abandon a failed step: borrowed memory is taken back, and nothing of it kept."""
+        ...
+
 
 class Resident(Protocol):
     """Blocks whose state lies on the compute device; see `optim.state.slabs`."""
@@ -176,15 +198,15 @@ class Updater(Protocol):
     @property
     def name(self) -> str: ...
 
-    def update_block(self, block: Block, planes: Planes, views: SteppedViews) -> CopyTicket | None:
+    def update_block(self, block: Block, planes: Planes, views: BlockViews) -> CopyTicket | None:
         """Update one block with a gradient, whose state is in host memory.
 
         The ticket brings its state back, and borrowed parameters; None: it is done. The caller
-        calls `SteppedViews.put`.
+        calls `BlockViews.put`.
         """
         ...
 
-    def update_resident(self, slab: Resident, views: SteppedViews) -> None:
+    def update_resident(self, slab: Resident, views: BlockViews) -> None:
         """Update blocks that lie on the compute device."""
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from gemini.units import BlockId
 
 from .deferred_signals import DeferredSignals
 from .memory import Memory
-from .pieces import Planes, SteppedViews, Updater
+from .pieces import BlockViews, Planes, Updater
 from .slabs import Slab
 from .space import Block, StateSpace
 
@@ -32,30 +32,6 @@ if TYPE_CHECKING:
 
     from .disk.pinned_state import PinnedState
     from .nvme_state import NvmeState
-
-
-class BlockViews(SteppedViews, Protocol):
-    """Views that a step needs of the parameters and gradients of a block."""
-
-    def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
-        """Copy the block's parameters, at least those with a gradient, into `undo()`: [n] of a
-        dtype that holds their values.
-
-        False where they need none, since they do not change before the step counts.
-        """
-        ...
-
-    def restore(self, block: Block, planes: Planes) -> None:
-        """Set the block's parameters from its master, or from `param_undo`."""
-        ...
-
-    def expect(self, blocks: Sequence[Block]) -> None:
-        """Note that blocks will be updated in this order; their inputs may be read ahead."""
-        ...
-
-    def abandon(self) -> None:
-        """Abandon a failed step: borrowed memory is taken back, and nothing of it kept."""
-        ...
 
 
 class SplitMasters:

@@ -17,15 +17,13 @@ import torch
 
 from gemini.optim.rules.report import StepReport, Traffic
 from gemini.optim.state.deferred_signals import DeferredSignals
-from gemini.optim.state.pieces import Updater
+from gemini.optim.state.pieces import BlockViews, Updater
 from gemini.optim.state.space import Block
-from gemini.optim.state.tiered_state import BlockViews, TieredState
+from gemini.optim.state.tiered_state import TieredState
 from gemini.units import BlockId
 
 if TYPE_CHECKING:
     from gemini.optim.matrices.updater import MatrixUpdater
-    from gemini.optim.state.disk.records import Filed
-    from gemini.optim.state.flow import Span
     from gemini.optim.state.nvme_state import NvmeState
 
 
@@ -97,7 +95,7 @@ class Step:
         if nvme is not None:
             nvme.check_step()
             self._views.expect([span.record.block for span in nvme.flow.order])
-            nvme.flow.begin(self._updated)
+            nvme.begin(self._views)
 
     def prepare(
         self,
@@ -115,6 +113,7 @@ class Step:
         try:
             self._begin_matrices()
             if nvme is not None:
+                nvme.watch = watch
                 self._update_on_disk(nvme, signals)
                 nvme.drain()
             if self._files is not None:
@@ -152,7 +151,7 @@ class Step:
                 if self._watch is not None:
                     self._watch(span.id)
                 continue
-            nvme.save(span, views.save)
+            nvme.save(span)
             copies = self._updater.update_block(block, span.record.planes(span.buffer), views)
             if matrices is None:
                 flow.put(span, copies)
@@ -161,14 +160,6 @@ class Step:
                 flow.put(span, copies)
             for done, copies in matrices.ready(views):  # those that waited for others of the step
                 flow.put(spans[done.id], copies)
-
-    def _updated(self, span: Span[Filed]) -> None:
-        """Take over a block whose new state is in its buffer, before it is written."""
-        assert self._nvme is not None
-        self._nvme.save_weight(span, self._views.save)
-        self._views.put(span.record.block)
-        if self._watch is not None:
-            self._watch(span.id)
 
     def confirm(self, *, settles: bool = False) -> None:
         """Commit the versions on disk, and update the blocks in memory.

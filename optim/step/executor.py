@@ -1,7 +1,7 @@
 """Executors measure gradients and update blocks: `CpuStep` on the host, `TritonStep` on a device.
 
 The same pair serves plain modules and shards. A target hands in what differs: gradients as
-`GradientRun`s or as they lie in `p.grad`, weights as the pieces of `SteppedViews`, and the start of
+`GradientRun`s or as they lie in `p.grad`, weights as the pieces of `BlockViews`, and the start of
 a step, an agreement of all ranks or the inputs of torch.amp.GradScaler.
 """
 

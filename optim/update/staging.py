@@ -82,7 +82,7 @@ class DeviceStaging:
 
     def planes(self, like: Planes) -> Planes:
         """Planes shaped as `like`, one after the other; uninitialised."""
-        memory = self._states.of(self.turn, sum(plane.nbytes for plane in like.values()))
+        memory = self._states.of(self.turn, sum([plane.nbytes for plane in like.values()]))
         found, end = {}, 0
         for name, plane in like.items():
             start, end = end, end + plane.nbytes

@@ -38,7 +38,7 @@ from gemini.optim.rules.report import Outcome, Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import WEIGHT
 from gemini.optim.state.memory import Memory, StreamMark, memory_of
-from gemini.optim.state.pieces import Piece, Planes, Resident, SteppedViews
+from gemini.optim.state.pieces import BlockViews, Piece, Planes, Resident
 from gemini.optim.state.space import Block
 from gemini.ranges import named
 from gemini.tickets import CopyTicket
@@ -215,7 +215,7 @@ class TritonUpdater:
         )  # fmt: skip
         self.control_vector.changed()
 
-    def update_block(self, block: Block, planes: Planes, views: SteppedViews) -> CopyTicket:
+    def update_block(self, block: Block, planes: Planes, views: BlockViews) -> CopyTicket:
         state = {name: plane for name, plane in planes.items() if name != WEIGHT}
         staging = self.staging
         with named("update", "block", block.id):
@@ -230,9 +230,9 @@ class TritonUpdater:
             )  # fmt: skip
             self._run(ops.update_now, tables, staged)
             leaving = views.leaving(block, planes.get(WEIGHT))
-            copies = staging.take_back([*((state[name], staged[name]) for name in state), *leaving])
+            copies = staging.take_back([*[(state[name], staged[name]) for name in state], *leaving])
         views.left(block, copies)
-        nbytes = sum(plane.nbytes for plane in state.values())
+        nbytes = sum([plane.nbytes for plane in state.values()])
         self._moved += Traffic(host_to_device=nbytes, device_to_host=nbytes)
         return copies
 
@@ -242,7 +242,7 @@ class TritonUpdater:
         self.staging = DeviceStaging(self._memory, count, *nbytes)
         self._tables.clear()  # with addresses of what was there
 
-    def update_resident(self, slab: Resident, views: SteppedViews) -> None:
+    def update_resident(self, slab: Resident, views: BlockViews) -> None:
         """Update resident blocks in one launch; blocks with borrowed memory come one by one."""
         borrowed = views.borrowed(slab.blocks)
         apart = {block.id for block in borrowed}
@@ -262,7 +262,7 @@ class TritonUpdater:
                 copies = self._take_back(block, views)
             views.put(block, copies)
 
-    def _take_back(self, block: Block, views: SteppedViews) -> CopyTicket | None:
+    def _take_back(self, block: Block, views: BlockViews) -> CopyTicket | None:
         """Begin to take borrowed parameters back."""
         leaving = views.leaving(block, None)
         if not leaving:
@@ -297,7 +297,7 @@ class TritonUpdater:
                 tables.launch.num_warps, self._stochastic,
             )  # fmt: skip
 
-    def _key(self, views: SteppedViews) -> object | None:
+    def _key(self, views: BlockViews) -> object | None:
         """Signature of the views' memory: the object of the last step, if it is equal."""
         found = views.signature()
         if found is not self._signature and found != self._signature:
@@ -307,7 +307,7 @@ class TritonUpdater:
     def _launch_for(self, pieces: Sequence[Piece]) -> Launch:
         if self.launch is not None:
             return self.launch
-        largest = max((piece.param.numel() for piece in pieces), default=0)
+        largest = max([piece.param.numel() for piece in pieces], default=0)
         return choose_launch(UPDATE_BYTES, is_interpreted(), largest)
 
     def _upload(self, rows: list[tuple[float, ...]]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gemini.optim.rules.config import UpdateFacts, wants_compiled
 from gemini.optim.rules.report import Traffic
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.state.pieces import Piece, Planes, Resident, SteppedViews
+from gemini.optim.state.pieces import BlockViews, Piece, Planes, Resident
 from gemini.optim.state.space import Block
 from gemini.ranges import named
 
@@ -39,11 +39,11 @@ class CpuUpdater:
     def name(self) -> str:
         return "cpu" if self.compiled is None else "cpu-compiled"
 
-    def update_block(self, block: Block, planes: Planes, views: SteppedViews) -> None:
+    def update_block(self, block: Block, planes: Planes, views: BlockViews) -> None:
         with named("update", "block", block.id):
             self.update(views.pieces(block, planes))
 
-    def update_resident(self, slab: Resident, views: SteppedViews) -> None:
+    def update_resident(self, slab: Resident, views: BlockViews) -> None:
         self.update(
             [piece for block in slab.blocks for piece in views.pieces(block, slab.planes(block))]
         )

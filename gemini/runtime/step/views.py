@@ -65,7 +65,7 @@ class _Shard:
 
 
 class ShardViews:
-    """View of shards and gradients for one step; see `optim.state.tiered_state.BlockViews`.
+    """View of shards and gradients for one step; see `optim.state.pieces.BlockViews`.
 
     Gradients and parameters in another tier are brought to the update, a block at a time; gradients
     are read ahead. Parameters that have a whole master are written, and not read.
