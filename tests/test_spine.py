@@ -14,8 +14,9 @@ from tests.support import spine
 # block (61, 31, 15, 27), 188 on a device in 31 files, 19 types, 128 classes (17), 8554 and 10 316
 # lines of 112 and 126 files run, 206 loaded, 79 869 tokens in 12 454 lines. Since then signals wait
 # during each block's update (11 calls a block), and a save has an end (1). On a device, 188 was a
-# serial step: a tail, which was refused there, has gates and what they let go (17). The five lines run 1057 lines more: homes
-# that follow measurements, shared memory, forecasts, hints about misspelt arguments, casts.
+# serial step: a tail, which was refused there, has gates and what they let go (17). The five lines
+# run 1057 lines more: homes that follow measurements, shared memory, forecasts, hints about
+# misspelt arguments, casts.
 BARS = {
     "block": (93, 75),
     "block, step": (36, 25),

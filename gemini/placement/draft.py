@@ -250,6 +250,7 @@ class Draft:
         for order in ORDERS:
             try:
                 homes = fill(self.problem, self.demand, order)
+                self.check_room(homes)
             except BudgetError as error:
                 # The nearest failure is told: its bytes are what the user lacks. A device that is
                 # too small fails in every order, as its floor is the same.
@@ -314,6 +315,17 @@ class Draft:
             depth=self.inputs.depth, num_ahead=self.inputs.num_ahead,
         )  # fmt: skip
         return PlanResult(plan, profile, cost, steps, facts, work if is_timed else None)
+
+    def check_room(self, homes: Homes) -> None:
+        """Raise BudgetError where what a moment needs does not fit beside what lives there."""
+        lack = self.lacks(homes)
+        if lack is not None:
+            moment, missing = lack
+            raise BudgetError.missing(
+                Tier.DEVICE, missing, self.problem.budgets.device,
+                f"{self.inputs.trace.moments[moment]} beside what lives there",
+                "raise device_budget by as much, or use a smaller batch",
+            )  # fmt: skip
 
     def lacks(self, homes: Homes) -> tuple[Moment, int] | None:
         """Moment whose payloads lack most room in these homes, and the bytes that they lack; None:

@@ -173,15 +173,7 @@ def _in_homes(draft: Draft, homes: Homes) -> PlanResult:
         homes.never_released[chunk] = True
     if draft.lacks(homes) is not None:
         draft.give_up_cap()
-    lack = draft.lacks(homes)
-    if lack is not None:
-        moment, missing = lack
-        inputs = draft.inputs
-        where = f"{inputs.trace.moments[moment]} beside what lives there"
-        raise BudgetError.missing(
-            Tier.DEVICE, missing, inputs.budgets.device, where,
-            "raise device_budget by as much, or use a smaller batch",
-        )  # fmt: skip
+    draft.check_room(homes)
     planned = draft.finish(homes)
     over = draft.over_budget(planned.profile)
     if over is not None:

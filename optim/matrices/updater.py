@@ -167,15 +167,14 @@ class MatrixUpdater:
         """Whether a block was taken in, and is not put out."""
         return block.id in self._taken
 
-    def ready(self, views: BlockViews) -> list[Put]:
-        """Exchange complete buckets, in order; returns the blocks that are updated by that."""
-        done: list[Put] = []
+    def ready(self, views: BlockViews) -> Iterator[Put]:
+        """Exchange complete buckets, in order; yields each block that is updated by that, before
+        the next one. To be asked to the end."""
         # A complete bucket waits for those before it: ranks exchange all of them in one order.
         while self._on_disk and not self._to_come[self._on_disk[0]]:
             i = self._on_disk.pop(0)
             self._exchange(self._buckets[i])
-            done += self._put_out(i, views)
-        return done
+            yield from self._put_out(i, views)
 
     def join(self) -> None:
         """Take part in the others' exchanges after a failure; see [Note: all take part]."""
@@ -323,17 +322,16 @@ class MatrixUpdater:
             for first, values in self._runs.get(whole.param, ()):
                 values.copy_(self._kept[whole.param][first])
 
-    def _put_out(self, i: int, views: BlockViews) -> list[Put]:
-        """Put out the blocks that wait for no other bucket, and return them."""
+    def _put_out(self, i: int, views: BlockViews) -> Iterator[Put]:
+        """Put out the blocks that wait for no other bucket, and yield each."""
         for whole in self._buckets[i].wholes:
             self._runs.pop(whole.param, None)
-        done: list[Put] = []
         for taken in list(self._taken.values()):
             taken.waits_for.discard(i)
             if not taken.waits_for:
-                done.append((taken.block, self._put(taken, views)))
+                copies = self._put(taken, views)
                 del self._taken[taken.block.id]
-        return done
+                yield taken.block, copies
 
     def _put(self, taken: _Taken, views: BlockViews) -> CopyTicket | None:
         block, moves = taken.block, taken.directions

@@ -39,7 +39,7 @@ from gemini.units import BlockId, format_bytes
 
 from .deferred_signals import DeferredSignals
 from .disk.records import Filed, Records, open_store
-from .flow import Flow, Span, num_buffers
+from .flow import LEAVING, Flow, Span, num_buffers
 from .pieces import BlockViews, Planes
 from .space import Block, StateSpace
 
@@ -192,6 +192,11 @@ class NvmeState:
         while (span := self.flow.waits_for()) is not None:
             self._end(span)
         return self.flow.take()
+
+    def limit_leaving(self) -> None:
+        """Wait until no more than `LEAVING` spans are on their way to their buffers."""
+        while len(self.flow.leaving) > LEAVING:
+            self._end(self.flow.leaving[0])
 
     def drain(self) -> None:
         """Wait until all writes are on disk. Raises what went wrong."""

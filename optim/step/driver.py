@@ -133,7 +133,8 @@ class Step:
             nvme = self._nvme
             on_disk = [] if nvme is None else [span.record.block for span in nvme.flow.spans]
             self._matrices.begin(on_disk, self._tiered_state.resting(), self._views)
-            self._matrices.ready(self._views)
+            for block, _ in self._matrices.ready(self._views):
+                raise AssertionError(f"block {block.id} is updated before it was read")
 
     def _update_on_disk(self, nvme: NvmeState, signals: DeferredSignals | None) -> None:
         """Update every block on disk, in its buffer."""
@@ -160,6 +161,7 @@ class Step:
                 flow.put(span, copies)
             for done, copies in matrices.ready(views):  # those that waited for others of the step
                 flow.put(spans[done.id], copies)
+                nvme.limit_leaving()
 
     def confirm(self, *, settles: bool = False) -> None:
         """Commit the versions on disk, and update the blocks in memory.

@@ -290,18 +290,16 @@ class ShardViews:
 
     def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
         loan = self._loans.get(block.id)
-        param = None if loan is None else loan.param
-        if loan is not None and loan.staged is not None:
-            assert param is not None
+        if loan is None or loan.param is None:
+            if weight is None or self._chunks[block.shard].shard_on_host:
+                return ()
+            self._left.add(block.id)
+            return [(weight, self._part_of(block))]
+        if loan.staged is None:
+            return [(self._part_of(block), loan.param)]
+        if weight is not None:
             loan.weight = weight
-            return [(loan.staged.values, param)]
-        here = self._part_of(block)
-        if param is not None:
-            return [(here, param)]
-        if weight is None or self._chunks[block.shard].shard_on_host:
-            return ()
-        self._left.add(block.id)
-        return [(weight, here)]
+        return [(loan.staged.values, loan.param)]
 
     def restore(self, block: Block, planes: Planes) -> None:
         self._end_save()

@@ -15,6 +15,7 @@ import nvme
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
+from gemini.optim import HybridAdafactor, HybridMuon
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
 from tests.support.apart import Apart
@@ -35,16 +36,18 @@ class Layer(nn.Module):
 
 
 ROOM = AutoPlacement("140KiB", "180KiB", warmup_non_model_data_ratio=0.0)
+LESS = AutoPlacement("90KiB", "100KiB", warmup_non_model_data_ratio=0.0)
 
 
-def wrapped(update, backend, policy=ROOM, **options):
+def wrapped(update, backend, policy=ROOM, kind=HybridAdam, given=None, **options):
     torch.manual_seed(0)
     module = nn.Sequential(*[Layer() for _ in range(6)])
     model = GeminiDDP(
         module, backend, policy, trace=sequential_trace(specs_of(module, "bfloat16")),
         min_chunk_size_m=0.004, update=update, **options,
     )  # fmt: skip
-    optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=NvmeConfig(block_numel=1024))
+    params = model if kind is HybridMuon else model.parameters()
+    optimizer = kind(params, lr=1e-2, nvme=NvmeConfig(block_numel=1024), **given or {})
     return model, optimizer
 
 
@@ -77,6 +80,27 @@ def test_parameters_and_gradients_in_files_beside_a_device_have_the_bits_of_seri
             optimizer.close()
             backend.check()
     assert differences(*found) == []
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("kind", "options"), [(HybridMuon, {"adamw_lr": 1e-3}),
+                                               (HybridAdafactor, {})])  # fmt: skip
+def test_rules_of_whole_matrices_take_parameters_from_files_beside_a_device(kind, options):
+    """Blocks of a bucket are put out together, and a buffer of a file is there for one or two; the
+    homes that one order of filling the device finds for Adafactor do not hold its gradients."""
+    found = []
+    for policy in (ROOM if kind is HybridMuon else LESS, AutoPlacement("4MiB", "4MiB"), ROOM):
+        backend = device(by_triton=True)
+        with Apart(backend):
+            model, optimizer = wrapped("tail", backend, policy, kind, options)
+            for number in range(2):
+                step(model, optimizer, number)
+            if not found:
+                assert Tier.NVME in homes_of(model, "param_home")
+            found.append(everything(model, optimizer))
+            optimizer.close()
+            backend.check()
+    assert differences(*found[:2]) == differences(*found[1:]) == []
 
 
 @pytest.mark.ci
