@@ -45,6 +45,7 @@ def matrix_updates(
     buckets = buckets_of(wholes)
 
     def planned() -> MatrixPlan:
-        return MatrixPlan(buckets, bucket_homes(buckets, on_disk()), {"": Alone()})
+        params = {part.param for block in on_disk() for part in block.segments}
+        return MatrixPlan(buckets, bucket_homes(buckets, params), {"": Alone()})
 
     return MatrixUpdates(rule, group_of, columns, planned), blocks_waiting(buckets, blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import Columns
 from gemini.optim.state.memory import Memory
-from gemini.optim.state.space import Block
 from gemini.optim.update.cpu_update import CpuWorkers
 from gemini.optim.update.updaters import CpuUpdater
 
@@ -71,9 +70,8 @@ class MatrixPlan:
     ways: Mapping[str, Ways]
 
 
-def bucket_homes(buckets: Sequence[Bucket], on_disk: Sequence[Block]) -> frozenset[int]:
-    """Indices of buckets that have elements in one of these blocks."""
-    params = {part.param for block in on_disk for part in block.segments}
+def bucket_homes(buckets: Sequence[Bucket], params: Set[int]) -> frozenset[int]:
+    """Indices of buckets with one of these parameters."""
     return frozenset(
         i for i, bucket in enumerate(buckets) if any(w.param in params for w in bucket.wholes)
     )

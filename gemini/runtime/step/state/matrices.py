@@ -12,12 +12,12 @@ from gemini.chunk.storage import Chunk
 from gemini.optim.matrices.plan import Bucket, Whole, buckets_of
 from gemini.optim.rules.matrix_rule import MOMENTUM
 from gemini.optim.rules.state_layout import Columns
-from gemini.optim.step.executors import MatrixPlan
+from gemini.optim.step.executors import MatrixPlan, bucket_homes
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import Waiting
 from gemini.placement.tiers import Tier
 from gemini.runtime.parts import Parts
-from gemini.units import WORLD, ParamId
+from gemini.units import WORLD
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +94,10 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 def planned(parts: Parts, matrices: MatrixBuckets, plan: Plan, layout: ChunkLayout) -> MatrixPlan:
     """Plan of a step, with the buckets on disk: shards have the same homes on all ranks."""
-    on_disk = {shard.chunk for shard in plan.shards if Tier.NVME in shard.state_homes}
-    chunk_of = layout.chunk_of()
+    on_disk = [shard.chunk for shard in plan.shards if Tier.NVME in shard.state_homes]
+    params = {slot.param for chunk in on_disk for slot in layout.chunks[chunk].slots}
     return MatrixPlan(
         matrices.buckets,
-        frozenset(
-            i
-            for i, bucket in enumerate(matrices.buckets)
-            if any(chunk_of[ParamId(whole.param)] in on_disk for whole in bucket.wholes)
-        ),
+        bucket_homes(matrices.buckets, params),
         {group: links.shards for group, links in parts.links.items()},
     )
