@@ -2,7 +2,7 @@
 
 import copy
 import math
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -93,6 +93,10 @@ def test_norms_do_not_depend_on_where_a_parameter_is_cut(monkeypatch):
 # -- over shards ---------------------------------------------------------------------------------
 
 
+class Rate(NamedTuple):
+    lr: float
+
+
 class MeanMagnitude(Measure):
     """Mean magnitude of a gradient over all ranks, by which a rate is divided."""
 
@@ -108,7 +112,7 @@ class MeanMagnitude(Measure):
 
     def told(self, found):
         asked = self.asked
-        return asked.hyper._replace(lr=asked.hyper.lr * math.prod(asked.shape) / float(found))
+        return Rate(asked.hyper.lr * math.prod(asked.shape) / float(found))
 
 
 class LevelRule(UpdateRule):
@@ -116,7 +120,7 @@ class LevelRule(UpdateRule):
     layout = StateLayout((Plane("momentum_buffer", "float32"),))
     options: ClassVar = {"lr": 1e-3}
     measures = (MeanMagnitude,)
-    coefficients = staticmethod(lambda h, t: h._asdict())
+    coefficients = staticmethod(lambda h, t: {"lr": h.lr})
 
     @staticmethod
     def formula(param, grad, c, *, momentum_buffer):
