@@ -66,6 +66,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from gemini.runtime.gradients.by_name import ChangeGradient
+    from gemini.runtime.pipeline.together import PipelineOwner
 
 
 log = logging.getLogger("gemini")
@@ -142,9 +143,8 @@ class GeminiDDP(ModuleFace):
         dtypes = param_dtypes(module, fp32_modules, precision_settings.dtype)
         process_group, mesh = communication.process_group, communication.mesh
         scaled = precision_settings.scale_options is not None
-        ignored: Mapping[int, str] = {}
-        if wrapping.ignored_params is not None:
-            ignored = find_ignored(module, wrapping.ignored_params, scaled=scaled)
+        asked = wrapping.ignored_params
+        ignored = {} if asked is None else find_ignored(module, asked, scaled=scaled)
         found = collect_params(module, dtypes, meshed=mesh is not None, ignored=ignored)
         params, own_specs = found.params, found.specs
         memory = check_memory(module, found.plain, given=wrapping.init_state_dict is not None)
@@ -154,10 +154,7 @@ class GeminiDDP(ModuleFace):
             check_split(trace=trace, init_state_dict=wrapping.init_state_dict)
         together, ties = None, None
         if is_pipeline(process_group, mesh):
-            from gemini.runtime.pipeline.together import together_of
-
-            check_stages(mesh, split)
-            together = together_of(mesh)
+            together = _joined(mesh, split)
             own_specs, ties = together.ties.take(params, own_specs)
             process_group, mesh = stage_of(mesh)
         groups = {spec.group for spec in own_specs}
@@ -490,6 +487,14 @@ def _backend(device: torch.device | str | Backend | None) -> Backend:
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
     return make_backend(torch.device(device))
+
+
+def _joined(mesh: Any, split: Sequence[str]) -> PipelineOwner:
+    """Owner of all stages of a mesh with "pp". Collective the first time."""
+    from gemini.runtime.pipeline.together import together_of
+
+    check_stages(mesh, split)
+    return together_of(mesh)
 
 
 def _order_of(

@@ -15,7 +15,6 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from gemini.optim.rules.formulas import noise, round_stochastic
 from gemini.optim.rules.report import Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import WEIGHT
@@ -138,20 +137,10 @@ class DeviceSite:
             planes = rule.given(piece.planes, piece.hyper, piece.first, param)
             rule.update(param, grad, planes, piece.hyper, piece.step)
             if param is not piece.param:
-                _show(param, piece, inputs.rounding_seed)
+                cpu_update.show(param, piece, inputs.rounding_seed)
 
     def traffic(self) -> Traffic:
         return self.moved
-
-
-def _show(param: Tensor, piece: Piece, rounding_seed: int | None) -> None:
-    """Set the parameter that the model sees from fp32 `param` [n]."""
-    visible = piece.param
-    if rounding_seed is None or visible.dtype != torch.bfloat16:
-        visible.copy_(param)
-        return
-    random = noise(rounding_seed, piece.counter, piece.step, piece.first, visible.numel())
-    round_stochastic(param, random.to(param.device), visible)
 
 
 def update_apart(

@@ -16,7 +16,7 @@ rank whose disk fails sends what it has until the last exchange is over, and say
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -104,11 +104,11 @@ class MatrixUpdater:
         site: Site,
         rule: UpdateRule,
         buckets: Sequence[Bucket],
-        on_disk: frozenset[int],
+        on_disk: Set[int],
         ways: Mapping[str, Ways],
         hyper: Sequence[Any],
     ) -> None:
-        """on_disk: indices of buckets that have a block on some rank's disk."""
+        """on_disk: parameters of which a block is on some rank's disk."""
         self._site = site
         self._rule = rule
         self._ways = ways
@@ -118,7 +118,11 @@ class MatrixUpdater:
         self._buckets = [bucket.only(self._is_matrix) for bucket in buckets]
         self._bucket_of = {w.param: i for i, b in enumerate(self._buckets) for w in b.wholes}
         self._shape = {w.param: w.shape for bucket in self._buckets for w in bucket.wholes}
-        self._on_disk = [i for i in sorted(on_disk) if self._buckets[i].wholes]
+        self._on_disk = [
+            i
+            for i, bucket in enumerate(buckets)
+            if self._buckets[i].wholes and any(w.param in on_disk for w in bucket.wholes)
+        ]
         self._to_come: dict[int, set[BlockId]] = {i: set() for i in self._on_disk}
         self._taken: dict[BlockId, _Taken] = {}
         self._runs: dict[int, list[Run]] = {}  # by parameter

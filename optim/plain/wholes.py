@@ -13,7 +13,7 @@ from gemini.optim.rules.matrix_rule import MOMENTUM
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import Columns
 from gemini.optim.state.space import Block
-from gemini.optim.step.executors import MatrixPlan, MatrixUpdates, bucket_homes
+from gemini.optim.step.executors import MatrixUpdates
 
 from .views import Order
 
@@ -44,7 +44,8 @@ def matrix_updates(
     ]
     buckets = buckets_of(wholes)
 
-    def planned() -> MatrixPlan:
-        return MatrixPlan(buckets, bucket_homes(buckets, on_disk()), {"": Alone()})
+    def params_on_disk() -> set[int]:
+        return {part.param for block in on_disk() for part in block.segments}
 
-    return MatrixUpdates(rule, group_of, columns, planned), blocks_waiting(buckets, blocks)
+    updates = MatrixUpdates(rule, group_of, columns, {"": Alone()}, lambda: buckets, params_on_disk)
+    return updates, blocks_waiting(buckets, blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import Columns
 from gemini.optim.state.memory import Memory
-from gemini.optim.state.space import Block
 from gemini.optim.update.cpu_update import CpuWorkers
 from gemini.optim.update.updaters import CpuUpdater
 
@@ -59,37 +58,21 @@ def make_executor(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixPlan:
-    """Order in which matrices are dealt with, and the ranks that exchange them.
-
-    on_disk: buckets of which a block is on some rank's disk. ways: by sharding group.
-    """
-
-    buckets: Sequence[Bucket]
-    on_disk: frozenset[int]
-    ways: Mapping[str, Ways]
-
-
-def bucket_homes(buckets: Sequence[Bucket], on_disk: Sequence[Block]) -> frozenset[int]:
-    """Indices of buckets that have elements in one of these blocks."""
-    params = {part.param for block in on_disk for part in block.segments}
-    return frozenset(
-        i for i, bucket in enumerate(buckets) if any(w.param in params for w in bucket.wholes)
-    )
-
-
 @dataclass(slots=True)
 class MatrixUpdates:
     """Maker of the updater of a step.
 
-    planned: called in every step, as trained parameters and homes may change.
+    ways: between the ranks that exchange matrices, by sharding group. buckets: of matrices, in
+    the order in which they are dealt with; on_disk: parameters of which a block is on some rank's
+    disk. Both are asked in every step, as trained parameters and homes may change.
     """
 
     rule: UpdateRule
     group_of: Sequence[int | None]
     columns: Columns
-    planned: Callable[[], MatrixPlan]
+    ways: Mapping[str, Ways]
+    buckets: Callable[[], Sequence[Bucket]]
+    on_disk: Callable[[], Set[int]]
 
     def updater(self, site: Site, hypers: Sequence[Any], active: Sequence[int]) -> MatrixUpdater:
         """Updater of a step of the parameters in `active`.
@@ -98,7 +81,7 @@ class MatrixUpdates:
         """
         from gemini.optim.matrices.updater import MatrixUpdater
 
-        plan, hyper = self.planned(), [None] * len(self.group_of)
+        hyper: list[Any] = [None] * len(self.group_of)
         for param in active:
             group = self.group_of[param]
             hyper[param] = None if group is None else hypers[group]
@@ -107,4 +90,4 @@ class MatrixUpdates:
                     f"group {group} has another use_muon than when the state of its parameters was "
                     "made; make another optimizer, and load the state that goes on"
                 )
-        return MatrixUpdater(site, self.rule, plan.buckets, plan.on_disk, plan.ways, hyper)
+        return MatrixUpdater(site, self.rule, self.buckets(), self.on_disk(), self.ways, hyper)

@@ -189,15 +189,15 @@ def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, inputs: Ste
         planes = rule.given(planes, tile.hyper, tile.first, param)
     rule.update(param, grad, planes, tile.hyper, tile.step)
     if param is not visible:
-        _show(param, tile, inputs.rounding_seed)
+        show(param, tile, inputs.rounding_seed)
 
 
-def _show(param: Tensor, tile: Piece, rounding_seed: int | None) -> None:
+def show(param: Tensor, tile: Piece, rounding_seed: int | None) -> None:
     """Set the parameter that the model sees from fp32 `param` [n]."""
     visible = tile.param
     if rounding_seed is not None and visible.dtype == torch.bfloat16:
         random = noise(rounding_seed, tile.counter, tile.step, tile.first, visible.numel())
-        round_stochastic(param, random, visible)
+        round_stochastic(param, random.to(param.device), visible)
     else:
         visible.copy_(param)  # rounds to nearest even, while the tile is in cache
 
@@ -227,7 +227,7 @@ def _update_quantised(
     if tile.is_split and tile.master is not None:
         tile.master.copy_(remainder_of(param))
     if param is not tile.param:
-        _show(param, tile, rounding_seed if tile.master is None else None)
+        show(param, tile, rounding_seed if tile.master is None else None)
 
 
 def _update_split(workers: CpuWorkers, rule: UpdateRule, tile: Piece, grad: Tensor) -> None:

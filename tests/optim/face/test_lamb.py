@@ -1,6 +1,8 @@
 """HybridLamb: its formula, and what fails; its homes and ranks are in `matrices`."""
 
+import copy
 import math
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -10,6 +12,10 @@ from bench.shared.models import seeded
 from bench.shared.threads import run_threads
 from gemini import GeminiDDP
 from optim import HybridAdam, HybridLamb, NvmeConfig
+from optim.elementwise import ElementwiseOptimizer
+from optim.rules.measures import Measure
+from optim.rules.rule import UpdateRule
+from optim.rules.state_layout import Plane, StateLayout
 from optim.step import measuring
 from tests.support.plain_training import (
     ON_DISK,
@@ -85,6 +91,71 @@ def test_norms_do_not_depend_on_where_a_parameter_is_cut(monkeypatch):
 
 
 # -- over shards ---------------------------------------------------------------------------------
+
+
+class Rate(NamedTuple):
+    lr: float
+
+
+class MeanMagnitude(Measure):
+    """Mean magnitude of a gradient over all ranks, by which a rate is divided."""
+
+    def __init__(self, asked):
+        super().__init__(asked)
+        self.total = torch.zeros(1, dtype=torch.float64)
+
+    def add(self, tile):
+        self.total += tile.grad.double().abs().sum()
+
+    def found(self):
+        return self.total
+
+    def told(self, found):
+        asked = self.asked
+        return Rate(asked.hyper.lr * math.prod(asked.shape) / float(found))
+
+
+class LevelRule(UpdateRule):
+    name = "level"
+    layout = StateLayout((Plane("momentum_buffer", "float32"),))
+    options: ClassVar = {"lr": 1e-3}
+    measures = (MeanMagnitude,)
+    coefficients = staticmethod(lambda h, t: {"lr": h.lr})
+
+    @staticmethod
+    def formula(param, grad, c, *, momentum_buffer):
+        moved = momentum_buffer + grad
+        return param - c.lr * moved, {"momentum_buffer": moved}
+
+
+class HybridLevel(ElementwiseOptimizer):
+    rule = LevelRule
+
+
+def test_a_rule_of_a_user_measures_what_it_wants_wherever_its_parameters_are():
+    """It is a file of its own: no target knows what is measured."""
+    with seeded():
+        start = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+    inputs = torch.linspace(-1, 1, 128).view(4, 32)
+
+    def trained(model, **places):
+        optimizer = HybridLevel(model.parameters(), lr=1e-2, **places)
+        for _ in range(2):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    def work(rank):
+        model = GeminiDDP(copy.deepcopy(start), "cpu", precision="fp32")
+        return trained(model, nvme_offload_fraction=1.0)
+
+    want = trained(copy.deepcopy(start))
+    assert not torch.equal(want["0.weight"], start[0].weight)
+    for ranks in (1, 2):
+        got = run_threads(work, ranks, backend="gloo")[0]
+        assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
 def test_a_rank_whose_disk_fails_before_the_update_is_told_to_all(monkeypatch):

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from gemini.chunk.layout import ChunkLayout, ChunkSpec
+from gemini.chunk.layout import ChunkSpec
 from gemini.chunk.local import group_of as split_of
 from gemini.chunk.storage import Chunk
 from gemini.optim.matrices.plan import Bucket, Whole, buckets_of
 from gemini.optim.rules.matrix_rule import MOMENTUM
+from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import Columns
-from gemini.optim.step.executors import MatrixPlan
-from gemini.placement.plan import Plan
+from gemini.optim.step.executors import MatrixUpdates
 from gemini.placement.sizes import Waiting
 from gemini.placement.tiers import Tier
 from gemini.runtime.parts import Parts
-from gemini.units import WORLD, ParamId
+from gemini.units import WORLD
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +92,18 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def planned(parts: Parts, matrices: MatrixBuckets, plan: Plan, layout: ChunkLayout) -> MatrixPlan:
-    """Plan of a step, with the buckets on disk: shards have the same homes on all ranks."""
-    on_disk = {shard.chunk for shard in plan.shards if Tier.NVME in shard.state_homes}
-    chunk_of = layout.chunk_of()
-    return MatrixPlan(
-        matrices.buckets,
-        frozenset(
-            i
-            for i, bucket in enumerate(matrices.buckets)
-            if any(chunk_of[ParamId(whole.param)] in on_disk for whole in bucket.wholes)
-        ),
-        {group: links.shards for group, links in parts.links.items()},
-    )
+def matrix_updates(
+    parts: Parts,
+    rule: UpdateRule,
+    group_of: Sequence[int | None],
+    columns: Columns,
+    buckets: Callable[[], Sequence[Bucket]],
+) -> MatrixUpdates:
+    """Maker of updaters over an engine's shards."""
+
+    def params_on_disk() -> set[int]:  # shards have the same homes on all ranks
+        on_disk = [shard.chunk for shard in parts.plan.shards if Tier.NVME in shard.state_homes]
+        return {slot.param for chunk in on_disk for slot in parts.layout.chunks[chunk].slots}
+
+    ways = {group: links.shards for group, links in parts.links.items()}
+    return MatrixUpdates(rule, group_of, columns, ways, buckets, params_on_disk)

@@ -19,7 +19,6 @@ from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.optim.state.state_stream import BlockFiller, StateStream, inside
 from gemini.optim.step.executor import step_counts
-from gemini.optim.step.executors import MatrixPlan, MatrixUpdates
 from gemini.optim.step.measuring import Measuring
 from gemini.optim.target import Group
 from gemini.runtime.parts import Parts
@@ -31,6 +30,7 @@ from .shard_blocks import Shards
 from .shard_state import ShardState, StepCalls
 
 if TYPE_CHECKING:
+    from gemini.optim.matrices.plan import Bucket
     from gemini.optim.state.disk.state_version import StateVersion
 
     from .kept_steps import KeptSteps
@@ -67,7 +67,9 @@ class SavedShards(ShardState):
         super().__init__(parts, calls, rule.layout, config, columns)
         matrices = None
         if rule.works is Works.ON_MATRICES:
-            matrices = MatrixUpdates(rule, self._group_of, columns, self._planned)
+            from .matrices import matrix_updates
+
+            matrices = matrix_updates(parts, rule, self._group_of, columns, self._buckets)
         self._executor = make_shard_executor(
             parts,
             rule,
@@ -94,13 +96,10 @@ class SavedShards(ShardState):
             return range(len(self._group_of))
         return self._group_of
 
-    def _planned(self) -> MatrixPlan:
-        from .matrices import planned
-
-        parts = self._parts
+    def _buckets(self) -> Sequence[Bucket]:
         if self._matrices_of is None or self._matrices_of[0] != len(self._chunks):
             self._matrices_of = len(self._chunks), self._matrices()
-        return planned(parts, self._matrices_of[1], parts.plan, parts.layout)
+        return self._matrices_of[1].buckets
 
     @property
     def needs_wholes(self) -> bool:
