@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,7 +33,7 @@ from gemini.optim.target import AmpInputs, Group, Target
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.runtime.comm.ballot import Agreement
 from gemini.runtime.parts import Parts
-from gemini.tickets import Done
+from gemini.tickets import Done, Ticket
 from gemini.units import ParamId
 
 from .agreement import AgreedStep, carry_out, raise_what_any_rank_raised
@@ -150,14 +149,14 @@ class ShardTarget(SavedShards):
         agree = partial(raise_what_any_rank_raised, self._parts, uses_disk=self._uses_disk)
         if step.views.files is None:  # asked once: see `_views`
             return carry_out([step], agree)
-        report = self._begin_tail(step.step, step.views, step.taken, agree)
-        return replace(report, outcome=Done(step.outcome))
+        return self._begin_tail(step.step, step.views, step.taken, Done(step.outcome), agree)
 
     def _begin_tail(
         self,
         step: Step,
         views: ShardViews,
         taken: Sequence[ParamId],
+        outcome: Ticket[Outcome],
         agree: Callable[[BaseException | None], None],
     ) -> StepReport:
         """Carry a step out after this call, which returns when no budget and no rank is against it.
@@ -192,7 +191,7 @@ class ShardTarget(SavedShards):
         )
         after_step(parts)
         return StepReport(
-            self._executor.outcome(),
+            outcome,
             self.gathered_since(),
             nvme_written_total=step.written_total,
             update_path=step.updater.name,
@@ -295,7 +294,7 @@ class ShardTarget(SavedShards):
         )
         step = self._new_step(updater, views)
         if views.files is not None:
-            return self._begin_tail(step, views, taken, alone)
+            return self._begin_tail(step, views, taken, executor.outcome(), alone)
         before, _ = step.moved()
         step.confirm()
         self.count(taken)
