@@ -286,7 +286,10 @@ def waiting_bytes(parts: Parts, *, on_device: bool = True) -> int:
     for chunk in parts.chunks:
         if chunk.gradient.exists and chunk.dtype != torch.float32:
             largest = max(largest, chunk.spec.payload_bytes)
-    return 2 * largest + (parts.ledger.gradient_bytes if on_device else 0)
+    # Not those that a tail still reads: they go as the forward asks for their chunks, and how many
+    # are left as it begins depends on how fast the tail is.
+    ledger = parts.ledger
+    return 2 * largest + (ledger.gradient_bytes - ledger.kept_bytes if on_device else 0)
 
 
 def _wait_on_device(parts: Parts) -> bool:
