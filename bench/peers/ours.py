@@ -76,6 +76,9 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
 
     def behind() -> dict[str, float]:
         """Its tail has ended, as a backward came behind it."""
+        if "AutoPlacement" in given:
+            moves = wrapped.engine.planning.moves
+            return {"home_moves": float(moves.num_down + moves.num_up)}
         if before[0] is None or "update" not in job.options:
             return {}
         tail = before[0].behind.wait()

@@ -104,11 +104,21 @@ def summary(
         **{key: statistics.median(values) for key, values in samples.items()},
         "spread": {key: [min(values), max(values)] for key, values in samples.items()},
         "nvme_bytes": lives[0]["nvme_bytes"],
+        **_moves(steps),
         "loss": steps[0][-1]["loss"],
         "losses": [step["loss"] for step in steps[0]],
         "steps_by_round": [[step["step_seconds"] for step in life] for life in counted],
         "threads": lives[0]["end"][0]["threads"],
     }
+
+
+def _moves(steps: Sequence[Sequence[dict[str, float]]]) -> dict[str, float]:
+    """Moves of homes after the warm-up, of rows whose homes follow the batches: inputs have one
+    length, so there is none."""
+    if "home_moves" not in steps[0][-1]:
+        return {}
+    warm = WARMUP_STEPS - 1
+    return {"moves": sum(life[-1]["home_moves"] - life[warm]["home_moves"] for life in steps)}
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -161,11 +161,6 @@ class ChunkGradient:
         return under_way + _nbytes(self._buffer) + _nbytes(self.shard) + _nbytes(self.own)
 
     @property
-    def is_reduced(self) -> bool:
-        """Whether there is a gradient, and no part of it is under way or still to be reduced."""
-        return self.exists and self._buffer is None and self._under_way is None
-
-    @property
     def num_arrived(self) -> int:
         """Parameters whose gradient is in the buffer and not yet reduced."""
         return len(self._arrived)

@@ -107,12 +107,9 @@ class HomeMoves:
         ]
 
     def __str__(self) -> str:
-        down = (
-            f"{self.num_down} down {format_bytes(self.down_bytes)}" if self.num_down else "0 down"
-        )
-        up = f"{self.num_up} up {format_bytes(self.up_bytes)}" if self.num_up else "0 up"
-        last = f"; the last one down for {self.last}" if self.last else ""
-        return f"moves {down}, {up}{last}"
+        down = f"{self.num_down} down" + f" {format_bytes(self.down_bytes)}" * bool(self.num_down)
+        up = f"{self.num_up} up" + f" {format_bytes(self.up_bytes)}" * bool(self.num_up)
+        return f"moves {down}, {up}" + f"; the last one down for {self.last}" * bool(self.last)
 
 
 @dataclass(frozen=True, slots=True)

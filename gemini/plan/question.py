@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from math import expm1, sqrt
 from typing import TYPE_CHECKING
 
@@ -80,10 +80,7 @@ class ProcessBytes:
 
     @property
     def above_floor(self) -> int:
-        return (
-            self.products + self.experts + self.objects + self.blocks + self.scratch + self.held
-            + self.set_up + self.slack
-        )  # fmt: skip
+        return sum(astuple(self)[1:])
 
     @property
     def total(self) -> int:
@@ -238,14 +235,12 @@ class Question:
         """
         costs = self.machine.process
         peak = result.profile.peak(Tier.HOST if result.plan.has_host_tier else Tier.DEVICE)
-        products = 0
-        if self.machine.device == "cpu":
-            products = costs.product * min(KEPT_PRODUCTS, self.products * self.lengths)
+        on_cpu = self.machine.device == "cpu"
+        products = on_cpu * costs.product * min(KEPT_PRODUCTS, self.products * self.lengths)
         objects = costs.parameter * len(self.layout.params)
-        scratch = self._scratch_bytes(result)
-        held = 0
-        if self.runs(result) != SERIAL and not result.plan.has_host_tier:
-            held = self._kept_bytes(result)
+        scratch = on_cpu * self._scratch_bytes(result)
+        in_thread = self.runs(result) != SERIAL and not result.plan.has_host_tier
+        held = self._kept_bytes(result) if in_thread else 0
         experts = self.expert_bytes(iterations)
         set_up = self._set_up_bytes() - peak - products - experts - scratch - held
         return ProcessBytes(
@@ -265,15 +260,11 @@ class Question:
 
     def _scratch_bytes(self, result: PlanResult) -> int:
         """Bytes of tiles that threads of a CPU keep from update to update."""
-        if self.machine.device != "cpu":
-            return 0
-        numel, num_tiles = 0, 1
-        for sizes, shard in zip(result.plan.chunks, result.plan.shards, strict=True):
-            for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
-                numel += block.numel
-                if self.state.has_master and not block.gives_parameters(home):
-                    num_tiles = 1 + SPLIT_TILES
-        return num_tiles * min(self.machine.process.thread, FP32_BYTES * numel)
+        pairs = zip(result.plan.chunks, result.plan.shards, strict=True)
+        blocks = [one for c, s in pairs for one in zip(c.blocks, s.state_homes, strict=True)]
+        numel = sum(block.numel for block, _ in blocks)
+        is_split = self.state.has_master and not all(b.gives_parameters(home) for b, home in blocks)
+        return (1 + SPLIT_TILES * is_split) * min(self.machine.process.thread, FP32_BYTES * numel)
 
     def _block_objects(self, result: PlanResult) -> int:
         """Bytes of objects that blocks have, of state and in files."""

@@ -136,7 +136,7 @@ class GeminiEngine(Parts):
             manager=manager, ledger=ledger, events=events,
             sampler=Sampler(
                 planning.inputs.layout.params, backend, ledger, self.traced, planning.overruns,
-                planning.inputs.trace if planning.has_trace else None,
+                [planning.inputs.trace] if planning.has_trace else [],
             ),
             user_writes=UserWrites(params, events.keeping),
             reducer=Reducer(

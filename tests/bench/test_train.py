@@ -198,6 +198,15 @@ def test_a_step_that_follows_a_rest_is_not_counted():
     assert row["step_seconds"] == 1.0 and row["steps_by_round"] == [[1.0]]
 
 
+def test_moves_of_homes_after_the_warm_up_are_counted_over_all_rounds():
+    lives = [life(1.0, 100), life(1.0, 100)]
+    for (steps, _), moves in zip(lives, ((1, 1, 1, 1), (0, 1, 2, 3)), strict=True):
+        for step, so_far in zip(steps, moves, strict=True):
+            step["home_moves"] = float(so_far)
+    assert row_of("ours/auto-1.5GiB", lives)["moves"] == 2
+    assert "moves" not in row_of("ours/nvme", [life(1.0, 100)])
+
+
 def test_rows_take_turns_that_end_when_nothing_is_under_way(monkeypatch, tmp_path):
     """So no row's tail is in the time of the next."""
     said = []

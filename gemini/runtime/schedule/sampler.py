@@ -44,9 +44,9 @@ class Sampler:
         ledger: MemoryLedger,
         traced: Callable[[Trace], None],
         overruns: Overruns,
-        given: Trace | None = None,
+        given: Sequence[Trace],
     ) -> None:
-        """given: a trace that came with the module, as good as a measured one."""
+        """given: traces that came with the module, as good as measured ones."""
         self._specs, self._given = specs, given
         self._device = backend.device.type
         self._everything = tuple(ParamId(i) for i in range(len(specs)))
@@ -110,11 +110,8 @@ class Sampler:
         nothing like it was measured."""
         if self._key is None:
             return None
-        measured, given = self.measured(), self._given
-        if measured is None and given is not None and self._key == (given.kind, given.signature):
-            return given
-        known = [*([given] if given is not None else []), *self.collector.traces.values()]
-        return measured or bound(known, *self._key)
+        known = *self._given, *self.collector.traces.values()
+        return self.measured() or bound(known, *self._key)
 
     def measured(self) -> Trace | None:
         """Trace of the iteration that began last, or of one like it."""
@@ -143,9 +140,7 @@ class Sampler:
 
     def look_again(self) -> None:
         """Sample training again: its traces were measured in other homes."""
-        for key in self.collector.traces:
-            if key[0] == "train":
-                self._stale.add(key)
+        self._stale.update(key for key in self.collector.traces if key[0] == "train")
 
     def state_dict(self) -> dict[str, Any]:
         """All traces, for a checkpoint."""

@@ -169,8 +169,7 @@ class MovingHomes:
                     assert parts.target is not None
                     parts.target.homes_changed()
                 else:
-                    _homes_changed(parts)
-                    parts.manager.release_all()  # also what was never released before
+                    _homes_changed(parts)  # releases what was never released before, too
 
     def may_sink(self) -> bool:
         """Whether anything on the device could leave it now."""
@@ -245,8 +244,8 @@ class MovingHomes:
                 self._higher = None
                 self._rise(planned, inputs)
                 parts.sampler.look_again()  # its traces were measured in other homes
-        elif parts.comm.world_size > 1:
-            return  # they agree in a step
+        elif parts.comm.world_size > 1:  # they agree in a step
+            return
         elif parts.planning.homes_follow and parts.planning.has_trace:
             found = self._tenancy.what_pays(parts.planning.raised)
             if found is not None:
@@ -282,11 +281,11 @@ def waiting_bytes(parts: Parts, *, on_device: bool = True) -> int:
 
     on_device: they wait where they are; else they have left.
     """
-    largest = 0
-    for chunk in parts.chunks:
-        if chunk.gradient.exists and chunk.dtype != torch.float32:
-            largest = max(largest, chunk.spec.payload_bytes)
-    return 2 * largest + (parts.ledger.gradient_bytes if on_device else 0)
+    added = [c for c in parts.chunks if c.gradient.exists and c.dtype != torch.float32]
+    largest = max((chunk.spec.payload_bytes for chunk in added), default=0)
+    # Not those that a tail still reads: they go as the forward asks for their chunks, and how many
+    # are left as it begins depends on how fast the tail is.
+    return 2 * largest + on_device * (parts.ledger.gradient_bytes - parts.ledger.kept_bytes)
 
 
 def _wait_on_device(parts: Parts) -> bool:
@@ -318,20 +317,24 @@ def lower_homes(parts: Parts, plan: Plan, *, in_pass: bool = False) -> None:
         target.lower_state(plan)
         return
     manager.release_all()
-    pairs = list(zip(parts.chunks, plan.shards, strict=True))
+    pairs = zip(parts.chunks, plan.shards, strict=True)
     to_files = [c for c, s in pairs if s.param_home is Tier.NVME and c.files is None]
     # What a disk may refuse comes first, while all is in memory still.
-    in_files = [chunk.spec.id for chunk in parts.chunks if chunk.files is not None]
     storage.take_in({chunk.spec.id: chunk.shard for chunk in to_files}, target.committed_step)
     try:
         target.lower_state(plan)
     except BaseException:
-        storage.keep_shards(in_files)
+        storage.keep_shards([chunk.spec.id for chunk in parts.chunks if chunk.files is not None])
         raise
-    for chunk in to_files:
-        chunk.leave_memory(storage)
-    for chunk, shard in pairs:
-        if shard.param_home is Tier.HOST and _home(chunk) is Tier.DEVICE:
+    _send_down(parts, plan)
+
+
+def _send_down(parts: Parts, plan: Plan) -> None:
+    """Drop shards that memory has above their homes in a plan, where files have them by now."""
+    for chunk, shard in zip(parts.chunks, plan.shards, strict=True):
+        if shard.param_home is Tier.NVME and chunk.files is None:
+            chunk.leave_memory(parts.storage)
+        elif shard.param_home is Tier.HOST and _home(chunk) is Tier.DEVICE:
             chunk.leave_device()
 
 
@@ -346,31 +349,19 @@ def raise_homes(parts: Parts, planned: PlanResult, inputs: PlanInputs | None = N
     assert target is not None
     target.settle()
     manager.release_all()
-    from_files = {chunk.spec.id for chunk in parts.chunks if chunk.files is not None}
-    risen: list[tuple[Chunk, Tier]] = []  # and where from
-    # What a disk may refuse comes first, while files have all that they had.
-    gradients = storage.new_gradient_files(planned.plan)
-    try:
+    try:  # what a disk may refuse, while files have all that they had
+        storage.place_gradients(planned.plan, parts.chunks)
         for chunk, shard in zip(parts.chunks, planned.plan.shards, strict=True):
-            home = _home(chunk)
-            if shard.param_home is not home:
+            if shard.param_home is not _home(chunk):
                 chunk.bring_home(shard.param_home is Tier.HOST)
-                risen.append((chunk, home))
         target.raise_state(planned.plan)
     except BaseException:
-        for chunk, home in risen:
-            if home is Tier.NVME:
-                chunk.leave_memory(storage)
-            else:
-                chunk.leave_device()
-        if gradients is not None:
-            gradients.close()
+        _send_down(parts, parts.plan)
+        storage.place_gradients(parts.plan, parts.chunks)
         _homes_changed(parts)
-        manager.release_all()
         raise
     parts.planning.use_plan(planned, inputs)
-    storage.place_gradients(planned.plan, parts.chunks, gradients)
-    storage.keep_shards(from_files - {chunk.spec.id for chunk, _ in risen})
+    storage.keep_shards([chunk.spec.id for chunk in parts.chunks if chunk.files is not None])
     _homes_changed(parts)
 
 
@@ -379,6 +370,7 @@ def _homes_changed(parts: Parts) -> None:
     assert parts.target is not None
     parts.target.homes_changed()
     parts.manager.homes_changed()
+    parts.manager.release_all()
 
 
 def _home(chunk: Chunk) -> Tier:

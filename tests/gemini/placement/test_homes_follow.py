@@ -20,7 +20,7 @@ from gemini.placement.renting import Raised, Tenancy
 from gemini.placement.tiers import Tier
 from gemini.runtime.schedule.iteration_plans import MAX_PLANS
 from gemini.runtime.schedule.sampler import MAX_SIGNATURES
-from gemini.runtime.step.homes import raise_homes
+from gemini.runtime.step.homes import raise_homes, waiting_bytes
 from optim.state.slabs import Slab
 from optim.state.tiered_state import TieredState
 from tests.support.checkpoints import everything
@@ -131,6 +131,19 @@ def test_gradients_that_an_overlapped_step_reads_stay_until_it_has_ended():
         warnings.simplefilter("ignore", BudgetWarning)
         loop = Loop(778, "120KiB", update="tail").train(*steps)
     assert_same(loop, Loop(1 << 20).train(*steps))
+
+
+def test_gradients_that_a_slow_tail_still_reads_move_no_homes():
+    """They leave as the forward asks for their chunks: no gradients wait for another backward."""
+    loop = Loop(1250, update="tail").train(L, L)
+    engine, moves = loop.model.engine, loop.moves
+    engine.ledger.hold(lambda: 300 * KIB)
+    engine.sampler.begin((loop.ids(L),), again=False)
+    engine.homes.before_forward()
+    assert waiting_bytes(engine) == 0
+    assert loop.moves == moves
+    engine.ledger.hold(lambda: 0)
+    loop.optimizer.close()
 
 
 def test_an_average_and_a_save_that_is_under_way_as_homes_move_keep_budgets_and_bits(

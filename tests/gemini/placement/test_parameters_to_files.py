@@ -5,19 +5,23 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 import nvme
-from bench.shared.models import Tower
+from bench.shared.models import Tower, token_loss
 from bench.shared.simulated import SimBackend
+from gemini import AutoPlacement, GeminiDDP, trace
 from gemini.placement.planner import plan_within
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.step.homes import lower_homes, raise_homes
 from gemini.units import PAGE_BYTES
-from optim import NvmeConfig
+from optim import HybridAdam, NvmeConfig
 from tests.support.disks.faults import failing
 from tests.support.loops.lengths import KIB, Loop, assert_same
+from tests.support.spilled import BLOCKS, SMALL
 
 N = Tier.NVME
 S, L = 4, 16  # 0.1 and 0.42 MiB of activations; 0.34 MiB of model data
@@ -162,6 +166,50 @@ def test_a_rise_from_files_that_fails_anywhere_has_moved_nothing():
     assert num_failed > 2
     train(loops, L, S)
     assert_same(*loops)
+
+
+def on_ram(folder, ids, **budget):
+    """A model whose device is RAM, and its optimizer. What an iteration asks for is given, so
+    homes do not follow what else the process does."""
+
+    def loss(logits):
+        targets = torch.zeros(8 * len(ids), dtype=torch.int64)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets)
+
+    policy = AutoPlacement(**budget, nvme_dir=folder, warmup_non_model_data_ratio=0.0)
+    given = trace(Tower(), (ids,), loss=loss)
+    model = GeminiDDP(Tower(), "cpu", policy, max_norm=0.5, trace=given, **SMALL)
+    return model, HybridAdam(model.parameters(), lr=1e-2, nvme=BLOCKS)
+
+
+def test_where_ram_is_the_device_all_goes_to_files_and_rises_and_no_bit_changes(tmp_path):
+    batches = [torch.randint(97, (S, 9), generator=torch.Generator().manual_seed(i))
+               for i in range(6)]  # fmt: skip
+    digests = []
+    for budget in ({"device_budget": "240KiB"}, {}):
+        model, optimizer = on_ram(str(tmp_path), batches[0], **budget)
+        found, engine = [], model.engine
+        for i, ids in enumerate(batches):
+            if budget and i == 2:
+                assert not engine.all_gathered and Tier.DEVICE in engine_homes(engine)
+                engine.homes.sink_all()
+                assert engine_homes(engine) == {N} and engine.planning.moves.num_down == 1
+            if budget and i == 4:
+                higher = engine.planning.raised(engine.planning.asked_by(engine.sampler.measured()))
+                raise_homes(engine, higher.result, higher.inputs)
+                assert Tier.DEVICE in engine_homes(engine)
+            token_loss(model, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(model.digest())
+        digests.append(found)
+        assert engine.planning.moves.num_down == bool(budget)
+        optimizer.close()
+    assert digests[0] == digests[1]
+
+
+def engine_homes(engine):
+    return {h for shard in engine.plan.shards for h in (shard.param_home, *shard.state_homes)}
 
 
 def test_frozen_ones_go_too_and_are_thawed_there():
