@@ -60,13 +60,13 @@ class DeviceStaging:
         self.turn = number % self.count
         leaving, self._leaving[self.turn] = self._leaving[self.turn], None
         if leaving is not None:
-            self._arrive(leaving)
+            self.arrive(leaving)
 
     def bring(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
         """Begin to copy each second tensor to the first, on the device, for what is launched
         next."""
         ticket = self._memory.copy_all(pairs)
-        self._arrive(ticket)
+        self.arrive(ticket)
         return ticket
 
     def take_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
@@ -74,7 +74,8 @@ class DeviceStaging:
         ticket = self._leaving[self.turn] = self._memory.copy_all(pairs)
         return ticket
 
-    def _arrive(self, ticket: CopyTicket) -> None:
+    def arrive(self, ticket: CopyTicket) -> None:
+        """Let what is launched next come behind a copy."""
         if self.waits:
             ticket.settle()
         else:

@@ -274,7 +274,7 @@ class ShardViews:
         self._end_save()  # of the block before, which may be on its way still
         through = into if into.is_pinned() else self._staging.host(block.numel, chunk.dtype)
         ticket = self._memory.copy(through, self._part_of(block))
-        ticket.order()
+        self._staging.arrive(ticket)
         self._saving = ticket, into, through
         return True
 
