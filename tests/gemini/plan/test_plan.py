@@ -386,14 +386,14 @@ def test_fp32_originals_of_a_frozen_base_are_planned_and_named(config):
 
 
 def test_a_quantised_base_is_the_cheapest_change_where_a_disk_is_not_enough(config):
-    machine = machine_of({"device_mem": 30 << 20, "nvme": 0}, device="cpu")
+    machine = machine_of({"device_mem": 33 << 20, "nvme": 0}, device="cpu")
     training = Training(seq=64, lora=16, checkpointing=True)
     plan = plan_for(str(config), machine, training)
     flags = plan.change.split()
     assert not plan.fits and flags[:2] == ["--quantize", "nf4"] and flags[2] == "--nvme"
     assert "a base in nf4 rather than in 16 bits" in plan.change_in_words
     assert words.train_arguments(plan, "adamw_torch").find("--lora 16 --quantize nf4") > 0
-    more = machine_of({"device_mem": 30 << 20, "nvme": parse_bytes(flags[3])}, device="cpu")
+    more = machine_of({"device_mem": 33 << 20, "nvme": parse_bytes(flags[3])}, device="cpu")
     asked = plan_for(str(config), more, replace(training, quantize="nf4"))
     assert asked.fits and asked.homes == plan.homes
     with pytest.raises(ValueError, match="quantize='nf4' with lora=0; expected one of"):
@@ -472,7 +472,7 @@ def test_a_number_is_what_was_given_else_measured_else_of_the_card_else_assumed(
 
 def test_a_name_that_nobody_knows_and_an_absent_package_are_said(monkeypatch):
     with pytest.raises(
-        ValueError, match=r"no model 'gpt5'; did you mean gpt2\? expected one of .*, a hub id"
+        ValueError, match=r"no model 'gpt5'; did you mean gpt2\? expected a name that --help lists"
     ):
         models.build("gpt5")
     monkeypatch.setitem(sys.modules, "transformers", None)
