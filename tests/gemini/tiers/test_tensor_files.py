@@ -132,7 +132,7 @@ def test_a_read_is_of_what_was_written_before_its_gate_opened(long_file):
     into = torch.zeros(LONG[1].numel)
     ticket = long_file.read(1, into, behind=gate)
     assert gate.came.get() != threading.get_ident()
-    beside = long_file.with_own_staging(2)
+    beside = long_file.with_own_staging(2, None)
     staged = beside.block_to_fill(1, 0)
     staged.values.fill_(7.0)
     beside.write_block(1, 0, staged)
