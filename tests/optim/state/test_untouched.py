@@ -8,7 +8,7 @@ from torch import nn
 
 from bench.shared.models import Tower
 from gemini import GeminiDDP
-from gemini.runtime.step.state import saved_state
+from gemini.runtime.step.state import full_state
 from optim import HybridAdam, HybridSGD, NvmeConfig
 from tests.support import checkpoints
 from tests.support.plain_training import make_params, train
@@ -115,13 +115,13 @@ def moves(monkeypatch):
     """Names of what reads or writes all state of shards, as it is called."""
     called = []
     for name in ("gather_state", "scatter_state"):
-        inner = getattr(saved_state, name)
+        inner = getattr(full_state, name)
 
         def counted(*args, name=name, inner=inner, **options):
             called.append(name)
             return inner(*args, **options)
 
-        monkeypatch.setattr(saved_state, name, counted)
+        monkeypatch.setattr(full_state, name, counted)
     return called
 
 
