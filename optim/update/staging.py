@@ -49,6 +49,10 @@ class DeviceStaging:
     def nbytes(self) -> int:
         return self._states.nbytes + self._params.nbytes + self._grads.nbytes
 
+    def begin(self, *, waits: bool) -> None:
+        """Begin a step, which a thread takes beside the device's computing, or not."""
+        self.waits = waits
+
     def end(self) -> None:
         """Order all copies from it before what the device does next, as its memory is freed."""
         for turn in range(self.count):

@@ -322,7 +322,7 @@ class ShardTarget(SavedShards):
 
             files = UpdateFiles(self._parts.storage)
         if staging is not None:
-            staging.waits = files is not None
+            staging.begin(waits=files is not None)
         return ShardViews(
             self._chunks,
             by_param,

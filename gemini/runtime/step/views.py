@@ -62,6 +62,7 @@ class _Shard:
     memory: Tensor | None  # [S] where it lives, if that is memory
     grad: Tensor | None  # [S] on the device
     offloaded: torch.dtype | None  # of the gradient, if it waits elsewhere
+    has_gradient: bool
 
 
 class ShardViews:
@@ -102,10 +103,10 @@ class ShardViews:
                 None if chunk.files is not None else chunk.shard_memory,
                 chunk.grad,
                 chunk.gradient.offloaded_dtype,
+                chunk.gradient.exists,
             )
             for chunk in chunks
         ]
-        self._has_gradient = [chunk.gradient.exists for chunk in chunks]  # by shard
         self._coming: list[Block] = []  # whose gradients are to be read, the next one last
         self._read: set[BlockId] = set()  # of these, blocks that did not wait for their turn
         self._ahead: dict[BlockId, GradientBlock] = {}
@@ -140,7 +141,7 @@ class ShardViews:
         self._read_ahead()
 
     def touches(self, block: Block) -> bool:
-        if self._has_gradient[block.shard]:
+        if self._shards[block.shard].has_gradient:
             for part in block.segments:
                 if self._hyper[part.param] is not None:
                     return True
@@ -168,7 +169,7 @@ class ShardViews:
         param: Tensor | None = None,
         grad: Tensor | None = None,
     ) -> list[Piece]:
-        runs = self._runs(block) if self._has_gradient[block.shard] else []
+        runs = self._runs(block) if self._shards[block.shard].has_gradient else []
         if not runs:
             return []
         state = tuple([plane for name, plane in planes.items() if name not in _NO_STATE])

@@ -19,21 +19,9 @@ from gemini.optim import HybridAdafactor, HybridMuon
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
 from tests.support.apart import Apart
-from tests.support.device.placed import batch, device
+from tests.support.device.placed import SpareLayer, batch, device
 from tests.support.disks.faults import failing
 from tests.support.loops.tails import differences, everything, has_tail
-
-
-class Layer(nn.Module):
-    """A block of whose state may belong to a parameter that no call uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.spare, self.b = nn.Linear(33, 77), nn.Linear(33, 33), nn.Linear(77, 33)
-
-    def forward(self, x):
-        return x + self.b(torch.tanh(self.a(x)))
-
 
 ROOM = AutoPlacement("120KiB", "150KiB", warmup_non_model_data_ratio=0.0)
 LESS = AutoPlacement("90KiB", "100KiB", warmup_non_model_data_ratio=0.0)
@@ -41,7 +29,7 @@ LESS = AutoPlacement("90KiB", "100KiB", warmup_non_model_data_ratio=0.0)
 
 def wrapped(update, backend, policy=ROOM, kind=HybridAdam, given=None, **options):
     torch.manual_seed(0)
-    module = nn.Sequential(*[Layer() for _ in range(6)])
+    module = nn.Sequential(*[SpareLayer() for _ in range(6)])
     model = GeminiDDP(
         module, backend, policy, trace=sequential_trace(specs_of(module, "bfloat16")),
         min_chunk_size_m=0.004, update=update, **options,

@@ -21,7 +21,7 @@ from optim import HybridAdam, NvmeConfig
 from optim.update import triton_update
 from optim.update.launch_tables import LaunchTables
 from tests.support.apart import Apart
-from tests.support.device.placed import HOMES, NAMES, Forked, batch, device, wrapped
+from tests.support.device.placed import HOMES, NAMES, Forked, SpareLayer, batch, device, wrapped
 from tests.support.pairs import pairs
 
 KINDS = {
@@ -67,28 +67,17 @@ def test_gradients_that_are_wider_in_some_steps_have_the_bits_of_the_device(home
     assert same(run(homes), run(HOMES[0]))
 
 
-class Layer(nn.Module):
-    """A block of whose state may belong to a parameter that no call uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.spare, self.b = nn.Linear(33, 77), nn.Linear(33, 33), nn.Linear(77, 33)
-
-    def forward(self, x):
-        return x + self.b(torch.tanh(self.a(x)))
-
-
 @pytest.mark.ci  # the interpreter
 def test_what_a_step_leaves_alone_keeps_its_bits_where_weights_are_in_files():
     torch.manual_seed(0)
-    module = nn.Sequential(*[Layer() for _ in range(6)])
+    module = nn.Sequential(*[SpareLayer() for _ in range(6)])
     start = {n: p.detach().bfloat16() for n, p in module.named_parameters() if "spare" in n}
     trace = sequential_trace(specs_of(module, "bfloat16"))
     backend = device(by_triton=True)
     with Apart(backend):
         model = GeminiDDP(
             module, backend, AutoPlacement("90KiB", "100KiB"), trace=trace,
-            min_chunk_size_m=0.004, gather_whole=lambda m: isinstance(m, Layer),
+            min_chunk_size_m=0.004, gather_whole=lambda m: isinstance(m, SpareLayer),
         )  # fmt: skip
         optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=NvmeConfig(block_numel=1024))
         assert Tier.NVME in {s.param_home for s in model.engine.planning.plan.shards}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optim.state.flow import Flow, Span, num_buffers
+from optim.state.flow import LEAVING, Flow, Span, num_buffers
 
 
 class Fault(Exception):
@@ -121,9 +121,22 @@ def check(flow, buffers, at_rest=False):
         assert not held and all(buffer.get("busy", 0) == 0 for buffer in buffers)
 
 
-def step(flow, file, buffers, weights, untouched=(), waits=False):
+def put(flow, file, span, by_device):
+    """Take back a value that is one more; of a device it is in its buffer when a copy has ended."""
+    buffer, value = span.buffer, span.buffer["value"] + 1
+    if not by_device:
+        buffer["value"] = value
+        flow.put(span)
+        return
+    buffer["value"], buffer["busy"] = None, buffer.get("busy", 0) + 1
+    copies = Freed(file, lambda: buffer.update(value=value), file.fails(), buffer)
+    flow.put(span, copies)
+
+
+def step(flow, file, buffers, weights, untouched=(), waits=False, by_device=False):
     """One step: every value is one more, and so is its weight. Returns whether it counts."""
-    flow.begin()
+    told = []
+    flow.begin(lambda span: told.append((span.id, span.buffer["value"])))
     done, waiting = [], []
     try:
         while True:
@@ -140,18 +153,18 @@ def step(flow, file, buffers, weights, untouched=(), waits=False):
                 flow.give(span)
                 continue
             span.is_touched = True
-            span.buffer["value"] += 1
             weights[span.id] += 1
             if waits and not waiting:
                 waiting.append(span)
                 continue
-            flow.put(span)
+            assert len(flow.leaving) <= LEAVING
+            put(flow, file, span, by_device)
             while waiting:
-                flow.put(waiting.pop())
+                put(flow, file, waiting.pop(), by_device)
         while waiting:
-            flow.put(waiting.pop())
-        while flow.writes:
-            flow.end(flow.writes[0])
+            put(flow, file, waiting.pop(), by_device)
+        while flow.leaving or flow.writes:
+            flow.end((flow.leaving or flow.writes)[0])
     except Fault:
         for span in flow.undo():
             weights[span.id] = file.committed[span.id]
@@ -161,6 +174,7 @@ def step(flow, file, buffers, weights, untouched=(), waits=False):
         check(flow, buffers, at_rest=True)
         return False
     assert sorted(done) == list(range(len(flow.spans)))
+    assert dict(told) == file.written and len(told) == len(done) - len(untouched)
     file.commit()
     return True
 
@@ -169,10 +183,11 @@ def step(flow, file, buffers, weights, untouched=(), waits=False):
 @given(
     count=st.integers(1, 9), depth=st.integers(1, 4), more=st.integers(0, 2),
     seed=st.integers(0, 1 << 30), in_order=st.booleans(), waits=st.booleans(),
+    by_device=st.booleans(),
     fails_at=st.sets(st.integers(1, 90), max_size=4), steps=st.integers(1, 5),
 )  # fmt: skip
 def test_a_step_counts_as_a_whole_or_not_at_all(
-    count, depth, more, seed, in_order, waits, fails_at, steps
+    count, depth, more, seed, in_order, waits, by_device, fails_at, steps
 ):
     chance = random.Random(seed)
     file, flow, buffers = made(count, depth, more + waits, chance, fails_at)
@@ -184,7 +199,7 @@ def test_a_step_counts_as_a_whole_or_not_at_all(
         if chance.random() < 0.5:
             flow.read_ahead()
         untouched = {number for number in range(count) if chance.random() < 0.2}
-        if step(flow, file, buffers, weights, untouched, waits):
+        if step(flow, file, buffers, weights, untouched, waits, by_device):
             flow.committed(in_order=in_order)
             flow.read_ahead()
             want = {n: value + (n not in untouched) for n, value in want.items()}

@@ -35,6 +35,17 @@ class Forked(nn.Module):
         return x + self.spare(x) if uses_spare else x
 
 
+class SpareLayer(nn.Module):
+    """A block of whose state may belong to a parameter that no call uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.spare, self.b = nn.Linear(33, 77), nn.Linear(33, 33), nn.Linear(77, 33)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
 def batch(step: int) -> Tensor:
     return torch.randn(5, 33, generator=torch.Generator().manual_seed(step))
 
