@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gemini.runtime.memory.files.blocks import FileBlocks, Staged
+from gemini.runtime.memory.files.blocks import FileBlocks
 from gemini.runtime.memory.files.tensor_files import TensorFiles
 from gemini.runtime.memory.gradient_homes import FileBlock, GradientBlock
 from gemini.runtime.memory.shard_storage import ShardStorage
@@ -37,11 +37,6 @@ class UpdateFiles:
     def can_read_grad(self, place: Place, dtype: torch.dtype) -> bool:
         """Whether a buffer is free for one more read."""
         return self._gradients_of(place, dtype).has_buffer
-
-    def write_param(self, place: Place, staged: Staged) -> None:
-        """Begin to write the parameters of a block of state."""
-        assert self.params is not None
-        self.params.write_block(*place, staged)
 
     def _gradients_of(self, place: Place, dtype: torch.dtype) -> FileBlocks:
         assert self._gradients is not None

@@ -233,19 +233,13 @@ class ShardViews:
                 copies.settle()
             if loan.weight is not None:
                 copy_alone(loan.weight, loan.staged.values)
-            self._write_param(block, loan.staged)
+            self._param_files.write_block(*self._place(block), loan.staged)
 
     @property
     def _param_files(self) -> FileBlocks:
         files = self._storage.params if self.files is None else self.files.params
         assert files is not None
         return files
-
-    def _write_param(self, block: Block, staged: Staged) -> None:
-        if self.files is not None:
-            self.files.write_param(self._place(block), staged)
-        else:
-            self._param_files.write_block(*self._place(block), staged)
 
     def abandon(self) -> None:
         """Return all loans of a step that failed."""
