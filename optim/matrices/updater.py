@@ -43,7 +43,9 @@ from .plan import Bucket, Whole
 from .sites import Site, update_apart
 
 Resting = tuple[Block, Planes, bool]  # of a block in memory: where its state is, in the host's
-Put = tuple[Block, CopyTicket | None]  # an updated block, and what brings it back; see `Updater`
+Returning = tuple[
+    Block, CopyTicket | None
+]  # an updated block, and what brings it back; see `Updater`
 Run = tuple[int, Tensor]  # first element of a parameter, and directions [n] from there
 
 
@@ -171,7 +173,7 @@ class MatrixUpdater:
         """Whether a block was taken in, and is not put out."""
         return block.id in self._taken
 
-    def ready(self, views: BlockViews) -> Iterator[Put]:
+    def ready(self, views: BlockViews) -> Iterator[Returning]:
         """Exchange complete buckets, in order; yields each block that is updated by that, before
         the next one. To be asked to the end."""
         # A complete bucket waits for those before it: ranks exchange all of them in one order.
@@ -187,7 +189,7 @@ class MatrixUpdater:
 
     # -- blocks in memory, when it counts --
 
-    def update_in_memory(self, blocks: Sequence[Resting], views: BlockViews) -> Iterator[Put]:
+    def update_in_memory(self, blocks: Sequence[Resting], views: BlockViews) -> Iterator[Returning]:
         """Update the blocks in memory; yields each when it is done."""
         self._taken.clear()
         self._runs.clear()
@@ -326,7 +328,7 @@ class MatrixUpdater:
             for first, values in self._runs.get(whole.param, ()):
                 values.copy_(self._kept[whole.param][first])
 
-    def _put_out(self, i: int, views: BlockViews) -> Iterator[Put]:
+    def _put_out(self, i: int, views: BlockViews) -> Iterator[Returning]:
         """Put out the blocks that wait for no other bucket, and yield each."""
         for whole in self._buckets[i].wholes:
             self._runs.pop(whole.param, None)

@@ -101,7 +101,7 @@ class ShardViews:
         self._shards = [
             _Shard(
                 None if chunk.files is not None else chunk.shard_memory,
-                chunk.grad,
+                chunk.gradient.shard,
                 chunk.gradient.offloaded_dtype,
                 chunk.gradient.exists,
             )

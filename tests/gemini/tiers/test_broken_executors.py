@@ -7,7 +7,6 @@ import torch
 
 from gemini.chunk.storage import Chunk
 from gemini.runtime.memory.gradient_homes import HostGradients
-from gemini.runtime.step.views import ShardViews
 from optim.update.staging import DeviceStaging
 from tests.support.apart import Apart
 from tests.support.device.placed import Forked, batch, device, wrapped
@@ -43,12 +42,11 @@ def fill_what_was_freed(self):
     self.pending = self._memory.copy(self.payload, self.shard_memory)
 
 
-def one_set(self, turn, numel):
+def use_one_set(self, number):
     """All blocks are staged in the same memory."""
-    return PLANES(self, 0, numel)
+    self.turn = 0
 
 
-PLANES = DeviceStaging.planes
 BREAKS = {
     "nobody waits for a gradient that leaves": (
         HostGradients, "_let_go", keep_no_ticket, "tickets were dropped",
@@ -60,10 +58,10 @@ BREAKS = {
         Chunk, "gather", fill_what_was_freed, "a copy is given freed memory",
     ),
     "parameters leave and nothing is ordered behind them": (
-        ShardViews, "end", lambda self: self._leaving.clear(), "another of its ends was ordered",
+        Chunk, "is_copied", lambda self, ticket: None, "another of its ends was ordered",
     ),
     "blocks share their staging": (
-        DeviceStaging, "planes", one_set, "another of its ends was ordered",
+        DeviceStaging, "use", use_one_set, "another of its ends was ordered",
     ),
 }  # fmt: skip
 
@@ -98,7 +96,7 @@ def test_a_shard_that_is_written_while_it_is_sent_is_found(monkeypatch):
         model.engine.backend.host_waited()
 
     edit(train())
-    monkeypatch.setattr(Chunk, "_settle", lambda self: None)
+    monkeypatch.setattr(Chunk, "settle_copies", lambda self: None)
     with pytest.raises(AssertionError, match="written while the copy reads it"):
         edit(train())
 

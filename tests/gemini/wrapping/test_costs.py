@@ -101,7 +101,7 @@ def test_gradients_that_wait_elsewhere_for_the_step():
             views.expect(blocks)
             for block in blocks:
                 views.pieces(block, {})
-                views.updated(block)
+                views.put(block)
 
         return take_all
 
