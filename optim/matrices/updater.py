@@ -43,9 +43,7 @@ from .plan import Bucket, Whole
 from .sites import Site, update_apart
 
 Resting = tuple[Block, Planes, bool]  # of a block in memory: where its state is, in the host's
-Returning = tuple[
-    Block, CopyTicket | None
-]  # an updated block, and what brings it back; see `Updater`
+Returning = tuple[Block, CopyTicket | None]  # updated, and what brings it back; see `Updater`
 Run = tuple[int, Tensor]  # first element of a parameter, and directions [n] from there
 
 

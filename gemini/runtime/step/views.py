@@ -114,10 +114,11 @@ class ShardViews:
         self._signature: object | None = None
         self._left: set[BlockId] = set()  # whose new weights have left with their state
         self._saving: tuple[CopyTicket, Tensor, Tensor] | None = None  # to here, by way of there
-        self._borrowing = {
+        self._borrowing = {  # whose shard or gradient is not on the device
             shard
             for shard, chunk in enumerate(chunks)
-            if staging is not None and not _is_here(chunk)
+            if staging is not None
+            and (chunk.files or chunk.shard_on_host or self._shards[shard].offloaded)
         }
 
     def let_go(self, shard: int) -> None:
@@ -397,9 +398,3 @@ class ShardViews:
         """[n] of it, for the host to read and write."""
         self._chunks[block.shard].settle_copies()
         return self._part_of(block)
-
-
-def _is_here(chunk: Chunk) -> bool:
-    """Whether shard and gradient are on the device."""
-    in_memory = chunk.files is None and not chunk.shard_on_host
-    return in_memory and chunk.gradient.offloaded_dtype is None
