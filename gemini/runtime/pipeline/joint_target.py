@@ -15,9 +15,10 @@ from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.state_layout import Plane
 from gemini.optim.state.state_stream import StateStream
+from gemini.optim.step.driver import take
 from gemini.optim.target import OWNER_ATTRIBUTE, AmpInputs, Counters, Group, ParameterOwner
 from gemini.runtime.parts import PendingClip
-from gemini.runtime.step.agreement import carry_out, heard
+from gemini.runtime.step.agreement import heard
 from gemini.runtime.step.target import ShardTarget
 
 from .seats import Agreed, Seats
@@ -88,7 +89,7 @@ class JointTarget:
             member.agree_on_trace()
         _check_any(agreed)
         if agreed.nonfinite is not None:
-            skipped = [member.skipped(agreed.nonfinite) for member in self.members]
+            skipped = [member.skipped(agreed.nonfinite, member.scale) for member in self.members]
             return skipped[0]
         steps = [
             member.agreed_step(hyper, pending.clip, agreement)
@@ -96,7 +97,7 @@ class JointTarget:
                 self.members, hypers, clips, agreed.parts, strict=True
             )
         ]
-        return carry_out(steps, partial(self._together.raise_what_any_raised, self.seats))
+        return take(steps, partial(self._together.raise_what_any_raised, self.seats))
 
     def clip(self, clip: Clip) -> Tensor | None:
         """Clip the gradients of the coming step; the norm is over all stages.
