@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gemini.dtypes import DTYPES
-from gemini.nvme import BlockStore
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig, UpdateFacts
 from gemini.optim.rules.control_vector import ControlVector
@@ -118,8 +117,24 @@ class PlainTarget(Target):
                 )  # fmt: skip
         return shown
 
-    def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
-        return step_together([self], groups, amp)
+    @torch.no_grad()
+    def step(
+        self, together: Sequence[PlainTarget], groups: Sequence[Group], amp: AmpInputs | None
+    ) -> StepReport:
+        if amp is not None and any(target.skips(amp) for target in together):
+            bad = [target.nonfinite() for target in together]
+            where = next((name for name in bad if name is not None), None)
+            report, *_ = [target.skipped(where, _scale_of(amp)) for target in together]
+        else:
+            seen = [target.views(groups, amp) for target in together]
+            may_fail = any(target.tiered_state.nvme is not None for target in together)
+            report = take(
+                [
+                    target.begin(views, hypers, amp, may_fail)
+                    for target, (views, hypers) in zip(together, seen, strict=True)
+                ]
+            )
+        return self.reported(report)
 
     def views(
         self, groups: Sequence[Group], amp: AmpInputs | None
@@ -161,17 +176,6 @@ class PlainTarget(Target):
         cast("PlainViews", step.views).write_back()
         super().count(step)
 
-    @property
-    def untouched(self) -> bool:
-        """False: this state is made only when it is needed."""
-        return False
-
-    def set_groups(self, groups: Sequence[Group]) -> None:
-        raise AssertionError("a group of new parameters has a target of its own")
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Do nothing: gradients are in `p.grad`."""
-
     def streams(self, names: Mapping[int, str]) -> Sequence[StateStream]:
         own = [names[id(param)] for param in self.params]
         return [StateStream(self._tiered_state, own)]
@@ -192,8 +196,21 @@ class PlainTarget(Target):
 
         self._stream.visit(move)
 
-    def clip(self, clip: Clip) -> Tensor | None:
-        return clip_together([self], clip)
+    @torch.no_grad()
+    def clip(self, together: Sequence[PlainTarget], clip: Clip) -> Tensor | None:
+        """Clip the gradients of all targets by one norm, or by value; returns the norm before.
+
+        Gradients of plain modules are changed in place, as in torch.
+        """
+        norm = factor = None
+        if clip.max_norm > 0:
+            sums = [target.power_sum(clip.norm_type) for target in together]
+            parts = torch.stack([s.to(sums[0].device) for s in sums])
+            norm = clip.norm_of(parts.max() if clip.norm_type == math.inf else parts.sum())
+            factor = clip.factor_of(norm)
+        for target in together:
+            target.scale_gradients(factor, clip)
+        return norm
 
     def power_sum(self, norm_type: float) -> Tensor:
         """Sum of |g|^p over the gradients in `p.grad`, or the largest |g|; fp64 0-d."""
@@ -247,61 +264,10 @@ class PlainTarget(Target):
         grads = [param.grad for param in self.params if param.grad is not None]
         return [*(param.data for param in self.params), *grads, *self._tiered_state.movable()]
 
-    @property
-    def stores(self) -> Sequence[BlockStore]:
-        return self._tiered_state.stores
-
-    def close(self, keep_masters: bool = True) -> None:
-        self._tiered_state.close()
-
-
-@torch.no_grad()
-def step_together(
-    targets: Sequence[PlainTarget], groups: Sequence[Group], amp: AmpInputs | None
-) -> StepReport:
-    """Take one step of all targets: it counts on all of them, or on none."""
-    if amp is not None and any(target.skips(amp) for target in targets):
-        bad = [target.nonfinite() for target in targets]
-        where = next((name for name in bad if name is not None), None)
-        report, *_ = [target.skipped(where, _scale_of(amp)) for target in targets]
-    else:
-        seen = [target.views(groups, amp) for target in targets]
-        may_fail = any(target.tiered_state.nvme is not None for target in targets)
-        report = take(
-            [
-                target.begin(views, hypers, amp, may_fail)
-                for target, (views, hypers) in zip(targets, seen, strict=True)
-            ]
-        )
-    return targets[0].reported(report)
-
 
 def _scale_of(amp: AmpInputs | None) -> float:
     """Scale that gradients carry. Waits for the device."""
     return 1.0 if amp is None or amp.grad_scale is None else float(amp.grad_scale)
-
-
-def _combined(parts: Tensor, norm_type: float) -> Tensor:
-    return parts.max() if norm_type == math.inf else parts.sum()
-
-
-@torch.no_grad()
-def clip_together(targets: Sequence[PlainTarget], clip: Clip) -> Tensor | None:
-    """Clip the gradients of all targets by one norm, or by value; returns the norm before.
-
-    Gradients of plain modules are changed in place, as in torch.
-    """
-    if clip.max_norm == 0:
-        for target in targets:
-            target.scale_gradients(None, clip)
-        return None
-    sums = [target.power_sum(clip.norm_type) for target in targets]
-    total = _combined(torch.stack([s.to(sums[0].device) for s in sums]), clip.norm_type)
-    norm = clip.norm_of(total)
-    factor = clip.factor_of(norm)
-    for target in targets:
-        target.scale_gradients(factor, clip)
-    return norm
 
 
 def alike(new: Sequence[tuple[Tensor, int]]) -> list[tuple[list[Tensor], list[int]]]:

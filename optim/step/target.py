@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome, Skips, StepReport, Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import Plane
 from gemini.optim.state.tiered_state import TieredState
-from gemini.optim.target import Group
+from gemini.optim.target import AmpInputs, Group
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.tickets import Done, Ticket
 
@@ -22,14 +23,17 @@ from .executor import Executor
 from .measuring import Cover, Measuring
 
 if TYPE_CHECKING:
+    from gemini.nvme import BlockStore
+    from gemini.optim.state.state_stream import StateStream
+
     from .driver import Step
 
 
 class Target:
     """State of some parameters, the executor that updates it, and counts of steps.
 
-    A subclass has parameters and gradients: it makes `_tiered_state` and `_executor`, and begins
-    steps, which `optim.step.driver.take` takes.
+    A subclass has parameters and gradients, of a plain module or of an engine: it makes
+    `_tiered_state` and `_executor`, and begins steps, which `optim.step.driver.take` takes.
 
     params: by their index here, which is their counter.
     """
@@ -57,9 +61,10 @@ class Target:
         self._skips = Skips()
 
     @property
-    def names(self) -> Mapping[int, str] | None:
-        """Name by id of the parameter, by which a state dict is keyed; None: by position."""
-        return None
+    def names(self) -> Mapping[int, str]:
+        """Name by id of the parameter, by which a state dict is keyed; none where it is by
+        position."""
+        return {}
 
     @property
     def planes(self) -> Sequence[Plane]:
@@ -86,6 +91,58 @@ class Target:
         """Group of every parameter; its own number where it has hyperparameters of its own."""
         return range(len(self._group_of)) if self._rule.measures else self._group_of
 
+    @property
+    def untouched(self) -> bool:
+        """Whether no step was taken and nothing loaded, so that state need not travel."""
+        return False  # it is made only when it is needed
+
+    @property
+    def stores(self) -> Sequence[BlockStore]:
+        """Stores on disk."""
+        return self._tiered_state.stores
+
+    def set_groups(self, groups: Sequence[Group]) -> None:
+        """Take over all groups, after one was added over parameters that the target has already."""
+        raise AssertionError("a group of new parameters has a target of its own")
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop gradients that the target holds outside `p.grad`, or make them zeros."""
+
+    def movable(self) -> Sequence[Tensor]:
+        """Tensors that parking moves: parameters, gradients and state in memory.
+
+        Nothing is under way afterwards.
+        """
+        raise NotImplementedError
+
+    def close(self, keep_masters: bool = True) -> None:
+        """Remove files and threads. `keep_masters`: give fp32 weights back to who owns them."""
+        self._tiered_state.close()
+
+    # -- state, for others --
+
+    def streams(self, names: Mapping[int, str]) -> Sequence[StateStream]:
+        """Streams of this process's state. names: of the parameters, by id."""
+        raise NotImplementedError
+
+    def blend(self, plane: str, weights: Sequence[float]) -> None:
+        """Move the weights of each group its share of the way to a plane: w + share * (plane - w).
+
+        In fp32, whatever they are rounded to; a parameter that was never updated stays.
+        """
+        raise NotImplementedError
+
+    def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
+        """Copies of the state that `optimizer.state` does not show, shaped like the parameters.
+
+        cut: of a wrapped module every rank has its parts, as DTensors; else rank 0 has all.
+        """
+        raise NotImplementedError
+
+    def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Take over state, shaped like the parameters."""
+        raise NotImplementedError
+
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         """Views of the state that costs nothing to show, for `optimizer.state`."""
         counts = self._executor.counts
@@ -110,6 +167,20 @@ class Target:
         ]
 
     # -- a step --
+
+    def step(
+        self, together: Sequence[Any], groups: Sequence[Group], amp: AmpInputs | None
+    ) -> StepReport:
+        """Update once, together with all targets of the optimizer, of which this is the first.
+
+        On an error the parameters and the state of all are those of the last step.
+        """
+        raise NotImplementedError
+
+    def clip(self, together: Sequence[Any], clip: Clip) -> Tensor | None:
+        """Clip the gradients of the coming step of all targets; returns the norm before, where one
+        is asked."""
+        raise NotImplementedError
 
     def hypers(self, groups: Sequence[Group]) -> list[Any]:
         """Hyperparameters of each group. Raises ValueError for refused ones."""

@@ -27,7 +27,7 @@ from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.deferred_signals import TailSignals
 from gemini.optim.step.driver import Step, alone, take
 from gemini.optim.step.executor import Executor
-from gemini.optim.target import AmpInputs, Group, Target
+from gemini.optim.target import AmpInputs, Group
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.runtime.comm.ballot import Agreement
 from gemini.runtime.parts import Parts
@@ -72,7 +72,7 @@ class ShardTarget(SavedShards):
         settings = parts.precision_settings  # ranks skip together, and one of them tells
         most, least = settings.most_skipped
         self._skips = Skips(most, least, tells=parts.comm.rank == 0)
-        self.joint: Target | None = None  # with which it steps, where several modules do
+        self.joint: Any = None  # what steps it with other modules; None: it steps alone
         self.device_may_decide = True  # False: hosts read and agree in every step
 
     @property
@@ -95,7 +95,12 @@ class ShardTarget(SavedShards):
 
     # -- the step --
 
-    def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
+    def step(
+        self, together: Sequence[ShardTarget], groups: Sequence[Group], amp: AmpInputs | None
+    ) -> StepReport:
+        if self.joint is not None:
+            joint: StepReport = self.joint.step(groups, amp)
+            return joint
         self.check_step(amp)
         hypers, chunks = self.hypers(groups), self.gradients.reduced()
         device, pending = self._deciding_device, self._parts.pending_clip
@@ -282,9 +287,12 @@ class ShardTarget(SavedShards):
             files=files,
         )
 
-    def clip(self, clip: Clip) -> Tensor | None:
+    def clip(self, together: Sequence[ShardTarget], clip: Clip) -> Tensor | None:
         """Clip the coming step's gradients; returns the norm before, fp64 0-d, if one is asked."""
-        return self.gradients.clip(clip, self._deciding_device)
+        if self.joint is None:
+            return self.gradients.clip(clip, self._deciding_device)
+        norm: Tensor | None = self.joint.clip(clip)
+        return norm
 
     def gathered_since(self) -> Traffic:
         """Bytes of parameters and gradients moved since the last step, also in its passes."""

@@ -22,7 +22,7 @@ from gemini.optim.state.space import Block, Segment, StateSpace
 from gemini.optim.state.state_stream import BlockFiller
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.step.target import Target
-from gemini.optim.target import Group
+from gemini.optim.target import Group, owner_of
 from gemini.placement.fit import StateRequest
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import BudgetError, StateBytes
@@ -349,7 +349,7 @@ class ShardState(Target):
 
     @property
     def stores(self) -> Sequence[BlockStore]:
-        return [*self._tiered_state.stores, *self._parts.storage.stores]
+        return [*super().stores, *self._parts.storage.stores]
 
     # -- masters --
 
@@ -478,11 +478,12 @@ def param_groups_of(parts: Parts, groups: Sequence[Group]) -> list[int | None]:
     index_of = {id(param): i for i, param in enumerate(parts.params)}
     for index, group in enumerate(groups):
         for param in group["params"]:
-            if id(param) not in index_of:
+            if id(param) in index_of:
+                found[index_of[id(param)]] = index
+            elif owner_of(param) is not owner_of(parts.params[0]):  # nor of another part of it
                 raise ValueError(
                     f"group {index} of the optimizer has a parameter of shape {tuple(param.shape)} "
                     "that is not a parameter of the wrapped module; make the optimizer from "
                     "model.parameters()"
                 )
-            found[index_of[id(param)]] = index
     return found
