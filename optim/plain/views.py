@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gemini.optim.state.pieces import Piece, Planes, plane_part
 from gemini.optim.state.space import Block, BlockSegment
+from gemini.optim.step.measuring import Cover
 from gemini.tickets import CopyTicket
-
-if TYPE_CHECKING:
-    from gemini.optim.rules.measures import Measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ def dense_grad(param: Tensor, order: Order) -> Tensor:
     return order.flat(grad.detach())
 
 
-class PlainViews:
+class PlainViews(Cover):
     """View of the parameters that have a gradient, for one step.
 
     A parameter that does not lie in the order of its state is updated as a copy, which `write_back`
@@ -129,12 +127,6 @@ class PlainViews:
 
     def largest(self, param: int) -> float:
         return float(torch.linalg.vector_norm(self._grad[param], math.inf))
-
-    def add_up(
-        self, measures: Mapping[int, Measure], measure: Callable[[], None]
-    ) -> Mapping[int, Tensor]:
-        measure()
-        return {i: one.found() for i, one in measures.items()}
 
     # -- for an update --
 
