@@ -11,7 +11,7 @@ Up to `confirm` nothing that counts has changed (ADR 0002).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import torch
 
@@ -227,6 +227,10 @@ class Step:
         return self._tiered_state.nvme_written_total
 
 
+# Called with this rank's error or None; raises where any rank has an error.
+Agree: TypeAlias = Callable[[BaseException | None], None]
+
+
 def alone(error: BaseException | None) -> None:
     """Vote of a single rank: raises its own error."""
     if error is not None:
@@ -234,13 +238,8 @@ def alone(error: BaseException | None) -> None:
 
 
 @torch.no_grad()
-def take(
-    steps: Sequence[Step], agree: Callable[[BaseException | None], None] = alone
-) -> StepReport:
-    """Take the step of all targets: it counts on all of them, or on none.
-
-    agree: called with this rank's error or None; raises where any rank has an error.
-    """
+def take(steps: Sequence[Step], agree: Agree = alone) -> StepReport:
+    """Take the step of all targets: it counts on all of them, or on none."""
     before = [step.moved() for step in steps]
     try:
         # Weights, copies and counts change together: a signal between them would tear the step.
@@ -258,27 +257,21 @@ def take(
     finally:
         for step in steps:
             step.target.after_step()
-    after = [step.moved() for step in steps]
+    moved = [
+        (now - then + step.target.gathered_since(), waited - waited_then)
+        for step, (then, waited_then) in zip(steps, before, strict=True)
+        for now, waited in [step.moved()]
+    ]
     return StepReport(
         steps[0].target.outcome(),
-        traffic=sum(
-            (
-                b[0] - a[0] + step.target.gathered_since()
-                for step, a, b in zip(steps, before, after, strict=True)
-            ),
-            Traffic(),
-        ),
-        stalled_seconds=sum(b[1] - a[1] for a, b in zip(before, after, strict=True)),
-        nvme_written_total=sum(step.written_total for step in steps),
-        update_path=steps[0].updater.name,
+        sum((traffic for traffic, _ in moved), Traffic()),
+        sum(seconds for _, seconds in moved),
+        sum(step.written_total for step in steps),
+        steps[0].updater.name,
     )
 
 
-def _carry_out(
-    steps: Sequence[Step],
-    signals: DeferredSignals,
-    agree: Callable[[BaseException | None], None],
-) -> None:
+def _carry_out(steps: Sequence[Step], signals: DeferredSignals, agree: Agree) -> None:
     error: BaseException | None = None
     # One after the other: targets on one disk share its speed, and the second need not begin where
     # the first has failed.

@@ -47,15 +47,8 @@ def make_executor(
     # the only place that makes one, so that no host imports it
     from .triton_step import OperatorStep, TritonStep
 
-    if rule.by_operators:
-        return OperatorStep(
-            rule, group_of, control_vector, memory, runs=runs, names=names,
-            rounding_seed=rounding_seed, matrices=matrices,
-        )  # fmt: skip
-    return TritonStep(
-        rule, group_of, control_vector, memory, runs=runs, names=names,
-        stochastic=rounding_seed is not None,
-    )  # fmt: skip
+    kind = OperatorStep if rule.by_operators else TritonStep
+    return kind(rule, group_of, control_vector, memory, runs, names, rounding_seed, matrices)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from gemini.optim.state.deferred_signals import TailSignals
 from gemini.optim.state.space import Block
 from gemini.units import BlockId
 
-from .driver import Step, alone
+from .driver import Agree, Step, alone
 
 
 class Gate:
@@ -106,6 +106,7 @@ class Gates:
         self.gates = [Gate() for _ in range(num_shards)]
         self._shard_of = {block.id: block.shard for block in blocks}
         self._left = Counter(self._shard_of.values())
+        self._closed = set(range(num_shards))
         self._let_go = let_go
 
     def updated(self, block: BlockId) -> None:
@@ -117,13 +118,13 @@ class Gates:
 
     def ended(self) -> None:
         """Note the end of updates: all blocks are updated, or the step failed."""
-        for shard in range(len(self.gates)):
+        for shard in sorted(self._closed):
             self._open(shard)
 
     def _open(self, shard: int) -> None:
-        if not self.gates[shard].ready():
-            self._let_go(shard)
-            self.gates[shard].open()
+        self._closed.remove(shard)
+        self._let_go(shard)
+        self.gates[shard].open()
 
 
 class Tail:
@@ -138,10 +139,10 @@ class Tail:
     def __init__(
         self,
         step: Step,
-        agree: Callable[[BaseException | None], None],
+        agree: Agree,
         gates: Gates,
         signals: TailSignals,
-        agree_in_memory: Callable[[BaseException | None], None] = alone,
+        agree_in_memory: Agree = alone,
         where: AbstractContextManager[None] | None = None,
     ) -> None:
         self.error: BaseException | None = None

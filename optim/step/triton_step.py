@@ -56,30 +56,31 @@ class DeviceStep(Executor):
         group_of: Sequence[int | None],
         control_vector: ControlVector,
         memory: Memory,
-        *,
-        runs: Sequence[GradientRun] = (),
-        names: Sequence[str] | None = None,
-        stochastic: bool = False,
+        runs: Sequence[GradientRun],
+        names: Sequence[str] | None,
+        rounding_seed: int | None,
+        matrices: MatrixUpdates | None,
     ) -> None:
-        """runs: to be measured. names: of the counters; None where the executor measures none."""
+        """See `optim.step.executors.make_executor`."""
         from gemini.optim.update.triton_update import (
             TritonUpdater,  # Triton is imported where it is used
         )
 
         self._updater = TritonUpdater(
-            rule,
+            rule.elementwise,
             _without_none(group_of),
             control_vector.tensor.device,
             control_vector,
             memory=memory,
-            stochastic=stochastic,
+            stochastic=rounding_seed is not None,
         )
-        self.control_vector = control_vector
+        self.control_vector, self.counts = control_vector, self._updater.steps
+        self._rule, self._matrices = rule, matrices
+        self._rounding_seed = rounding_seed
         self._memory = memory
         self._names = names
         self._runs = {run.id: run for run in runs}
         self._made_tiles: GradTiles | None = None
-        self.path, self.counts = self._updater.name, self._updater.steps
 
     @property
     def updater(self) -> TritonUpdater:
@@ -189,6 +190,7 @@ class TritonStep(DeviceStep):
     """Executor whose device counts, and decides: kernels update every element alike."""
 
     counts_on_host = False
+    path = "triton"
     _before: tuple[Tensor, Tensor] | None = None  # counts and control, for `undo`
     _known: Outcome | None = None  # of the step begun last; None: the device knows
 
@@ -269,23 +271,7 @@ def _bits_of(run: GradientRun) -> Sequence[Bits]:
 class OperatorStep(DeviceStep):
     """Executor for rules that need more than an element at a time."""
 
-    def __init__(
-        self,
-        rule: UpdateRule,
-        group_of: Sequence[int | None],
-        control_vector: ControlVector,
-        memory: Memory,
-        *,
-        runs: Sequence[GradientRun] = (),
-        names: Sequence[str] | None = None,
-        rounding_seed: int | None = None,
-        matrices: MatrixUpdates | None = None,
-    ) -> None:
-        super().__init__(rule.elementwise, group_of, control_vector, memory, runs=runs, names=names)
-        self._rule = rule
-        self._matrices = matrices
-        self._rounding_seed = rounding_seed
-        self.path = "torch"
+    path = "torch"
 
     def updater_of(
         self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]

@@ -32,7 +32,7 @@ from gemini.optim.state.deferred_signals import TailSignals
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.optim.state.state_stream import BlockFiller, StateStream, inside
-from gemini.optim.step.driver import Step, alone, take
+from gemini.optim.step.driver import Agree, Step, alone, take
 from gemini.optim.step.executor import Executor
 from gemini.optim.target import AmpInputs, Group
 from gemini.optim.update.cpu_update import StepInputs
@@ -149,13 +149,11 @@ class ShardTarget(ShardState):
         agree = partial(raise_what_any_rank_raised, self._parts, uses_disk=self._uses_disk)
         return self._carry_out(step, agree)
 
-    def _carry_out(
-        self, step: Step, agree: Callable[[BaseException | None], None] = alone
-    ) -> StepReport:
+    def _carry_out(self, step: Step, agree: Agree = alone) -> StepReport:
         is_tail = cast("ShardViews", step.views).files is not None  # asked once: see `_views`
         return self._begin_tail(step, agree) if is_tail else take([step], agree)
 
-    def _begin_tail(self, step: Step, agree: Callable[[BaseException | None], None]) -> StepReport:
+    def _begin_tail(self, step: Step, agree: Agree) -> StepReport:
         """Carry a step out after this call, which returns when no budget and no rank is against it.
 
         The host's counts are raised now, and taken back where the tail fails.
