@@ -234,9 +234,7 @@ class GeminiEngine(Parts):
 
     # -- the optimizer --
 
-    def attach(
-        self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig
-    ) -> list[ShardTarget]:
+    def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> list[Any]:
         """Make the optimizer's state from the fp32 originals; see `optim.target`."""
         with self.lock:
             self.refuse_beside_pass("an optimizer is made")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from gemini.optim.state.state_stream import StateStream
 
     from .driver import Step
+
+Shown: TypeAlias = Callable[[], tuple[Cover, StepInputs]]
 
 
 class Target:
@@ -195,10 +197,7 @@ class Target:
         return found
 
     def _told(
-        self,
-        hypers: Sequence[Any],
-        taken: Sequence[int],
-        show: Callable[[], tuple[Cover, StepInputs]],
+        self, hypers: Sequence[Any], taken: Sequence[int], show: Shown
     ) -> tuple[list[Any], Sequence[Any]]:
         """Hyperparameters of a step, with what measures found: by parameter, and as the executor
         takes them. show: called where there are measures, for what they measure."""

@@ -105,8 +105,7 @@ class ShardTarget(ShardState):
         self, together: Sequence[ShardTarget], groups: Sequence[Group], amp: AmpInputs | None
     ) -> StepReport:
         if self.joint is not None:
-            joint: StepReport = self.joint.step(groups, amp)
-            return joint
+            return cast("StepReport", self.joint.step(groups, amp))
         self.check_step(amp)
         hypers, chunks = self.hypers(groups), self.gradients.reduced()
         device, pending = self._deciding_device, self._parts.pending_clip
@@ -288,8 +287,7 @@ class ShardTarget(ShardState):
         """Clip the coming step's gradients; returns the norm before, fp64 0-d, if one is asked."""
         if self.joint is None:
             return self.gradients.clip(clip, self._deciding_device)
-        norm: Tensor | None = self.joint.clip(clip)
-        return norm
+        return cast("Tensor | None", self.joint.clip(clip))
 
     def gathered_since(self) -> Traffic:
         """Bytes of parameters and gradients moved since the last step, also in its passes."""

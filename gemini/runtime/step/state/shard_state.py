@@ -88,14 +88,9 @@ class ShardState(Target):
                 parts, rule, group_of, self._columns, lambda: self._matrices().buckets
             )
         self._executor = make_shard_executor(
-            parts,
-            rule,
-            self._tiered_state.layout,
-            self._executor_groups,
-            [run_of(parts.layout, chunk) for chunk in self._chunks],
-            config.cpu_path,
-            matrices,
-        )
+            parts, rule, self._tiered_state.layout, self._executor_groups,
+            [run_of(parts.layout, chunk) for chunk in self._chunks], config.cpu_path, matrices,
+        )  # fmt: skip
         self.kept_steps: KeptSteps | None = None
         if config.nvme.keep_versions and self._tiered_state.nvme is not None:
             from .kept_steps import KeptSteps
@@ -159,8 +154,7 @@ class ShardState(Target):
 
     @property
     def names(self) -> dict[int, str]:
-        params = zip(self.params, self._names, strict=True)
-        return {id(param): name for param, name in params}
+        return {id(p): name for p, name in zip(self.params, self._names, strict=True)}
 
     @property
     def has_master(self) -> bool:
