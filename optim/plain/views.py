@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,11 @@ from torch import Tensor
 from gemini.optim.state.pieces import Piece, Planes, plane_part
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.tickets import CopyTicket
+from gemini.units import BlockId
 
 if TYPE_CHECKING:
     from gemini.optim.rules.measures import Measure
+    from gemini.optim.state.flow import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +181,6 @@ class PlainViews:
             if part.param in self._flat:
                 self._flat[part.param][_inside(part)] = planes["param_undo"][_in_block(part)]
 
-    def expect(self, blocks: Sequence[Block]) -> None:
-        """Do nothing: parameters and gradients are in memory."""
-
     def touches(self, block: Block) -> bool:
         return any(part.param in self._flat for part in block.segments)
 
@@ -195,17 +194,23 @@ class PlainViews:
     def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
         return ()
 
-    def took_gradient(self, block: Block) -> None:
-        """Nothing was borrowed."""
-
     def left(self, block: Block, copies: CopyTicket) -> None:
         """Nothing was borrowed."""
 
-    def put(self, block: Block, copies: CopyTicket | None = None) -> None:
-        """Nothing was borrowed."""
+    def beside(
+        self, blocks: Iterable[tuple[Block, bool]]
+    ) -> tuple[Mapping[BlockId, Record], Sequence[Any]]:
+        """Nothing: parameters and gradients are in memory."""
+        return {}, ()
 
-    def abandon(self) -> None:
-        """Nothing was borrowed."""
+    def show(self, block: Block, into: Tensor) -> None:
+        raise AssertionError("parameters of plain modules are their masters")
+
+    def updated(self, block: Block) -> None:
+        """Nobody waits for it."""
+
+    def end(self) -> None:
+        """Nothing is kept."""
 
 
 def _part(flat: Mapping[int, Tensor], part: BlockSegment) -> Tensor:

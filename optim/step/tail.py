@@ -23,7 +23,6 @@ import torch
 
 from gemini.optim.rules.report import TailResult
 from gemini.optim.state.deferred_signals import TailSignals
-from gemini.units import BlockId
 
 from .driver import Step, alone
 
@@ -96,15 +95,11 @@ class Ended:
 
 
 class Watcher(Protocol):
-    """Watcher of a tail: told in its thread which blocks are updated."""
+    """Watcher of a tail, told in its thread when all blocks are updated."""
 
     @property
     def gates(self) -> Sequence[Gate]:
         """Gates that the watcher opens."""
-        ...
-
-    def updated(self, block: BlockId) -> None:
-        """Note that the parameters of this block are those of this step."""
         ...
 
     def ended(self) -> None:
@@ -176,7 +171,7 @@ class Tail:
         _under_way.pop(self, None)
 
     def _carry_out(self) -> None:
-        error = self._step.prepare(watch=self._watcher.updated)
+        error = self._step.prepare()
         if error is not None:
             self._watcher.ended()  # before the vote, which may take long: no module waits for that
         self._agree(error)

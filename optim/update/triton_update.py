@@ -254,22 +254,17 @@ class TritonUpdater:
         if len(borrowed) < len(slab.blocks):
             self._launch(("resident", slab.blocks[0].id), pieces, slab.tensors, self._key(views))
         for block in borrowed:
-            copies = None
             if views.touches(block):
                 self.staging.use(block.id)
                 own = views.pieces(block, slab.planes(block))
                 self._launch(("borrowed", block.id), own, slab.tensors)
-                copies = self._take_back(block, views)
-            views.put(block, copies)
+                self._take_back(block, views)
 
-    def _take_back(self, block: Block, views: BlockViews) -> CopyTicket | None:
+    def _take_back(self, block: Block, views: BlockViews) -> None:
         """Begin to take borrowed parameters back."""
         leaving = views.leaving(block, None)
-        if not leaving:
-            return None
-        copies = self.staging.take_back(leaving)
-        views.left(block, copies)
-        return copies
+        if leaving:
+            views.left(block, self.staging.take_back(leaving))
 
     def update(self, pieces: Sequence[Piece], slabs: Planes) -> None:
         """Update pieces on the device, whose state planes are views into `slabs`, by one step."""

@@ -84,8 +84,8 @@ class StepTail:
 
         parts = self._parts
         gates = _Gates(tiered_state, chunks, views)
-        if views.files is not None:
-            parts.storage.step_goes_on(views.files)
+        views.watch = gates.updated
+        parts.storage.step_goes_on()
         assert parts.tail_communicator is not None
         vote, in_memory = Vote(parts.tail_communicator, raise_failures), None
         if parts.plan.blocks_on(Tier.HOST):
@@ -214,6 +214,7 @@ class _Gates:
             self._open(shard)
 
     def ended(self) -> None:
+        self._views.watch = None  # which keeps this, and this the views
         for shard in range(len(self._gates)):
             self._open(shard)
 

@@ -147,7 +147,7 @@ class ShardTarget(SavedShards):
             return self.skipped(f"{self._names[param]} on rank {rank}")
         step = self.agreed_step(hypers, pending.clip, agreement)
         agree = partial(raise_what_any_rank_raised, self._parts, uses_disk=self._uses_disk)
-        if step.views.files is None:  # asked once: see `_views`
+        if not step.views.goes_on:  # asked once: see `_views`
             return carry_out([step], agree)
         return self._begin_tail(step.step, step.views, step.taken, Done(step.outcome), agree)
 
@@ -293,7 +293,7 @@ class ShardTarget(SavedShards):
             self._views(self._hyper_by_param(hypers, taken)),
         )
         step = self._new_step(updater, views)
-        if views.files is not None:
+        if views.goes_on:
             return self._begin_tail(step, views, taken, executor.outcome(), alone)
         before, _ = step.moved()
         step.confirm()
@@ -311,18 +311,11 @@ class ShardTarget(SavedShards):
         return hyper
 
     def _views(self, by_param: Sequence[Any]) -> ShardViews:
-        """Views of a step; they have files of their own where a thread carries the step out.
-
-        The choice is made once, here, as the plan's may change during the step. With the files of
-        the thread that trains, a tail would wait for reads that wait for the tail.
-        """
-        files, staging = None, self._executor.staging
-        if self._tail.applies:
-            from .update_files import UpdateFiles
-
-            files = UpdateFiles(self._parts.storage)
+        """Views of a step. Whether it goes on behind `step()` is asked once, here, as the plan's
+        choice may change during the step."""
+        goes_on, staging, nvme = self._tail.applies, self._executor.staging, self._tiered_state.nvme
         if staging is not None:
-            staging.begin(waits=files is not None)
+            staging.begin(waits=goes_on)
         return ShardViews(
             self._chunks,
             by_param,
@@ -331,7 +324,8 @@ class ShardTarget(SavedShards):
             self._parts.backend,
             staging=staging,
             merges=self._executor.merges_parameters,
-            files=files,
+            goes_on=goes_on,
+            num_waiting=0 if nvme is None else nvme.num_waiting,
         )
 
     def clip(self, clip: Clip) -> Tensor | None:
@@ -344,7 +338,8 @@ class ShardTarget(SavedShards):
         return self._moved - before
 
     def _new_step(self, updater: AnyUpdater, views: ShardViews) -> Step:
-        files = self._parts.storage.params if views.files is None else views.files.params
+        params = self._parts.storage.params
+        files = None if params is None else (params.store, params.written_bytes_per_step)
         # In order, the first blocks are read ahead; their gradients are the last to be final.
         return Step(
             self._tiered_state, updater, views, self._num_steps + 1, files,
