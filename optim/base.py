@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from .target import AmpInputs, changes, owner_of, reads
 
 if TYPE_CHECKING:
     from gemini.nvme import BlockStore
-    from gemini.optim.plain.target import PlainTarget
+    from gemini.optim.rules.control_vector import ControlVector
     from gemini.optim.state.parking import Where
     from gemini.optim.state.state_stream import StateSource, StateStream, StateVisitor
 
@@ -68,13 +68,9 @@ class TieredOptimizer(BoundOptimizer):
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         amp = AmpInputs(scale, found_inf) if found_inf is not None else None
         try:
-            if self._owner is not None:
-                (target,) = self._targets
-                self.last_report = target.step(self.param_groups, amp)
-            elif self._targets:
-                from gemini.optim.plain.target import step_together
-
-                self.last_report = step_together(self._plain, self.param_groups, amp)
+            if self._targets:
+                first = self._targets[0]
+                self.last_report = first.step(self._targets, self.param_groups, amp)
         except NonFiniteGradientError as error:
             self.last_report = error.report
             raise
@@ -107,7 +103,7 @@ class TieredOptimizer(BoundOptimizer):
         """
         clip = asked_norm(max_norm, norm_type)
         self._bind()
-        norm = self._clip(clip)
+        norm = self._targets[0].clip(self._targets, clip)
         assert norm is not None
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is not finite")
@@ -120,27 +116,21 @@ class TieredOptimizer(BoundOptimizer):
         """Clip every element of the coming step's gradients to [-clip_value, clip_value]."""
         clip = Clip(max_value=float(clip_value))
         self._bind()
-        self._clip(clip)
-
-    def _clip(self, clip: Clip) -> Tensor | None:
-        if self._owner is not None:
-            (target,) = self._targets
-            return target.clip(clip)
-        from gemini.optim.plain.target import clip_together
-
-        return clip_together(self._plain, clip)
-
-    @property
-    def _plain(self) -> list[PlainTarget]:
-        """Targets of parameters of no wrapped module."""
-        return cast("list[PlainTarget]", self._targets)
+        self._targets[0].clip(self._targets, clip)
 
     @property
     @reads
     def skipped_steps(self) -> int:
         """Number of steps skipped for a gradient that was not finite. Waits for the device."""
-        counters = [target.counters for target in self._targets]  # a step skips on all
-        return max((c.skipped_steps for c in counters if c is not None), default=0)
+        # a step skips on all
+        return max((target.counters.skipped_steps for target in self._targets), default=0)
+
+    @property
+    def counters(self) -> list[list[ControlVector]]:
+        """Loss scales and skipped steps of all targets; those of one vote, which are equal, are
+        together."""
+        found = [target.counters for target in self._targets]
+        return [[one] for one in found] if self._owner is None else [found]
 
     @reads
     def visit_state(self, look: StateVisitor) -> None:
@@ -196,8 +186,7 @@ class TieredOptimizer(BoundOptimizer):
                 group["params"] = [keys[i] for i in group["params"]]
                 group.update(as_torchs(group) if cut else {})
         for target in self._targets:
-            if target.counters is not None:
-                found["counters"] = target.counters.state_dict()
+            found["counters"] = target.counters.state_dict()
         return found
 
     @changes
@@ -237,7 +226,7 @@ class TieredOptimizer(BoundOptimizer):
             given = with_steps(state, planes)
             params = () if target.untouched else self._flat_params()
             target.load_state(filled_up(given, params, planes))
-            if target.counters is not None and not wants_dtensors():
+            if not wants_dtensors():
                 target.counters.load_state_dict(state_dict.get("counters", {}))
 
     def check_param_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,10 @@ from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.rule import UpdateRule, scalar
 from gemini.units import parse_bytes
 
-from .target import OWNER_ATTRIBUTE, ParameterOwner, Target, new_lock, owner_of, speaker_of
+from .target import OWNER_ATTRIBUTE, ParameterOwner, new_lock, owner_of, speaker_of
+
+if TYPE_CHECKING:
+    from .step.target import Target
 
 log = logging.getLogger("gemini")
 # A module that is wrapped after its optimizer was made finds it here.
@@ -194,7 +197,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         if not self._is_wrapped():
             return None
         self._bind()
-        return self._targets[0].names
+        return {i: name for target in self._targets for i, name in target.names.items()}
 
     def _bind(self) -> None:
         """Give every parameter that has no target yet to one."""
@@ -225,10 +228,11 @@ class BoundOptimizer(torch.optim.Optimizer):
             )
         (owner,) = owners.values()
         if owner is not None and self._targets:
-            self._targets[0].set_groups(self.param_groups)
+            for target in self._targets:
+                target.set_groups(self.param_groups)
         elif owner is not None:
             self._rule = self.rule_for(self.param_groups)
-            self._targets.append(owner.attach(self.param_groups, self._rule, self._config))
+            self._targets += owner.attach(self.param_groups, self._rule, self._config)
             self._owner = owner
         rule = self._rule
         if owner is None:

@@ -73,13 +73,12 @@ class HybridScheduleFreeAdamW(ElementwiseOptimizer):
     def _become(self, train_mode: bool, share: Callable[[float], float]) -> None:
         self._refuse_unusable()
         self._bind()
-        for target in self._targets:
-            narrow = [p.dtype for p in self._flat_params() if p.dtype.itemsize < 4]
-            if narrow and MASTER not in [plane.name for plane in target.planes]:
-                raise ValueError(
-                    f"weights in {narrow[0]} without fp32 masters cannot come back from eval(); "
-                    "wrap the module with master_weights=True, or keep it in fp32"
-                )
+        narrow = [p.dtype for p in self._flat_params() if p.dtype.itemsize < 4]
+        if narrow and MASTER not in [p.name for target in self._targets for p in target.planes]:
+            raise ValueError(
+                f"weights in {narrow[0]} without fp32 masters cannot come back from eval(); "
+                "wrap the module with master_weights=True, or keep it in fp32"
+            )
         shares = [
             share(float(group["betas"][0])) if group["train_mode"] != train_mode else 0.0
             for group in self.param_groups

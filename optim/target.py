@@ -1,4 +1,4 @@
-"""Targets of an optimizer: the parameters of a plain module, or the shards of an engine."""
+"""Owners of parameters, and calls that threads take in turns."""
 
 from __future__ import annotations
 
@@ -9,20 +9,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig
-from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.rules.state_layout import Plane
-
-if TYPE_CHECKING:
-    from gemini.nvme import BlockStore
-    from gemini.optim.state.state_stream import StateStream
-
 
 Group = dict[str, Any]  # a torch.optim param group
 P = ParamSpec("P")
@@ -35,99 +27,6 @@ class AmpInputs:
 
     grad_scale: Tensor | None  # 0-d: gradients are to be divided by it
     found_inf: Tensor | None  # 0-d: above 0 where a gradient is not finite
-
-
-class Counters(Protocol):
-    """Loss scale and skipped steps."""
-
-    @property
-    def skipped_steps(self) -> int: ...
-
-    def state_dict(self) -> dict[str, float | int]: ...
-
-    def load_state_dict(self, counters: Mapping[str, Any]) -> None: ...
-
-
-class Target(Protocol):
-    """Parameters, gradients and state of some param groups, wherever they live."""
-
-    def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
-        """Update once. On an error the parameters and the state are those of the last step."""
-        ...
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Drop gradients that the target holds outside `p.grad`, or make them zeros."""
-        ...
-
-    def set_groups(self, groups: Sequence[Group]) -> None:
-        """Take over all groups, after one was added over parameters that the target has already."""
-        ...
-
-    @property
-    def untouched(self) -> bool:
-        """Whether no step was taken and nothing loaded, so that state need not travel."""
-        ...
-
-    @property
-    def planes(self) -> Sequence[Plane]:
-        """Planes that the target keeps of every parameter, masters too."""
-        ...
-
-    @property
-    def names(self) -> Mapping[int, str] | None:
-        """Name by id of the parameter, by which a state dict is keyed; None: by position."""
-        ...
-
-    @property
-    def counters(self) -> Counters | None:
-        """Loss scale and skipped steps, which belong to a state dict."""
-        ...
-
-    def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        """Views of the state that costs nothing to show, for `optimizer.state`."""
-        ...
-
-    def clip(self, clip: Clip) -> Tensor | None:
-        """Clip the gradients of the coming step; returns the norm before, where one is asked."""
-        ...
-
-    def streams(self, names: Mapping[int, str]) -> Sequence[StateStream]:
-        """Streams of this process's state. names: of the parameters, by id."""
-        ...
-
-    def blend(self, plane: str, weights: Sequence[float]) -> None:
-        """Move the weights of each group its share of the way to a plane: w + share * (plane - w).
-
-        In fp32, whatever they are rounded to; a parameter that was never updated stays.
-        """
-        ...
-
-    def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
-        """Copies of the state that `optimizer.state` does not show, shaped like the parameters.
-
-        cut: of a wrapped module every rank has its parts, as DTensors; else rank 0 has all.
-        """
-        ...
-
-    def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Take over state, shaped like the parameters."""
-        ...
-
-    def movable(self) -> Sequence[Tensor]:
-        """Tensors that parking moves: parameters, gradients and state in memory.
-
-        Nothing is under way afterwards.
-        """
-        ...
-
-    @property
-    def stores(self) -> Sequence[BlockStore]:
-        """Stores on disk."""
-        ...
-
-    def close(self, keep_masters: bool = True) -> None:
-        """Remove files and threads. `keep_masters`: give fp32 weights back to who owns them."""
-        ...
 
 
 @runtime_checkable
@@ -144,8 +43,10 @@ class ParameterOwner(Protocol):
     @property
     def lock(self) -> AbstractContextManager[Any]: ...
 
-    def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> Target:
-        """Make the state of these groups and take over their update.
+    def attach(
+        self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig
+    ) -> Sequence[Any]:
+        """Make the state of these groups and take over their update: targets that step together.
 
         Raises ValueError for a parameter of another owner, and for a second optimizer.
         """

@@ -378,10 +378,10 @@ class _Extras:
         common, own = self._found
 
         def put_back() -> None:
-            targets = () if self._optimizer is None else self._optimizer.targets
-            counted = [t.counters for t in targets if t.counters is not None]
-            for counters, saved in zip(counted, _listed(common), strict=False):
-                counters.load_state_dict(saved)
+            counters = () if self._optimizer is None else self._optimizer.counters
+            for alike, saved in zip(counters, _listed(common), strict=False):
+                for counted in alike:
+                    counted.load_state_dict(saved)
             if not self._weights:
                 return
             if isinstance(self._model, GeminiDDP) and "memory" in common:
@@ -413,7 +413,7 @@ class _Extras:
 
 
 def _listed(common: Mapping[str, Any]) -> Sequence[Any]:
-    """Saved counters, by target."""
+    """Saved counters, as `TieredOptimizer.counters` has them."""
     found = common.get("counters", ())
     if not isinstance(found, (list, tuple)):
         raise ValueError(f"a {type(found).__name__}, expected a list")

@@ -276,11 +276,7 @@ def _content(
         if not ranks.first:
             own["buffers"] = dict(runs.buffers)
         if isinstance(optimizer, TieredOptimizer):
-            common["counters"] = [
-                target.counters.state_dict()
-                for target in optimizer.targets
-                if target.counters is not None
-            ]
+            common["counters"] = [alike[0].state_dict() for alike in optimizer.counters]
         if isinstance(model, GeminiDDP) and not ranks.is_pipeline:
             common["memory"] = model.engine.sampler.state_dict()
     else:

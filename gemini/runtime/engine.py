@@ -234,11 +234,13 @@ class GeminiEngine(Parts):
 
     # -- the optimizer --
 
-    def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> ShardTarget:
+    def attach(
+        self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig
+    ) -> list[ShardTarget]:
         """Make the optimizer's state from the fp32 originals; see `optim.target`."""
         with self.lock:
             self.refuse_beside_pass("an optimizer is made")
-            return self._attach(groups, rule, config)
+            return [self._attach(groups, rule, config)]
 
     def _attach(
         self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig
@@ -423,7 +425,7 @@ class GeminiEngine(Parts):
                 "this module has no optimizer yet, so there is nobody to clip for; make it, or "
                 "call optimizer.clip_grad_norm_(max_norm)"
             )
-        return (target.joint or target).clip(clip)
+        return target.clip([target], clip)
 
     def shards_changed(self) -> None:
         """Gather again all chunks that stay gathered: any shard may have changed."""

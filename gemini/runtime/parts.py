@@ -18,7 +18,7 @@ from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
-from gemini.optim.target import Target, new_lock
+from gemini.optim.target import new_lock
 from gemini.placement.plan import Plan
 from gemini.placement.timetable.allowed import OverlapFacts, against_tail, allowed
 from gemini.runtime.comm.ballot import Agreement, Scope
@@ -73,7 +73,7 @@ class EngineEvents:
 class Attached(Protocol):
     """Optimizer's state, as the rest of an engine sees it; see `step.target`."""
 
-    joint: Target | None  # with which it steps, where several modules do
+    joint: Any  # what steps it with other modules; None: it steps alone
 
     @property
     def needs_wholes(self) -> bool:

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from gemini.dtypes import DTYPES
-from gemini.nvme import BlockStore
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig, UpdateFacts
 from gemini.optim.rules.control_vector import ControlVector
-from gemini.optim.rules.report import Outcome, Skips, StepReport
+from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.rule import UpdateRule, Works
-from gemini.optim.rules.state_layout import Plane
-from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.state.memory import Memory, memory_of
 from gemini.optim.state.space import StateSpace, blocks_on_nvme
 from gemini.optim.state.state_stream import StateRun, StateStream
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.step.driver import Step, take
-from gemini.optim.step.executor import step_counts
 from gemini.optim.step.executors import make_executor
-from gemini.optim.step.measuring import Measuring
+from gemini.optim.step.target import Target
 from gemini.optim.target import AmpInputs, Group
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.optim.update.updaters import CpuUpdater, cpu_updater
-from gemini.tickets import Done, Ticket
 from gemini.units import BLOCK_NUMEL
 
 from .views import Order, PlainViews, dense_grad
@@ -40,7 +34,7 @@ if TYPE_CHECKING:
     from gemini.optim.update.compiled_update import Mix
 
 
-class PlainTarget:
+class PlainTarget(Target):
     """Target of `params` in order, `alike`; `group_of[i]` is the param group of `params[i]`.
 
     State of resident parameters is shown as views, as by torch's own optimizers.
@@ -60,24 +54,23 @@ class PlainTarget:
                 "NvmeConfig(keep_versions=...) is for the optimizer of a GeminiDDP: the parameters "
                 "of a plain module have one version; wrap the module, or leave it out"
             )
-        self._params = list(params)
+        is_float64 = params[0].dtype == torch.float64
+        super().__init__(
+            list(params), rule, groups, group_of, [param.shape for param in params],
+            torch.float64 if is_float64 else torch.float32,
+        )  # fmt: skip
         by_rows = rule.works is Works.ON_PLACES
         self._orders = [Order.of(param, by_rows=by_rows) for param in params]
         self._groups = sorted(set(group_of))  # the others are not looked at
         self._group_of = [self._groups.index(group) for group in group_of]
-        self._rule = rule
-        is_float64 = params[0].dtype == torch.float64
         block_numel = config.nvme.block_numel or BLOCK_NUMEL
-        shapes = [param.shape for param in params]
-        columns = rule.columns(shapes, group_of, groups)
-        self._measuring = Measuring(rule, shapes, torch.float64 if is_float64 else torch.float32)
         space = StateSpace.pack([param.numel() for param in params], block_numel)
         matrices, num_waiting = None, 0
         if rule.works is Works.ON_MATRICES:
             from .wholes import matrix_updates
 
             matrices, num_waiting = matrix_updates(
-                rule, params, self._orders, columns, space.blocks, self._group_of,
+                rule, params, self._orders, self._columns, space.blocks, self._group_of,
                 lambda: () if (nvme := self._tiered_state.nvme) is None else nvme.blocks,
             )  # fmt: skip
         self._tiered_state = TieredState(
@@ -87,7 +80,7 @@ class PlainTarget:
             nvme=config.nvme,
             memory=memory_of(params[0].device),
             label="plain-",
-            columns=columns,
+            columns=self._columns,
             num_waiting=num_waiting,
         )
         try:
@@ -95,37 +88,28 @@ class PlainTarget:
         except BaseException:
             self._tiered_state.close()
             raise
-        # Measures give each parameter hyperparameters of its own, so each is a group.
-        own = list(range(len(params))) if rule.measures else self._group_of
         device = params[0].device
         self._executor = make_executor(
             rule,
-            own,
+            self._executor_groups,
             ControlVector(None, device),
             kernels_of(device),
-            partial(_cpu_updater, rule, config, self._params),
+            partial(_cpu_updater, rule, config, self.params),
             matrices=matrices,
         )
-        self._num_steps = 0
-        self._skips = Skips()
-        self._names = [str(i) for i in range(len(params))]
-        self._stream = StateStream(self._tiered_state, self._names)
+        self._stream = StateStream(self._tiered_state, [str(i) for i in range(len(params))])
 
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        counts = self._executor.counts
-        shown = {
-            param: {"step": counts[i], **self._measuring.shown(i)}
-            for i, param in enumerate(self._params)
-        }
+        shown = super().shown_state()
         for segment in self._tiered_state.space.segments:
             planes = self._tiered_state.resident_run(segment.offset, segment.numel)
             if planes is not None:
                 order = self._orders[segment.param]
                 has = partial(self._tiered_state.columns.has, segment.param)
-                shown[self._params[segment.param]].update(
+                shown[self.params[segment.param]].update(
                     {name: order.shaped(plane) for name, plane in planes.items() if has(name)}
                 )
-        for i, param in enumerate(self._params):
+        for i, param in enumerate(self.params):
             if not param.numel():
                 shown[param].update(
                     {plane.name: torch.zeros(param.shape, dtype=DTYPES[plane.dtype])
@@ -133,140 +117,113 @@ class PlainTarget:
                 )  # fmt: skip
         return shown
 
-    def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
-        return step_together([self], groups, amp)
+    @torch.no_grad()
+    def step(
+        self, together: Sequence[PlainTarget], groups: Sequence[Group], amp: AmpInputs | None
+    ) -> StepReport:
+        if amp is not None and any(target.skips(amp) for target in together):
+            bad = [target.nonfinite() for target in together]
+            where = next((name for name in bad if name is not None), None)
+            report, *_ = [target.skipped(where, _scale_of(amp)) for target in together]
+        else:
+            seen = [target.views(groups, amp) for target in together]
+            may_fail = any(target.tiered_state.nvme is not None for target in together)
+            report = take(
+                [
+                    target.begin(views, hypers, amp, may_fail)
+                    for target, (views, hypers) in zip(together, seen, strict=True)
+                ]
+            )
+        return self.reported(report)
 
     def views(
-        self, groups: Sequence[Group], amp: AmpInputs | None = None
-    ) -> tuple[PlainViews, list[Any]]:
+        self, groups: Sequence[Group], amp: AmpInputs | None
+    ) -> tuple[PlainViews, Sequence[Any]]:
         """Views of a step, and its hyperparameters. Raises ValueError for refused ones."""
-        hypers = [self._rule.hyper(groups[index]) for index in self._groups]
-        by_param = [hypers[group] for group in self._group_of]
-        steps = self._executor.next_steps()
-        views = PlainViews(self._params, self._orders, by_param, steps)
-        if self._rule.measures:
-            scale = 1.0 if amp is None or amp.grad_scale is None else float(amp.grad_scale)
-            views.hyper = self._measuring.told(
-                self._tiered_state,
-                views,
-                views.hyper,
-                [count + 1 for count in step_counts(self._executor)],
-                StepInputs(1.0 / scale),
-            )
-            hypers = [found or one for found, one in zip(views.hyper, by_param, strict=True)]
+        views = PlainViews(self.params, self._orders, self._executor.next_steps())
+        views.hyper, hypers = self._told(
+            self.hypers(groups), views.active, lambda: (views, StepInputs(1.0 / _scale_of(amp)))
+        )
         return views, hypers
 
     def skips(self, amp: AmpInputs) -> bool:
         """Whether the host knows that GradScaler found a gradient that is not finite."""
         return self._executor.skips(amp)
 
-    def skip(self) -> str | None:
-        """Count a skipped step; returns the first parameter whose gradient is not finite."""
-        self.counters.stepped(overflow=True)
-        bad = [
-            f"parameter {name}"
-            for name, param in zip(self._names, self._params, strict=True)
-            if param.grad is not None and not bool(torch.isfinite(param.grad).all())
-        ]
-        return bad[0] if bad else None
+    def nonfinite(self) -> str | None:
+        """The first parameter whose gradient is not finite."""
+        for i, param in enumerate(self.params):
+            if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
+                return f"parameter {i}"
+        return None
 
     def begin(
         self,
         views: PlainViews,
         hypers: Sequence[Any],
         amp: AmpInputs | None,
-        *,
-        may_fail: bool = True,
+        may_fail: bool,
     ) -> Step:
         """Begin a step, for a driver. may_fail: `undo` may follow."""
-        updater = self._executor.begin_amp(hypers, views.active, amp, may_fail=may_fail)
-        return Step(self._tiered_state, updater, views, self._num_steps + 1)
+        taken = views.active
+        updater = self._executor.begin_amp(hypers, taken, amp, may_fail=may_fail)
+        return Step(
+            self._tiered_state, updater, views, self._num_steps + 1, target=self, taken=taken
+        )
 
-    def end(self, views: PlainViews) -> None:
+    def count(self, step: Step) -> None:
         """Count a step that was taken, and write copies back to parameters."""
-        views.write_back()
-        self._measuring.commit(views.active)
-        self._num_steps += 1
-        self._executor.count(views.active)
-
-    def undo(self) -> None:
-        """Undo the executor's part of a failed step; the driver has undone its own."""
-        self._executor.undo()
-
-    def outcome(self) -> Ticket[Outcome]:
-        """Outcome of a step with GradScaler."""
-        return self._executor.outcome()
-
-    @property
-    def skips_in_a_row(self) -> Skips:
-        """Skipped steps, as they come."""
-        return self._skips
-
-    @property
-    def counters(self) -> ControlVector:
-        return self._executor.control_vector
-
-    @property
-    def planes(self) -> Sequence[Plane]:
-        return self._tiered_state.layout.planes
-
-    @property
-    def params(self) -> Sequence[Tensor]:
-        """Parameters in the order of positions, by which runs of state are named."""
-        return self._params
-
-    @property
-    def names(self) -> None:
-        """None: state dicts are keyed by position, as in torch."""
-        return
-
-    @property
-    def untouched(self) -> bool:
-        """False: this state is made only when it is needed."""
-        return False
-
-    def set_groups(self, groups: Sequence[Group]) -> None:
-        raise AssertionError("a group of new parameters has a target of its own")
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Do nothing: gradients are in `p.grad`."""
+        cast("PlainViews", step.views).write_back()
+        super().count(step)
 
     def streams(self, names: Mapping[int, str]) -> Sequence[StateStream]:
-        own = [names[id(param)] for param in self._params]
+        own = [names[id(param)] for param in self.params]
         return [StateStream(self._tiered_state, own)]
 
     @torch.no_grad()
     def blend(self, plane: str, weights: Sequence[float]) -> None:
-        counts = [int(count) for count in self.step_counts]
+        shares = self._shares(weights)
 
         def move(run: StateRun) -> None:
             i = int(run.name)
-            share = weights[self._groups[self._group_of[i]]]
-            if run.plane == plane and counts[i] and share:
-                param, order = self._params[i], self._orders[i]
+            if run.plane == plane and shares[i]:
+                param, order = self.params[i], self._orders[i]
                 flat = order.flat(param.detach())
                 there, values = flat[run.elements], run.values.to(param.device)
-                there.add_(values.sub(there).mul_(share))
+                there.add_(values.sub(there).mul_(shares[i]))
                 if not order.fits(param):  # it was a copy
                     param.copy_(order.shaped(flat))
 
         self._stream.visit(move)
 
-    def clip(self, clip: Clip) -> Tensor | None:
-        return clip_together([self], clip)
+    @torch.no_grad()
+    def clip(self, together: Sequence[PlainTarget], clip: Clip) -> Tensor | None:
+        """Clip the gradients of all targets by one norm, or by value; returns the norm before.
+
+        Gradients of plain modules are changed in place, as in torch.
+        """
+        norm = factor = None
+        if clip.max_norm > 0:
+            sums = [target.power_sum(clip.norm_type) for target in together]
+            parts = torch.stack([s.to(sums[0].device) for s in sums])
+            norm = clip.norm_of(parts.max() if clip.norm_type == math.inf else parts.sum())
+            factor = clip.factor_of(norm)
+        for target in together:
+            target.scale_gradients(factor, clip)
+        return norm
 
     def power_sum(self, norm_type: float) -> Tensor:
         """Sum of |g|^p over the gradients in `p.grad`, or the largest |g|; fp64 0-d."""
         grads = [
             dense_grad(param, order)
-            for param, order in zip(self._params, self._orders, strict=True)
+            for param, order in zip(self.params, self._orders, strict=True)
             if param.grad is not None
         ]
         return self._executor.power_sum(grads, norm_type)
 
     def scale_gradients(self, factor: Tensor | None, clip: Clip) -> None:
         """Multiply gradients in `p.grad` by `factor`, and clamp them to the clip's value."""
-        for param in self._params:
+        for param in self.params:
             if param.grad is not None and factor is not None:
                 param.grad.mul_(factor.to(param.device))
             if param.grad is not None and clip.max_value != math.inf:
@@ -278,7 +235,7 @@ class PlainTarget:
         found: dict[Tensor, dict[str, Tensor]] = {}
 
         def keep(run: StateRun) -> None:
-            param, order = self._params[int(run.name)], self._orders[int(run.name)]
+            param, order = self.params[int(run.name)], self._orders[int(run.name)]
             if run.plane in shown[param]:
                 return
             planes = found.setdefault(param, {})
@@ -293,7 +250,7 @@ class PlainTarget:
         flats: dict[str, tuple[str, Tensor]] = {}  # by plane: the parameter that came last
 
         def given(run: StateRun) -> Tensor | None:
-            values = state.get(self._params[int(run.name)], {}).get(run.plane)
+            values = state.get(self.params[int(run.name)], {}).get(run.plane)
             if values is None:  # also what torch's SGD has for a momentum that did not start yet
                 return None
             if flats.get(run.plane, ("",))[0] != run.name:
@@ -301,94 +258,16 @@ class PlainTarget:
             return flats[run.plane][1][run.elements]
 
         self._stream.fill(given)
-        for i, param in enumerate(self._params):
-            if param in state:
-                self._measuring.load(i, state[param])
-            if "step" in state.get(param, {}):
-                self._executor.counts[i] = float(state[param]["step"])
+        self._load_small({i: state[p] for i, p in enumerate(self.params) if p in state})
 
     def movable(self) -> Sequence[Tensor]:
-        grads = [param.grad for param in self._params if param.grad is not None]
-        return [*(param.data for param in self._params), *grads, *self._tiered_state.movable()]
-
-    @property
-    def stores(self) -> Sequence[BlockStore]:
-        return self._tiered_state.stores
-
-    @property
-    def tiered_state(self) -> TieredState:
-        """State of the target's parameters, to read."""
-        return self._tiered_state
-
-    @property
-    def step_counts(self) -> Tensor:
-        """Number of updates of each parameter: [parameters], on the CPU or their device."""
-        return self._executor.counts
-
-    def close(self, keep_masters: bool = True) -> None:
-        self._tiered_state.close()
+        grads = [param.grad for param in self.params if param.grad is not None]
+        return [*(param.data for param in self.params), *grads, *self._tiered_state.movable()]
 
 
-@torch.no_grad()
-def step_together(
-    targets: Sequence[PlainTarget], groups: Sequence[Group], amp: AmpInputs | None
-) -> StepReport:
-    """Take one step of all targets: it counts on all of them, or on none."""
-    if amp is not None and any(target.skips(amp) for target in targets):
-        return _skipped(targets, amp)
-    seen = [target.views(groups, amp) for target in targets]
-    may_fail = any(target.tiered_state.nvme is not None for target in targets)
-    steps = [
-        target.begin(views, hypers, amp, may_fail=may_fail)
-        for target, (views, hypers) in zip(targets, seen, strict=True)
-    ]
-    # Weights, copies and counts change together: a signal between them would tear the step.
-    with DeferredSignals() as signals:
-        try:
-            report = take(steps, signals)
-        except BaseException:
-            for target in targets:
-                target.undo()
-            raise
-        for target, (views, _) in zip(targets, seen, strict=True):
-            target.end(views)
-    if amp is not None:
-        report = replace(report, outcome=targets[0].outcome())
-        targets[0].skips_in_a_row.add(report)
-    return report
-
-
-def _skipped(targets: Sequence[PlainTarget], amp: AmpInputs) -> StepReport:
-    """Report of a step that is skipped: GradScaler found a gradient that is not finite."""
-    scale = 1.0 if amp.grad_scale is None else float(amp.grad_scale)
-    found = [target.skip() for target in targets]
-    where = next((name for name in found if name is not None), None)
-    report = StepReport(Done(Outcome(True, math.nan, where, scale)))
-    targets[0].skips_in_a_row.add(report)
-    return report
-
-
-def _combined(parts: Tensor, norm_type: float) -> Tensor:
-    return parts.max() if norm_type == math.inf else parts.sum()
-
-
-@torch.no_grad()
-def clip_together(targets: Sequence[PlainTarget], clip: Clip) -> Tensor | None:
-    """Clip the gradients of all targets by one norm, or by value; returns the norm before.
-
-    Gradients of plain modules are changed in place, as in torch.
-    """
-    if clip.max_norm == 0:
-        for target in targets:
-            target.scale_gradients(None, clip)
-        return None
-    sums = [target.power_sum(clip.norm_type) for target in targets]
-    total = _combined(torch.stack([s.to(sums[0].device) for s in sums]), clip.norm_type)
-    norm = clip.norm_of(total)
-    factor = clip.factor_of(norm)
-    for target in targets:
-        target.scale_gradients(factor, clip)
-    return norm
+def _scale_of(amp: AmpInputs | None) -> float:
+    """Scale that gradients carry. Waits for the device."""
+    return 1.0 if amp is None or amp.grad_scale is None else float(amp.grad_scale)
 
 
 def alike(new: Sequence[tuple[Tensor, int]]) -> list[tuple[list[Tensor], list[int]]]:

@@ -104,16 +104,15 @@ class PlainViews:
         self,
         params: Sequence[Tensor],
         orders: Sequence[Order],
-        hyper: Sequence[Any],
         steps: Sequence[int],
     ) -> None:
-        """hyper, steps: by parameter."""
+        """steps: by parameter; as `hyper`, which is to be set before an update."""
         self.active = [i for i, param in enumerate(params) if param.grad is not None]
         self._params = params
         self._orders = orders
         self._flat = {i: orders[i].flat(params[i].detach()) for i in self.active}
         self._grad = {i: dense_grad(params[i], orders[i]) for i in self.active}
-        self.hyper = [one if i in self._grad else None for i, one in enumerate(hyper)]
+        self.hyper: Sequence[Any] = ()
         self._step = {i: steps[i] for i in self.active}
 
     def write_back(self) -> None:

@@ -24,7 +24,7 @@ def matrix_updates(
     orders: Sequence[Order],
     columns: Columns,
     blocks: Sequence[Block],
-    group_of: Sequence[int],
+    group_of: Sequence[int | None],
     on_disk: Callable[[], Sequence[Block]],
 ) -> tuple[MatrixUpdates, int]:
     """Maker of updaters, and the number of blocks that wait at once at most.

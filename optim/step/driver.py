@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from gemini.optim.matrices.updater import MatrixUpdater
     from gemini.optim.state.nvme_state import NvmeState
 
+    from .target import Target
+
 
 class Step:
     """One step of one target's state. `number` counts from 1.
@@ -35,6 +37,8 @@ class Step:
 
     in_order: the next step begins with the first block; else with the last of this one, which is
     still in memory.
+
+    target: of the state; it counts the step. taken: parameters that the step updates.
     """
 
     def __init__(
@@ -46,6 +50,8 @@ class Step:
         files: tuple[BlockStore, int] | None = None,
         *,
         in_order: bool = False,
+        target: Target,
+        taken: Sequence[int],
     ) -> None:
         self._tiered_state = tiered_state
         self._nvme = tiered_state.nvme
@@ -58,6 +64,11 @@ class Step:
         self._matrices = cast("MatrixUpdater", updater) if updater.keeps_blocks else None
         # Ranks exchange buckets of matrices in one order, so their blocks come in it, too.
         self._in_order = in_order or self._matrices is not None
+        self.target, self.taken = target, taken
+
+    @property
+    def views(self) -> BlockViews:
+        return self._views
 
     @property
     def updater(self) -> Updater | MatrixUpdater:
@@ -199,15 +210,50 @@ def alone(error: BaseException | None) -> None:
 
 @torch.no_grad()
 def take(
-    steps: Sequence[Step],
-    signals: DeferredSignals,
-    agree: Callable[[BaseException | None], None] = alone,
+    steps: Sequence[Step], agree: Callable[[BaseException | None], None] = alone
 ) -> StepReport:
     """Take the step of all targets: it counts on all of them, or on none.
 
     agree: called with this rank's error or None; raises where any rank has an error.
     """
     before = [step.moved() for step in steps]
+    try:
+        # Weights, copies and counts change together: a signal between them would tear the step.
+        with DeferredSignals() as signals:
+            try:
+                for step in steps:
+                    step.target.before_step()
+                _carry_out(steps, signals, agree)
+            except BaseException:
+                for step in steps:
+                    step.target.undo()
+                raise
+            for step in steps:
+                step.target.count(step)
+    finally:
+        for step in steps:
+            step.target.after_step()
+    after = [step.moved() for step in steps]
+    return StepReport(
+        steps[0].target.outcome(),
+        traffic=sum(
+            (
+                b[0] - a[0] + step.target.gathered_since()
+                for step, a, b in zip(steps, before, after, strict=True)
+            ),
+            Traffic(),
+        ),
+        stalled_seconds=sum(b[1] - a[1] for a, b in zip(before, after, strict=True)),
+        nvme_written_total=sum(step.written_total for step in steps),
+        update_path=steps[0].updater.name,
+    )
+
+
+def _carry_out(
+    steps: Sequence[Step],
+    signals: DeferredSignals,
+    agree: Callable[[BaseException | None], None],
+) -> None:
     error: BaseException | None = None
     # One after the other: targets on one disk share its speed, and the second need not begin where
     # the first has failed.
@@ -230,10 +276,3 @@ def take(
         raise
     for step in steps:
         step.confirm()
-    after = [step.moved() for step in steps]
-    return StepReport(
-        traffic=sum((b[0] - a[0] for a, b in zip(before, after, strict=True)), Traffic()),
-        stalled_seconds=sum(b[1] - a[1] for a, b in zip(before, after, strict=True)),
-        nvme_written_total=sum(step.written_total for step in steps),
-        update_path=steps[0].updater.name,
-    )

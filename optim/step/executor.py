@@ -133,7 +133,7 @@ class HostStep:
     control_vector: ControlVector
     counts: Tensor
     _rounding_seed: int | None
-    _used_scale = 1.0  # of the step that was begun last
+    _outcome = Outcome()  # of the step that was begun last
 
     def updater_of(
         self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
@@ -147,8 +147,9 @@ class HostStep:
     def begin(
         self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
     ) -> AnyUpdater:
-        self._used_scale = self.control_vector.read().scale
-        inputs = StepInputs.clipping(clip, power_sum, self._used_scale, self._rounding_seed)
+        scale = self.control_vector.read().scale
+        self._outcome = Outcome(grad_norm=clip.norm(power_sum) / scale, loss_scale=scale)
+        inputs = StepInputs.clipping(clip, power_sum, scale, self._rounding_seed)
         return self.updater_of(inputs, hypers, active)
 
     def skips(self, amp: AmpInputs) -> bool:
@@ -163,20 +164,16 @@ class HostStep:
         may_fail: bool,
     ) -> AnyUpdater:
         given = None if amp is None else amp.grad_scale
-        self._used_scale = 1.0 if given is None else float(given)
-        inputs = StepInputs(1.0 / self._used_scale, rounding_seed=self._rounding_seed)
+        scale = 1.0 if given is None else float(given)
+        self._outcome = Outcome(loss_scale=scale)
+        inputs = StepInputs(1.0 / scale, rounding_seed=self._rounding_seed)
         return self.updater_of(inputs, hypers, active)
 
     def outcome(self) -> Done[Outcome]:
-        return Done(Outcome(loss_scale=self._used_scale))
+        return Done(self._outcome)
 
     def count(self, active: Sequence[int]) -> None:
         self.counts[list(active)] += 1
 
     def undo(self) -> None:
         """Do nothing: the step was not counted yet."""
-
-
-def step_counts(executor: Executor) -> list[int]:
-    """Counts of updates of every counter; may wait for the device."""
-    return [int(count) for count in executor.counts.tolist()]

@@ -25,7 +25,7 @@ from gemini.optim.state.pieces import Updater
 from gemini.optim.target import AmpInputs
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.optim.update.staging import DeviceStaging
-from gemini.tickets import Ticket
+from gemini.tickets import Done, Ticket
 
 from .executor import HostStep
 from .gradients import Bits, GradientRun, Measured, bits_of, checksum
@@ -84,6 +84,7 @@ class TritonStep:
         self._runs = {run.id: run for run in runs}
         self._made_tiles: GradTiles | None = None
         self._before: tuple[Tensor, Tensor] | None = None  # counts and control, for `undo`
+        self._known: Outcome | None = None  # of the step begun last; None: the device knows
 
     @property
     def updater(self) -> TritonUpdater:
@@ -198,12 +199,16 @@ class TritonStep:
     ) -> AnyUpdater:
         self._remember()
         scale = self.control_vector.read().scale
-        self._updater.set_limits(clip.with_max_norm(clip.norm(power_sum) / scale))
+        norm = clip.norm(power_sum) / scale
+        self._updater.set_limits(clip.with_max_norm(norm))
         self._updater.set_measure(power_sum)
-        return self.begin_unread(hypers, active)
+        updater = self.begin_unread(hypers, active)
+        self._known = Outcome(grad_norm=norm, loss_scale=scale)
+        return updater
 
     def begin_unread(self, hypers: Sequence[Any], active: Sequence[int]) -> Updater:
         """Begin with the measures of `submit_measure`: the device decides on clip and skip."""
+        self._known = None
         self._updater.set_present(active)
         self._updater.begin(hypers, with_norm=True)
         return self._updater
@@ -221,6 +226,7 @@ class TritonStep:
     ) -> AnyUpdater:
         if may_fail:
             self._remember()
+        self._known = Outcome() if amp is None else None
         self._updater.set_present(active)
         if amp is None:
             self.control_vector.scale.fill_(1.0)
@@ -231,6 +237,8 @@ class TritonStep:
 
     def outcome(self) -> Ticket[Outcome]:
         """Outcome of the step begun last; waits only when a field is read."""
+        if self._known is not None:
+            return Done(self._known)
         from gemini.optim.update.triton_update import DeviceOutcome
 
         return DeviceOutcome(self._updater, self._names)

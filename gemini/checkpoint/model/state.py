@@ -32,7 +32,7 @@ from gemini.runtime.inspect.weights import (
     tell_rounded_once,
     weights_without_master,
 )
-from gemini.runtime.pipeline.joint_target import JointTarget
+from gemini.runtime.step.target import ShardTarget
 from gemini.saved_names import peeled
 from gemini.units import BLOCK_NUMEL
 
@@ -477,10 +477,9 @@ def _merged(found: Sequence[Mapping[str, T]]) -> dict[str, T]:
 
 def _check_parts(parts: Sequence[GeminiDDP], optimizer: TieredOptimizer) -> None:
     stepped = {
-        id(owner)
+        id(target.parts)
         for target in optimizer.targets
-        if isinstance(target, JointTarget)
-        for owner in target.owners
+        if isinstance(target, ShardTarget) and target.joint is not None
     }
     if stepped != {id(part.engine) for part in parts}:
         raise CheckpointError(

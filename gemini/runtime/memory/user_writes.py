@@ -39,7 +39,7 @@ class UserWrites:
         """Note a possible write that the parameter's version does not show."""
         self._written.add(param)
 
-    def stepped(self, params: Sequence[ParamId]) -> None:
+    def stepped(self, params: Sequence[int]) -> None:
         """Raise the versions of parameters that a step changed.
 
         So autograd refuses a graph that was recorded before, as with torch's optimizers.

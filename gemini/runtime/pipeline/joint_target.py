@@ -1,23 +1,20 @@
-"""JointTarget: one step of all parts of a pipeline, on all ranks, or of none."""
+"""JointStep: one step of all parts of a pipeline, on all ranks, or of none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
-from gemini.nvme import BlockStore
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.report import StepReport
-from gemini.optim.rules.state_layout import Plane
-from gemini.optim.state.state_stream import StateStream
-from gemini.optim.target import OWNER_ATTRIBUTE, AmpInputs, Counters, Group, ParameterOwner
+from gemini.optim.step.driver import take
+from gemini.optim.target import AmpInputs, Group
 from gemini.runtime.parts import PendingClip
-from gemini.runtime.step.agreement import carry_out, heard
+from gemini.runtime.step.agreement import heard
 from gemini.runtime.step.target import ShardTarget
 
 from .seats import Agreed, Seats
@@ -27,39 +24,14 @@ if TYPE_CHECKING:
     from .together import PipelineOwner
 
 
-class JointCounters:
-    """The one loss scale of all parts: one vote decides for all of them, so they have equal
-    counters."""
+class JointStep:
+    """Steps and clips of this process's parts of a pipeline, collective over all stages.
 
-    def __init__(self, members: Sequence[Counters]) -> None:
-        self._members = members
-
-    @property
-    def skipped_steps(self) -> int:
-        return self._members[0].skipped_steps
-
-    def state_dict(self) -> dict[str, float | int]:
-        return self._members[0].state_dict()
-
-    def load_state_dict(self, counters: Mapping[str, Any]) -> None:
-        for member in self._members:
-            member.load_state_dict(counters)
-
-
-class JointTarget:
-    """Target of an optimizer over this process's parts of a pipeline. See `optim.target.Target`.
-
-    Steps and clips are collective over all stages; every part has its own state.
+    Every part has a target and a state of its own.
     """
 
-    def __init__(
-        self,
-        members: Sequence[ShardTarget],
-        owners: Sequence[ParameterOwner],
-        together: PipelineOwner,
-    ) -> None:
-        """Join the targets of the parts. owners: of each member's parameters, in their order."""
-        self.members, self.owners = list(members), list(owners)
+    def __init__(self, members: Sequence[ShardTarget], together: PipelineOwner) -> None:
+        self.members = list(members)
         self._together = together
         self._known_seats: Seats | None = None
         self._clipped: Agreed | None = None  # what a clip has measured for the coming step
@@ -68,7 +40,7 @@ class JointTarget:
 
     # -- the step --
 
-    def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
+    def step(self, groups: Sequence[Group], amp: AmpInputs | None) -> StepReport:
         for member in self.members:
             member.check_step(amp)
         hypers = [member.hypers(groups) for member in self.members]
@@ -88,7 +60,7 @@ class JointTarget:
             member.agree_on_trace()
         _check_any(agreed)
         if agreed.nonfinite is not None:
-            skipped = [member.skipped(agreed.nonfinite) for member in self.members]
+            skipped = [member.skipped(agreed.nonfinite, member.scale) for member in self.members]
             return skipped[0]
         steps = [
             member.agreed_step(hyper, pending.clip, agreement)
@@ -96,7 +68,7 @@ class JointTarget:
                 self.members, hypers, clips, agreed.parts, strict=True
             )
         ]
-        return carry_out(steps, partial(self._together.raise_what_any_raised, self.seats))
+        return take(steps, partial(self._together.raise_what_any_raised, self.seats))
 
     def clip(self, clip: Clip) -> Tensor | None:
         """Clip the gradients of the coming step; the norm is over all stages.
@@ -169,71 +141,6 @@ class JointTarget:
         if self._known_seats is None:
             self._known_seats = self._together.seated([member.parts for member in self.members])
         return self._known_seats
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for member in self.members:
-            member.zero_grad(set_to_none)
-
-    # -- state: that of each part --
-
-    def set_groups(self, groups: Sequence[Group]) -> None:
-        for member, owner in zip(self.members, self.owners, strict=True):
-            member.set_groups(share(groups, owner))
-
-    @property
-    def untouched(self) -> bool:
-        return all(member.untouched for member in self.members)
-
-    @property
-    def planes(self) -> Sequence[Plane]:
-        return tuple(dict.fromkeys(chain(*(member.planes for member in self.members))))
-
-    @property
-    def names(self) -> Mapping[int, str]:
-        return {i: name for member in self.members for i, name in member.names.items()}
-
-    @property
-    def counters(self) -> JointCounters:
-        return JointCounters([member.counters for member in self.members])
-
-    def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        return {p: state for m in self.members for p, state in m.shown_state().items()}
-
-    def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
-        return {p: state for m in self.members for p, state in m.offloaded_state(cut).items()}
-
-    def streams(self, names: Mapping[int, str]) -> Sequence[StateStream]:
-        return [stream for member in self.members for stream in member.streams(names)]
-
-    def blend(self, plane: str, weights: Sequence[float]) -> None:
-        for member in self.members:
-            member.blend(plane, weights)
-
-    def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        for member in self.members:
-            member.load_state(state)
-
-    def movable(self) -> Sequence[Tensor]:
-        return [tensor for member in self.members for tensor in member.movable()]
-
-    @property
-    def stores(self) -> Sequence[BlockStore]:
-        return [store for member in self.members for store in member.stores]
-
-    def close(self, keep_masters: bool = True) -> None:
-        for member in self.members:
-            member.close(keep_masters)
-
-
-def share(groups: Sequence[Group], owner: ParameterOwner) -> list[Group]:
-    """Param groups with the parameters of one owner alone."""
-    return [
-        {
-            **group,
-            "params": [p for p in group["params"] if getattr(p, OWNER_ATTRIBUTE).owner is owner],
-        }
-        for group in groups
-    ]
 
 
 def _check_any(agreed: Agreed) -> None:

@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.target import OWNER_ATTRIBUTE, Group, ParameterOwner, new_lock
+from gemini.optim.target import OWNER_ATTRIBUTE, Group, new_lock
 from gemini.runtime.comm.ballot import Ballot
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.machine import ranks_here
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.target import ShardTarget
 
-from .joint_target import JointTarget, share
+from .joint_target import JointStep
 from .seats import Agreed, Part, Seats
 from .ties import Ties
 
@@ -46,19 +46,15 @@ class PipelineOwner:
         self.ties = Ties(self.pipeline, self.place)
         self.lock = new_lock()  # of all parts
 
-    def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> JointTarget:
+    def attach(
+        self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig
+    ) -> list[ShardTarget]:
         """Make the state of each part's parameters; see `optim.target`."""
-        owners: dict[int, ParameterOwner] = {}
-        for group in groups:
-            for param in group["params"]:
-                owner = getattr(param, OWNER_ATTRIBUTE).owner
-                owners[id(owner)] = owner
-        members = []
-        for owner in owners.values():
-            member = owner.attach(share(groups, owner), rule, config)
-            assert isinstance(member, ShardTarget)
-            members.append(member)
-        return JointTarget(members, [*owners.values()], self)
+        params = [param for group in groups for param in group["params"]]
+        owners = dict.fromkeys(getattr(param, OWNER_ATTRIBUTE).owner for param in params)
+        members = [target for owner in owners for target in owner.attach(groups, rule, config)]
+        JointStep(members, self)
+        return members
 
     def refuse_beside_pass(self, changes: str) -> None:
         """Refuse nothing: a part refuses by itself what would change it."""

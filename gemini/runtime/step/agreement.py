@@ -1,43 +1,14 @@
-"""Agreement of all ranks on a step, and its execution by all targets or by none."""
+"""Agreement of all ranks on a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 
 import torch
 
-from gemini.optim.rules.report import Outcome, StepReport, Traffic
-from gemini.optim.state.deferred_signals import DeferredSignals
-from gemini.optim.step.driver import Step, take
-from gemini.optim.step.executor import Executor
 from gemini.runtime.comm.ballot import Agreement, Ballot
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.parts import Parts
-from gemini.tickets import Done
-from gemini.units import ParamId
-
-from .views import ShardViews
-from .weights import after_step
-
-
-@dataclass(frozen=True, slots=True)
-class AgreedStep:
-    """Step of one target that all ranks have agreed on.
-
-    count: called when the step is taken, with the parameters it has updated.
-    gathered_since: bytes of parameters and gradients since the last step, of forward and backward.
-    taken: the parameters it updates.
-    """
-
-    parts: Parts
-    executor: Executor
-    count: Callable[[Sequence[ParamId]], None]
-    gathered_since: Callable[[], Traffic]
-    step: Step
-    views: ShardViews
-    taken: Sequence[ParamId]
-    outcome: Outcome
 
 
 def exchange(parts: Parts, ballot: Ballot, norm_type: float = 2.0) -> Agreement:
@@ -108,36 +79,3 @@ def _told_by_others(said: Sequence[str | None], error: BaseException | None) -> 
     if error is not None:
         raise error
     return {rank: f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None}
-
-
-def carry_out(
-    steps: Sequence[AgreedStep],
-    agree: Callable[[BaseException | None], None],
-) -> StepReport:
-    """Carry out the steps of all these targets, or none of them; see `optim.step.driver.take`."""
-    for step in steps:
-        step.parts.manager.release_for_step()
-    try:
-        # Counts of steps and weights change together: a signal between them would tear the two.
-        with DeferredSignals() as signals:
-            for step in steps:
-                step.parts.ledger.note()
-            try:
-                report = take([step.step for step in steps], signals, agree)
-            except BaseException:
-                for step in steps:
-                    step.executor.undo()
-                raise
-            for step in steps:
-                step.count(step.taken)
-    finally:
-        for step in steps:
-            after_step(step.parts)
-    for step in steps:
-        if step.executor.counts_on_host:  # else the prologue did
-            step.parts.control_vector.stepped(overflow=False)
-    return replace(
-        report,
-        outcome=Done(steps[0].outcome),
-        traffic=sum((step.gathered_since() for step in steps), report.traffic),
-    )

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from gemini.chunk.storage import Chunk
 from gemini.optim.rules.report import TailResult
@@ -30,7 +30,7 @@ from gemini.ranges import named
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.parts import Parts, has_pass_elsewhere, update_of
 from gemini.tickets import Ticket
-from gemini.units import BlockId, ChunkId, ParamId
+from gemini.units import BlockId, ChunkId
 
 from .agreement import raise_failures, raise_what_tore
 from .views import ShardViews
@@ -45,7 +45,6 @@ class _UnderWay:
     tail: Tail
     step: Step
     state: TieredState
-    taken: Sequence[ParamId]
     forget: Callable[[], None]  # what was counted when `step()` returned
 
 
@@ -67,22 +66,20 @@ class StepTail:
     def begin(
         self,
         step: Step,
-        views: ShardViews,
         tiered_state: TieredState,
         chunks: Sequence[Chunk],
-        taken: Sequence[ParamId],
         signals: TailSignals,
         forget: Callable[[], None],
     ) -> Ticket[TailResult]:
         """Go on in a thread with a step that was submitted.
 
-        views: of the step; they keep the gradients that it reads. chunks: by shard of the state
-        space. taken: parameters that the step updates. forget: takes counts of the step back.
+        The views of the step keep the gradients that it reads. chunks: by shard of the state space.
+        forget: takes counts of the step back.
         """
         from gemini.optim.step.tail import Tail
         from gemini.runtime.comm.leaving import ask_at_the_end
 
-        parts = self._parts
+        parts, views = self._parts, cast("ShardViews", step.views)
         gates = _Gates(tiered_state, chunks, views)
         views.watch = gates.updated
         parts.storage.step_goes_on()
@@ -92,7 +89,7 @@ class StepTail:
             in_memory = Vote(parts.tail_communicator, raise_what_tore)
         tail = Tail(step, vote, gates, signals, in_memory, parts.backend.here())
 
-        self._under_way = _UnderWay(tail, step, tiered_state, taken, forget)
+        self._under_way = _UnderWay(tail, step, tiered_state, forget)
         self._signals = signals
         # A program may end with this step; then its exit asks whether the step failed.
         ask_at_the_end(id(self), partial(_failure_of, tail.behind))
@@ -174,7 +171,7 @@ class StepTail:
         try:
             under_way.tail.undo()
         finally:
-            parts.user_writes.stepped(under_way.taken)
+            parts.user_writes.stepped(under_way.step.taken)
             after_step(parts)
 
 

@@ -12,7 +12,6 @@ Up to 5 nothing that counts has changed, so an error leaves weights and state at
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -23,29 +22,28 @@ from torch import Tensor
 from gemini.chunk.storage import Chunk
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig
-from gemini.optim.rules.control_vector import ControlVector
-from gemini.optim.rules.report import Outcome, Skips, StepReport, Traffic
+from gemini.optim.rules.report import Skips, StepReport, Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.deferred_signals import TailSignals
-from gemini.optim.step.driver import Step, alone
+from gemini.optim.step.driver import Step, alone, take
 from gemini.optim.step.executor import Executor
-from gemini.optim.target import AmpInputs, Group, Target
+from gemini.optim.target import AmpInputs, Group
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.runtime.comm.ballot import Agreement
 from gemini.runtime.parts import Parts
-from gemini.tickets import Done, Ticket
 from gemini.units import ParamId
 
-from .agreement import AgreedStep, carry_out, raise_what_any_rank_raised
+from .agreement import raise_what_any_rank_raised
 from .executors import reserve_staging
 from .gradients import StepGradients, check_any
-from .state.saved_state import SavedShards, param_groups_of
-from .state.shard_state import StepCalls
+from .state.saved_state import SavedShards
+from .state.shard_state import StepCalls, param_groups_of
 from .views import ShardViews
 from .weights import after_step, write_back_changes
 
 if TYPE_CHECKING:
     from gemini.optim.step.executor import AnyUpdater
+    from gemini.optim.step.measuring import Cover
     from gemini.optim.step.triton_step import TritonStep
 
 
@@ -74,7 +72,7 @@ class ShardTarget(SavedShards):
         settings = parts.precision_settings  # ranks skip together, and one of them tells
         most, least = settings.most_skipped
         self._skips = Skips(most, least, tells=parts.comm.rank == 0)
-        self.joint: Target | None = None  # with which it steps, where several modules do
+        self.joint: Any = None  # what steps it with other modules; None: it steps alone
         self.device_may_decide = True  # False: hosts read and agree in every step
 
     @property
@@ -97,7 +95,12 @@ class ShardTarget(SavedShards):
 
     # -- the step --
 
-    def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
+    def step(
+        self, together: Sequence[ShardTarget], groups: Sequence[Group], amp: AmpInputs | None
+    ) -> StepReport:
+        if self.joint is not None:
+            joint: StepReport = self.joint.step(groups, amp)
+            return joint
         self.check_step(amp)
         hypers, chunks = self.hypers(groups), self.gradients.reduced()
         device, pending = self._deciding_device, self._parts.pending_clip
@@ -127,15 +130,6 @@ class ShardTarget(SavedShards):
                 f"two steps; load a checkpoint. It ended with {type(torn).__name__}: {torn}"
             ) from torn
 
-    def hypers(self, groups: Sequence[Group]) -> list[Any]:
-        """Hyperparameters of each group, as the rule takes them."""
-        return [self._rule.hyper(group) for group in groups]
-
-    def reported(self, report: StepReport) -> StepReport:
-        """Note a report. Raises NonFiniteGradientError for one skipped step too many."""
-        self._skips.add(report)
-        return report
-
     def _step_agreed(self, chunks: Sequence[Chunk], hypers: Sequence[Any]) -> StepReport:
         """Take a step whose agreement the host reads before anything is changed."""
         pending = self.gradients.pending_clip
@@ -144,28 +138,21 @@ class ShardTarget(SavedShards):
         check_any(agreement.present)
         if agreement.nonfinite is not None:
             param, rank = agreement.nonfinite
-            return self.skipped(f"{self._names[param]} on rank {rank}")
+            return self.skipped(f"{self._names[param]} on rank {rank}", self.scale)
         step = self.agreed_step(hypers, pending.clip, agreement)
         agree = partial(raise_what_any_rank_raised, self._parts, uses_disk=self._uses_disk)
-        if not step.views.goes_on:  # asked once: see `_views`
-            return carry_out([step], agree)
-        return self._begin_tail(step.step, step.views, step.taken, Done(step.outcome), agree)
+        if cast("ShardViews", step.views).goes_on:  # asked once: see `_views`
+            return self._begin_tail(step, agree)
+        return take([step], agree)
 
     def _begin_tail(
-        self,
-        step: Step,
-        views: ShardViews,
-        taken: Sequence[ParamId],
-        outcome: Ticket[Outcome],
-        agree: Callable[[BaseException | None], None],
+        self, step: Step, agree: Callable[[BaseException | None], None] = alone
     ) -> StepReport:
         """Carry a step out after this call, which returns when no budget and no rank is against it.
 
         The host's counts are raised now, and taken back where the tail fails.
         """
-        parts = self._parts
-        parts.manager.release_for_step()
-        parts.ledger.note()
+        self.before_step()
         # Until the tail has ended a signal would leave the step half done, so it waits.
         signals = TailSignals()
         signals.hold()
@@ -182,14 +169,10 @@ class ShardTarget(SavedShards):
             signals.release()
             signals.put_back()
             raise
-        forget = self._counted()
-        self.count(taken)
-        if self._executor.counts_on_host:  # else the prologue did
-            parts.control_vector.stepped(overflow=False)
-        behind = self._tail.begin(
-            step, views, self._tiered_state, self._chunks, taken, signals, forget
-        )
-        after_step(parts)
+        outcome, forget = self.outcome(), self._counted()
+        self.count(step)
+        behind = self._tail.begin(step, self._tiered_state, self._chunks, signals, forget)
+        self.after_step()
         return StepReport(
             outcome,
             self.gathered_since(),
@@ -216,46 +199,26 @@ class ShardTarget(SavedShards):
         """Plan with what all ranks measured. Collective, after the vote."""
         self._calls.agree_on_trace()
 
-    def skipped(self, where: str) -> StepReport:
-        """Report of a step that changes nothing: the gradient of `where` is not finite."""
-        control_vector = self._parts.control_vector
-        scale = control_vector.read().scale
-        control_vector.stepped(overflow=True)
-        return StepReport(Done(Outcome(True, math.nan, where, scale)))
+    @property
+    def scale(self) -> float:
+        """Loss scale of the gradients. Waits for the device."""
+        return self._parts.control_vector.read().scale
 
-    def agreed_step(self, hypers: Sequence[Any], clip: Clip, agreement: Agreement) -> AgreedStep:
+    def agreed_step(self, hypers: Sequence[Any], clip: Clip, agreement: Agreement) -> Step:
         """Begin the step that all ranks agreed on; nothing that counts has changed."""
-        scale = self._parts.control_vector.read().scale
         if self.kept_steps is not None:
             self.kept_steps.begin_step(self._small_state)
-        taken = self._taken(agreement.present)
-        by_param = self._hyper_by_param(hypers, taken)
-        if self._rule.measures:
+        power_sum, taken = agreement.power_sum, self._taken(agreement.present)
+
+        def show() -> tuple[Cover, StepInputs]:
             from .state.shard_cover import ShardCover
 
-            by_param = self._measuring.told(
-                self._tiered_state,
-                ShardCover(self._parts, self._chunks, clip.norm(agreement.power_sum)),
-                by_param,
-                [count + 1 for count in self.step_counts],
-                StepInputs.clipping(clip, agreement.power_sum, scale),
-            )
-            least = next(one for one in by_param if one is not None)
-            hypers = [one or least for one in by_param]  # a row for every parameter
-        updater = self._executor.begin(hypers, taken, agreement.power_sum, clip)
-        outcome = Outcome(grad_norm=clip.norm(agreement.power_sum) / scale, loss_scale=scale)
-        views = self._views(by_param)
-        step = self._new_step(updater, views)
-        return AgreedStep(
-            self._parts,
-            self._executor,
-            self.count,
-            self.gathered_since,
-            step,
-            views,
-            taken,
-            outcome,
-        )
+            cover = ShardCover(self._parts, self._chunks, clip.norm(power_sum))
+            return cover, StepInputs.clipping(clip, power_sum, self.scale)
+
+        by_param, hypers = self._told(hypers, taken, show)
+        updater = self._executor.begin(hypers, taken, power_sum, clip)
+        return self._new_step(updater, self._views(by_param), taken)
 
     def _taken(self, present: Sequence[bool]) -> list[ParamId]:
         """Parameters that this step updates: present and in a group."""
@@ -288,27 +251,17 @@ class ShardTarget(SavedShards):
         self._calls.agree_on_trace()
         parts.manager.release_for_step()
         taken = self._taken(present)
-        updater, views = (
-            executor.begin_unread(hypers, taken),
-            self._views(self._hyper_by_param(hypers, taken)),
-        )
-        step = self._new_step(updater, views)
+        updater = executor.begin_unread(hypers, taken)
+        views = self._views(self._by_param(hypers, taken))
+        step = self._new_step(updater, views, taken)
         if views.goes_on:
-            return self._begin_tail(step, views, taken, executor.outcome(), alone)
+            return self._begin_tail(step)
         before, _ = step.moved()
         step.confirm()
-        self.count(taken)
-        after_step(parts)
+        self.count(step)
+        self.after_step()
         traffic = step.moved()[0] - before + self.gathered_since()
         return StepReport(executor.outcome(), traffic, update_path=updater.name)
-
-    def _hyper_by_param(self, hypers: Sequence[Any], taken: Sequence[ParamId]) -> Sequence[Any]:
-        """Hyperparameters by parameter; None for one that the step leaves alone."""
-        hyper: list[Any] = [None] * len(self._group_of)
-        for param in taken:
-            group = self._group_of[param]
-            hyper[param] = None if group is None else hypers[group]
-        return hyper
 
     def _views(self, by_param: Sequence[Any]) -> ShardViews:
         """Views of a step. Whether it goes on behind `step()` is asked once, here, as the plan's
@@ -328,32 +281,41 @@ class ShardTarget(SavedShards):
             num_waiting=0 if nvme is None else nvme.num_waiting,
         )
 
-    def clip(self, clip: Clip) -> Tensor | None:
+    def clip(self, together: Sequence[ShardTarget], clip: Clip) -> Tensor | None:
         """Clip the coming step's gradients; returns the norm before, fp64 0-d, if one is asked."""
-        return self.gradients.clip(clip, self._deciding_device)
+        if self.joint is None:
+            return self.gradients.clip(clip, self._deciding_device)
+        norm: Tensor | None = self.joint.clip(clip)
+        return norm
 
     def gathered_since(self) -> Traffic:
         """Bytes of parameters and gradients moved since the last step, also in its passes."""
         before, self._moved = self._moved, self._parts.storage.traffic()
         return self._moved - before
 
-    def _new_step(self, updater: AnyUpdater, views: ShardViews) -> Step:
+    def _new_step(self, updater: AnyUpdater, views: ShardViews, taken: Sequence[ParamId]) -> Step:
         params = self._parts.storage.params
         files = None if params is None else (params.store, params.written_bytes_per_step)
         # In order, the first blocks are read ahead; their gradients are the last to be final.
         return Step(
             self._tiered_state, updater, views, self._num_steps + 1, files,
-            in_order=self._tail.applies,
+            in_order=self._tail.applies, target=self, taken=taken,
         )  # fmt: skip
 
-    def count(self, taken: Sequence[ParamId]) -> None:
-        """Count a step that was taken and has updated these parameters."""
-        self._num_steps += 1
+    def before_step(self) -> None:
+        self._parts.manager.release_for_step()
+        self._parts.ledger.note()
+
+    def count(self, step: Step) -> None:
+        super().count(step)
         if self.kept_steps is not None:
             self.kept_steps.end_step()
-        self._executor.count(taken)
-        self._measuring.commit(taken)
-        self._parts.user_writes.stepped(taken)
+        self._parts.user_writes.stepped(step.taken)
+        if self._executor.counts_on_host:  # else the prologue did
+            self._parts.control_vector.stepped(overflow=False)
+
+    def after_step(self) -> None:
+        after_step(self._parts)
 
     # -- the rest of a target --
 
@@ -374,6 +336,7 @@ class ShardTarget(SavedShards):
 
     def set_groups(self, groups: Sequence[Group]) -> None:
         """Take over groups after some were added: their parameters are updated from now on."""
+        self._groups = range(len(groups))
         self._group_of = param_groups_of(self._parts, groups)
         self._executor.set_groups(self._executor_groups)
 
@@ -381,10 +344,6 @@ class ShardTarget(SavedShards):
         """Reserve staging for the plan's new homes, and count the traffic of files anew."""
         reserve_staging(self._executor, self._parts.plan)
         self._moved = self._parts.storage.traffic()
-
-    @property
-    def counters(self) -> ControlVector:
-        return self._parts.control_vector
 
     def close(self, keep_masters: bool = True) -> None:
         if self._closed:

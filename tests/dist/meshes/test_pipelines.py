@@ -417,7 +417,7 @@ def refusals(rank):
     refused("both", lambda: GeminiDDP(Whole(), mesh=mesh, process_group=group))
     assert [stage.stage_index for stage in stages] == [pp, pp + 2]
     optimizer = HybridAdam(part.parameters(), lr=1e-2)
-    refused("half of the stages", lambda: optimizer.targets[0].seats)
+    refused("half of the stages", lambda: optimizer.targets[0].joint.seats)
     optimizer.close()
 
     tied = Whole()
@@ -427,7 +427,7 @@ def refusals(rank):
     part = GeminiDDP(torch.nn.ModuleDict(layers), mesh=mesh, **options)
     GeminiStage(part, pp, 2, device)
     optimizer = HybridAdam(part.parameters(), lr=1e-2)
-    refused("tied", lambda: optimizer.targets[0].seats)
+    refused("tied", lambda: optimizer.targets[0].joint.seats)
     return texts
 
 

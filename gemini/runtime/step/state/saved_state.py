@@ -12,29 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gemini.optim.rules.config import StateConfig
-from gemini.optim.rules.rule import UpdateRule, Works
-from gemini.optim.rules.state_layout import MASTER, Plane
+from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.optim.state.state_stream import BlockFiller, StateStream, inside
-from gemini.optim.step.executor import step_counts
-from gemini.optim.step.measuring import Measuring
-from gemini.optim.target import Group
-from gemini.runtime.parts import Parts
-from gemini.runtime.step.executors import make_shard_executor, run_of
 from gemini.runtime.step.weights import after_step, write_back_changes
 from gemini.units import ChunkId
 
 from .shard_blocks import Shards
-from .shard_state import ShardState, StepCalls
+from .shard_state import ShardState
 
 if TYPE_CHECKING:
-    from gemini.optim.matrices.plan import Bucket
     from gemini.optim.state.disk.state_version import StateVersion
-
-    from .kept_steps import KeptSteps
-    from .matrices import MatrixBuckets
 
 
 log = logging.getLogger("gemini")
@@ -46,95 +35,6 @@ class SavedShards(ShardState):
     Counts are the executor's, of all parameters on every rank; planes are those of this rank's
     shards.
     """
-
-    def __init__(
-        self,
-        parts: Parts,
-        calls: StepCalls,
-        groups: Sequence[Group],
-        rule: UpdateRule,
-        config: StateConfig,
-    ) -> None:
-        self._group_of = param_groups_of(parts, groups)  # first: it refuses what is not ours
-        self._rule = rule
-        if rule.measures:
-            from .shard_cover import check_not_split
-
-            check_not_split(parts)
-        shapes = [spec.shape for spec in parts.layout.params]
-        self._measuring = Measuring(rule, shapes)
-        columns = rule.columns(shapes, self._group_of, groups)
-        super().__init__(parts, calls, rule.layout, config, columns)
-        matrices = None
-        if rule.works is Works.ON_MATRICES:
-            from .matrices import matrix_updates
-
-            matrices = matrix_updates(parts, rule, self._group_of, columns, self._buckets)
-        self._executor = make_shard_executor(
-            parts,
-            rule,
-            self._tiered_state.layout,
-            self._executor_groups,
-            [run_of(parts.layout, chunk) for chunk in self._chunks],
-            config.cpu_path,
-            matrices,
-        )
-        self._matrices_of: tuple[int, MatrixBuckets] | None = None  # by how many chunks are trained
-        self._num_steps = 0
-        self._was_loaded = False
-        keeps = config.nvme.keep_versions and self._tiered_state.nvme is not None
-        self.kept_steps: KeptSteps | None = None
-        if keeps:
-            from .kept_steps import KeptSteps
-
-            self.kept_steps = KeptSteps(parts, self._tiered_state)
-
-    @property
-    def _executor_groups(self) -> Sequence[int | None]:
-        """Group of every parameter; its own number where it has hyperparameters of its own."""
-        if self._rule.measures:
-            return range(len(self._group_of))
-        return self._group_of
-
-    def _buckets(self) -> Sequence[Bucket]:
-        if self._matrices_of is None or self._matrices_of[0] != len(self._chunks):
-            self._matrices_of = len(self._chunks), self._matrices()
-        return self._matrices_of[1].buckets
-
-    @property
-    def needs_wholes(self) -> bool:
-        """Whether updates need more than one rank's part of a parameter."""
-        return self._rule.needs_wholes
-
-    @property
-    def names(self) -> dict[int, str]:
-        """Name by id of the parameter."""
-        params = self._parts.params
-        return {id(param): name for param, name in zip(params, self._names, strict=True)}
-
-    @property
-    def planes(self) -> tuple[Plane, ...]:
-        """Planes of the state of a parameter, its master first where there is one."""
-        return self._tiered_state.layout.planes
-
-    @property
-    def has_master(self) -> bool:
-        return self._tiered_state.layout.has_master
-
-    @property
-    def untouched(self) -> bool:
-        """Whether moments and counts are zero: no step was taken and nothing loaded."""
-        return self._num_steps == 0 and not self._was_loaded
-
-    @property
-    def step_counts(self) -> Sequence[int]:
-        """Number of updates of each parameter."""
-        return step_counts(self._executor)
-
-    @property
-    def _small_state(self) -> list[Tensor]:
-        """Tensors that every rank has whole: counts of steps, and what a rule keeps of measures."""
-        return [self._executor.counts, *self._measuring.tensors]
 
     # -- run by run --
 
@@ -184,10 +84,7 @@ class SavedShards(ShardState):
     def blend(self, plane: str, weights: Sequence[float]) -> None:
         """See `Target.blend`: masters where they are, and shards follow. Not collective."""
         write_back_changes(self._parts)
-        shares = [
-            0.0 if group is None or not count else weights[group]
-            for group, count in zip(self._group_of, self.step_counts, strict=True)
-        ]
+        shares = self._shares(weights)
         with self._changing() as shards:
 
             def move(block: Block, planes: Planes) -> None:
@@ -239,15 +136,6 @@ class SavedShards(ShardState):
 
     # -- whole planes --
 
-    def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        """Step counts, as views, and what a rule keeps of measures; the rest is in shards."""
-        counts = self._executor.counts
-        return {
-            param: {"step": counts[i], **self._measuring.shown(i)}
-            for i, param in enumerate(self._parts.params)
-            if self._group_of[i] is not None
-        }
-
     def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
         """Whole planes of parameters in groups on rank 0, nothing elsewhere; or DTensors on every
         rank. Collective."""
@@ -276,10 +164,7 @@ class SavedShards(ShardState):
             for i, param in enumerate(self._parts.params)
             if param in state
         }
-        for i, given in comm.gather_objects(whole)[0].items():
-            self._measuring.load(i, given)
-            if "step" in given:
-                self._executor.counts[i] = float(given["step"])
+        self._load_small(comm.gather_objects(whole)[0])
 
     def _load_planes(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Rank 0's whole planes to all shards. Collective."""
@@ -344,19 +229,3 @@ def raise_first(said: Sequence[str | None], error: BaseException | None) -> None
     for rank, text in enumerate(said):
         if text is not None:
             raise RuntimeError(f"rank {rank}: {text}")
-
-
-def param_groups_of(parts: Parts, groups: Sequence[Group]) -> list[int | None]:
-    """The param group of every parameter of the engine; None for one that is not optimized."""
-    found: list[int | None] = [None] * len(parts.params)
-    index_of = {id(param): i for i, param in enumerate(parts.params)}
-    for index, group in enumerate(groups):
-        for param in group["params"]:
-            if id(param) not in index_of:
-                raise ValueError(
-                    f"group {index} of the optimizer has a parameter of shape {tuple(param.shape)} "
-                    "that is not a parameter of the wrapped module; make the optimizer from "
-                    "model.parameters()"
-                )
-            found[index_of[id(param)]] = index
-    return found

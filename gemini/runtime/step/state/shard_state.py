@@ -14,12 +14,15 @@ from torch import Tensor
 
 from gemini.chunk.storage import Chunk
 from gemini.nvme import NvmeError
-from gemini.optim.rules.config import StateConfig
+from gemini.optim.rules.config import NvmeConfig, StateConfig
+from gemini.optim.rules.rule import UpdateRule, Works
 from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Columns, StateLayout
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block, Segment, StateSpace
 from gemini.optim.state.state_stream import BlockFiller
 from gemini.optim.state.tiered_state import TieredState
+from gemini.optim.step.target import Target
+from gemini.optim.target import Group, owner_of
 from gemini.placement.fit import StateRequest
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import BudgetError, StateBytes
@@ -27,6 +30,7 @@ from gemini.placement.tiers import Tier
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.memory.user_writes import follow_shard
 from gemini.runtime.parts import Parts
+from gemini.runtime.step.executors import make_shard_executor, run_of
 from gemini.runtime.step.tail import StepTail
 from gemini.units import BlockId, ChunkId
 
@@ -35,6 +39,7 @@ from .shard_blocks import ShardMasters, Shards
 if TYPE_CHECKING:
     from gemini.nvme import BlockStore
 
+    from .kept_steps import KeptSteps
     from .matrices import MatrixBuckets
 
 
@@ -49,33 +54,63 @@ class StepCalls:
     gradients: Gradients
 
 
-class ShardState:
+class ShardState(Target):
     """State of this rank's shards of all trainable chunks; fp32 masters where there are any."""
 
     def __init__(
         self,
         parts: Parts,
         calls: StepCalls,
-        layout: StateLayout,
+        groups: Sequence[Group],
+        rule: UpdateRule,
         config: StateConfig,
-        columns: Columns = ALL_COLUMNS,
     ) -> None:
-        """`layout`: the rule's planes. `columns`: which of them parameters have, where matrices are
-        updated whole."""
+        group_of = param_groups_of(parts, groups)  # first: it refuses what is not ours
+        if rule.measures:
+            from .shard_cover import check_not_split
+
+            check_not_split(parts)
+        shapes = [spec.shape for spec in parts.layout.params]
+        super().__init__(parts.params, rule, groups, group_of, shapes)
         self._parts = parts
         self._calls = calls
         self._tail = StepTail(parts)
         self._chunks = [chunk for chunk in parts.chunks if chunk.spec.trainable]
         self._names = [spec.name for spec in parts.layout.params]
+        self._matrices_of: tuple[list[Chunk], MatrixBuckets] | None = None  # of these chunks
+        self._was_loaded = False
+        self._make_state(config.nvme, config.nvme_fraction)
+        matrices = None
+        if rule.works is Works.ON_MATRICES:
+            from .matrices import matrix_updates
+
+            matrices = matrix_updates(
+                parts, rule, group_of, self._columns, lambda: self._matrices().buckets
+            )
+        self._executor = make_shard_executor(
+            parts,
+            rule,
+            self._tiered_state.layout,
+            self._executor_groups,
+            [run_of(parts.layout, chunk) for chunk in self._chunks],
+            config.cpu_path,
+            matrices,
+        )
+        self.kept_steps: KeptSteps | None = None
+        if config.nvme.keep_versions and self._tiered_state.nvme is not None:
+            from .kept_steps import KeptSteps
+
+            self.kept_steps = KeptSteps(parts, self._tiered_state)
+
+    def _make_state(self, nvme: NvmeConfig, fraction: float) -> None:
+        """Make the state where the engine's plan has it."""
+        parts, layout, columns = self._parts, self._rule.layout, self._columns
         master_weights = parts.precision_settings.master_weights
-        has_master = master_weights and any(c.dtype != torch.float32 for c in self._chunks)
-        if has_master:
+        if master_weights and any(c.dtype != torch.float32 for c in self._chunks):
             layout = layout.with_master()
-        state = _state_bytes(parts.chunks, layout, config.nvme.num_versions, columns)
+        state = _state_bytes(parts.chunks, layout, nvme.num_versions, columns)
         planning = parts.planning
-        self._columns = columns
-        nvme = config.nvme
-        request = StateRequest(state, config.nvme_fraction, nvme.block_numel, nvme.depth)
+        request = StateRequest(state, fraction, nvme.block_numel, nvme.depth)
         if columns.of_param:
             request = replace(request, waiting=self._matrices().waiting)
         self._waiting = request.waiting
@@ -83,7 +118,7 @@ class ShardState:
             planning.with_state(request)
         except BudgetError as error:
             raise self._naming_matrix(error) from None
-        disk = replace(config.nvme, block_numel=planning.block_numel)
+        disk = replace(nvme, block_numel=planning.block_numel)
         space = self._space(planning.block_numel)
         parts.storage.serve(planning.block_numel, disk.depth, disk.meter)
         plan = planning.plan
@@ -102,7 +137,7 @@ class ShardState:
             columns=columns,
             split=ShardMasters(self._chunks, state),
         )
-        if config.nvme.keep_versions:
+        if nvme.keep_versions:
             self._check_kept()
         self._split_in_memory = state.split_in_memory
         parts.events.keeping.listen(self._follow_payload)
@@ -117,11 +152,38 @@ class ShardState:
         shards.end()
         parts.originals.keep([c.spec.id for c in parts.chunks if not c.spec.trainable])
 
+    @property
+    def needs_wholes(self) -> bool:
+        """Whether updates need more than one rank's part of a parameter."""
+        return self._rule.needs_wholes
+
+    @property
+    def names(self) -> dict[int, str]:
+        params = zip(self.params, self._names, strict=True)
+        return {id(param): name for param, name in params}
+
+    @property
+    def has_master(self) -> bool:
+        return self._tiered_state.layout.has_master
+
+    @property
+    def untouched(self) -> bool:
+        """Whether moments and counts are zero: no step was taken and nothing loaded."""
+        return self._num_steps == 0 and not self._was_loaded
+
+    @property
+    def _small_state(self) -> list[Tensor]:
+        """Tensors that every rank has whole: counts of steps, and what a rule keeps of measures."""
+        return [self._executor.counts, *self._measuring.tensors]
+
     def _matrices(self) -> MatrixBuckets:
         """Buckets of the matrices that are trained now."""
         from .matrices import matrices_of
 
-        return matrices_of(self._parts, self._chunks, self._columns)
+        if self._matrices_of is None or self._matrices_of[0] != self._chunks:
+            found = matrices_of(self._parts, self._chunks, self._columns)
+            self._matrices_of = [*self._chunks], found
+        return self._matrices_of[1]
 
     def _naming_matrix(self, error: BudgetError) -> BudgetError:
         """Add the matrix that staging has to hold to an error, where matrices are updated whole."""
@@ -287,7 +349,7 @@ class ShardState:
 
     @property
     def stores(self) -> Sequence[BlockStore]:
-        return [*self._tiered_state.stores, *self._parts.storage.stores]
+        return [*super().stores, *self._parts.storage.stores]
 
     # -- masters --
 
@@ -408,3 +470,20 @@ def _state_bytes(
         layout.bytes_per_element, layout.has_master, frozenset(on_disk), frozenset(apart),
         num_versions, columns, layout if columns.of_param else None,
     )  # fmt: skip
+
+
+def param_groups_of(parts: Parts, groups: Sequence[Group]) -> list[int | None]:
+    """The param group of every parameter of the engine; None for one that is not optimized."""
+    found: list[int | None] = [None] * len(parts.params)
+    index_of = {id(param): i for i, param in enumerate(parts.params)}
+    for index, group in enumerate(groups):
+        for param in group["params"]:
+            if id(param) in index_of:
+                found[index_of[id(param)]] = index
+            elif owner_of(param) is not owner_of(parts.params[0]):  # nor of another part of it
+                raise ValueError(
+                    f"group {index} of the optimizer has a parameter of shape {tuple(param.shape)} "
+                    "that is not a parameter of the wrapped module; make the optimizer from "
+                    "model.parameters()"
+                )
+    return found
