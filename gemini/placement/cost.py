@@ -3,33 +3,16 @@ Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import inf
 
-from gemini.units import BlockId, ChunkId
-
-from .plan import Move, MoveKind, Plan, UpdatePath
+from .plan import MoveKind, UpdatePath
 from .problem import Homes, PlacementProblem, state_parts
 from .sizes import Bandwidths, ChunkBytes
 from .tiers import Tier
 
 Seconds = dict[str, float]  # by resource
 LINKS = ("host_to_device", "device_to_host", "nvme", "collective")
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """One iteration as predicted."""
-
-    seconds: float
-    stall_seconds: float  # computing waited for a link
-    busy: dict[str, float]  # seconds of every resource: links, `compute`, `update`
-
-    @property
-    def bound_by(self) -> str:
-        """The resource that is busy the longest: with everything overlapped it sets the time."""
-        return max(self.busy, key=lambda name: self.busy[name])
 
 
 def link_seconds(
@@ -157,149 +140,6 @@ def _update_busy(chunk: ChunkBytes, homes: Homes, problem: PlacementProblem) -> 
 def _add(total: Seconds, more: Seconds) -> None:
     for name, seconds in more.items():
         total[name] = total.get(name, 0.0) + seconds
-
-
-class PlannedLinks:
-    """Links that carry what is sent in the order of issue. busy: seconds by resource."""
-
-    def __init__(self, bandwidths: Bandwidths, has_host_tier: bool) -> None:
-        self.busy: Seconds = dict.fromkeys((*LINKS, "compute", "update"), 0.0)
-        self._free_at = dict.fromkeys(LINKS, 0.0)
-        self._bandwidths, self._has_host_tier = bandwidths, has_host_tier
-
-    @property
-    def end(self) -> float:
-        """Second at which the last transfer ends."""
-        return max(self._free_at.values())
-
-    def send(self, src: Tier, dst: Tier, nbytes: int, now: float) -> float:
-        """Begin to move `nbytes` from one tier to another. Returns the second at which it ends."""
-        spent = link_seconds(src, dst, nbytes, self._bandwidths, self._has_host_tier)
-        # both links of a way from disk to device are taken at once: the slower one sets the pace
-        start = max(now, *(self._free_at[link] for link in spent)) if spent else now
-        for link, seconds in spent.items():
-            self._occupy(link, start, seconds)
-        return start + max(spent.values(), default=0.0)
-
-    def exchange(self, nbytes: float, now: float) -> float:
-        """Begin to exchange `nbytes` with other ranks. Returns the second at which it ends."""
-        start, seconds = max(now, self._free_at["collective"]), nbytes / self._bandwidths.collective
-        self._occupy("collective", start, seconds)
-        return start + seconds
-
-    def _occupy(self, link: str, start: float, seconds: float) -> None:
-        self._free_at[link] = start + seconds
-        self.busy[link] += seconds
-
-
-class RecordedLinks(PlannedLinks):
-    """Links that record when they are busy: `spans[link]` are (begin, end), in order."""
-
-    def __init__(self, bandwidths: Bandwidths, has_host_tier: bool) -> None:
-        super().__init__(bandwidths, has_host_tier)
-        self.spans: dict[str, list[tuple[float, float]]] = {link: [] for link in LINKS}
-
-    def _occupy(self, link: str, start: float, seconds: float) -> None:
-        super()._occupy(link, start, seconds)
-        spans = self.spans[link]
-        if spans and start <= spans[-1][1]:
-            start = spans.pop()[0]
-        spans.append((start, self._free_at[link]))
-
-
-class Walk:
-    """Walk over the moments of a plan: begins the transfers of each, and knows when they end."""
-
-    def __init__(self, plan: Plan, links: PlannedLinks, moves: Iterable[Move]) -> None:
-        self._links = links
-        self._due: dict[int, float] = {}  # by moment: second at which its last transfer ends
-        self._moves_at: dict[int, list[Move]] = {}
-        for move in moves:
-            self._moves_at.setdefault(move.begin, []).append(move)
-        # (chunk, moment at which it is due, bytes) by the moment of its begin
-        self._wires_at: dict[int, list[tuple[ChunkId, int, float]]] = {}
-        for gather in plan.gathers:
-            if plan.chunks[gather.chunk].num_shards > 1:
-                nbytes = gathered_bytes(plan.chunks[gather.chunk])
-                self._wire(gather.begin, gather.chunk, gather.use, nbytes)
-        for reduction in plan.forecast.reductions:
-            if plan.chunks[reduction.chunk].reduces:
-                nbytes = reduced_bytes(plan.chunks[reduction.chunk])
-                self._wire(reduction.last, reduction.chunk, reduction.end, nbytes)
-
-    def _wire(self, begin: int, chunk: ChunkId, end: int, nbytes: float) -> None:
-        self._wires_at.setdefault(begin, []).append((chunk, end, nbytes))
-
-    def begin(
-        self, moment: int, now: float, is_late: Callable[[Move], bool] = lambda move: False
-    ) -> None:
-        """Begin the moves of a moment, and its gathers and reductions, each when its chunk has
-        arrived.
-        is_late: moves that the caller begins later, by `transfer`."""
-        arrived: dict[ChunkId, float] = {}
-        for move in self._moves_at.get(moment, ()):
-            if not is_late(move):
-                arrived[move.chunk] = self.transfer(move, now)
-        for chunk, end, nbytes in self._wires_at.get(moment, ()):
-            self._must_end(end, self._links.exchange(nbytes, arrived.get(chunk, now)))
-
-    def transfer(self, move: Move, now: float) -> float:
-        """Begin a move. Returns the second at which it ends."""
-        end = self._links.send(move.src, move.dst, move.nbytes, now)
-        self._must_end(move.end, end)
-        return end
-
-    def _must_end(self, moment: int, done: float) -> None:
-        self._due[moment] = max(self._due.get(moment, done), done)
-
-    def reach(self, moment: int, now: float) -> float:
-        """Second at which a moment may go on that comes `now`: transfers that are due at it have
-        ended."""
-        return max(now, self._due.pop(moment, now))
-
-
-def update_seconds_of(plan: Plan, bandwidths: Bandwidths) -> dict[BlockId, float]:
-    """Seconds of every block's update; empty in evaluation."""
-    return {
-        block.id: update_seconds(
-            block.state_on(home), block.param_bytes, plan.path_of(home), bandwidths
-        )
-        for shard in (plan.shards if plan.kind == "train" else ())
-        for block, home in zip(plan.chunks[shard.chunk].blocks, shard.state_homes, strict=True)
-    }
-
-
-def through(
-    plan: Plan, links: PlannedLinks, bandwidths: Bandwidths, compute_seconds: Sequence[float]
-) -> Iterator[float]:
-    """Walk through a plan, its step after its pass. Yields the second at which each moment begins,
-    then the one at which all transfers have ended. See `predict_step`."""
-    updates = update_seconds_of(plan, bandwidths)
-    order = plan.forecast.step_order
-    at = [updates.pop(block, 0.0) for block in order]
-    at.append(sum(updates.values()))  # blocks on the device are one launch
-    walk, now = Walk(plan, links, plan.forecast.moves), 0.0
-    for moment in range(plan.num_moments + 1):
-        yield now
-        walk.begin(moment, now)
-        now = walk.reach(moment, now)
-        if moment < plan.num_trace_moments:
-            resource, seconds = "compute", compute_seconds[moment]
-        elif moment < plan.num_moments:
-            resource, seconds = "update", at[moment - plan.num_trace_moments]
-        else:
-            break
-        now += seconds
-        links.busy[resource] += seconds
-    yield max(now, links.end)
-
-
-def predict_step(plan: Plan, bandwidths: Bandwidths, compute_seconds: Sequence[float]) -> StepCost:
-    """Predict an iteration whose step does all updates. compute_seconds: by moment of the trace."""
-    links = PlannedLinks(bandwidths, plan.has_host_tier)
-    *_, end = through(plan, links, bandwidths, compute_seconds)
-    stalled = end - links.busy["compute"] - links.busy["update"]
-    return StepCost(end, stalled, links.busy)
 
 
 def compute_seconds_of(

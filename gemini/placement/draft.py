@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
 
 import numpy as np
 
@@ -29,10 +27,10 @@ from gemini.placement.timetable.steps import (
     room_ahead,
     schedule_gathers,
 )
-from gemini.placement.timetable.updates import SERIAL, TAIL, OverlapCost, best_update
+from gemini.placement.timetable.updates import SERIAL, TAIL, StepCost, best_update
 from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, Moment
 
-from .cost import StepCost, compute_seconds_of, estimate, predict_step
+from .cost import compute_seconds_of, estimate
 from .plan import Forecast, Plan, ShardPlan, UpdatePath
 from .policy import (
     AutoPlacement,
@@ -58,10 +56,6 @@ from .tiers import Tier
 
 # What competes for the device, in every order: parameters, gradients, state
 ORDERS = ("psg", "pgs", "spg", "sgp", "gps", "gsp")
-
-
-if TYPE_CHECKING:
-    from gemini.placement.timetable.clock import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +88,12 @@ class PlanInputs:
         """Tier of the RAM."""
         return Tier.HOST if self.has_host_tier else Tier.DEVICE
 
+    @property
+    def backward(self) -> int:
+        """First moment of backward."""
+        moments = self.trace.moments
+        return next((i for i, m in enumerate(moments) if m.phase == "backward"), len(moments))
+
     def compute_weights(self) -> list[int]:
         """Share of every moment of the trace in what a pass computes."""
         return [
@@ -111,15 +111,13 @@ class PlanInputs:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Plan with its predicted profile and cost."""
+    """Plan with its predicted profile, and its price for who asks."""
 
     plan: Plan
     profile: Profile
-    cost: StepCost  # of an iteration whose step updates all
     steps: GatherSteps  # how its gathers are carried out
     facts: OverlapFacts  # by which updates may overlap a pass
-    # of an iteration on a clock; None: nobody has timed a pass
-    work: Callable[..., Work] | None = field(default=None, compare=False)
+    inputs: PlanInputs = field(compare=False)
 
     @property
     def against_tail(self) -> str | None:
@@ -127,14 +125,26 @@ class PlanResult:
         return against_tail(self.facts)
 
     @cached_property
-    def overlapped(self) -> dict[str, OverlapCost]:
-        """An iteration with each `update` that overlaps a pass, of those that may."""
-        may = self.work is not None and self.against_tail is None
-        if not may or self.work is None:
-            return {}
-        from gemini.placement.timetable.clock import price
+    def cost(self) -> StepCost:
+        """An iteration whose step updates all."""
+        return self._priced(SERIAL)
 
-        return price(self.work(), [TAIL])
+    @cached_property
+    def overlapped(self) -> dict[str, StepCost]:
+        """An iteration with each `update` that overlaps a pass, of those that may."""
+        may = self._is_timed and self.against_tail is None
+        return {TAIL: self._priced(TAIL)} if may else {}
+
+    def _priced(self, update: str) -> StepCost:
+        from gemini.placement.timetable.clock import Work, price
+
+        return price(Work(self.plan, self.inputs), update)
+
+    @property
+    def _is_timed(self) -> bool:
+        """Whether somebody has timed a pass."""
+        inputs = self.inputs
+        return self.plan.kind == "train" and any(inputs.compute_seconds()[: inputs.backward])
 
     @property
     def seconds_by_update(self) -> dict[str, float]:
@@ -146,7 +156,7 @@ class PlanResult:
     def best_update(self) -> str:
         """The `update` that is predicted to be fastest; a tail, if it may be, where nobody has
         timed a pass, as for a policy of fractions."""
-        is_priced = self.work is not None or self.against_tail is not None
+        is_priced = self._is_timed or self.against_tail is not None
         return best_update(self.seconds_by_update) if is_priced else TAIL
 
 
@@ -301,20 +311,13 @@ class Draft:
         steps = gather_steps(
             self.calls, plan.gathers, [shard.chunk for shard in plan.shards if shard.never_released]
         )
-        links = self.inputs.bandwidths
-        cost = predict_step(plan, links, self.compute)
         judged = self._judged(profile, Tier.DEVICE)
         has_room = self.inputs.num_ahead > 0 or not has_budgets(self.policy)
         facts = facts_of(
-            plan, judged, self.calls, self._backward,
+            plan, judged, self.calls, self.inputs.backward,
             has_buffers=has_room,
         )  # fmt: skip
-        is_timed = plan.kind == "train" and any(self.compute[: self._backward])
-        work = partial(
-            _work, plan, links, self.compute, self.calls, self._backward,
-            depth=self.inputs.depth, num_ahead=self.inputs.num_ahead,
-        )  # fmt: skip
-        return PlanResult(plan, profile, cost, steps, facts, work if is_timed else None)
+        return PlanResult(plan, profile, steps, facts, self.inputs)
 
     def check_room(self, homes: Homes) -> None:
         """Raise BudgetError where what a moment needs does not fit beside what lives there."""
@@ -395,17 +398,11 @@ class Draft:
                 order,
                 moves_of(
                     homes, problem, schedule.gathers, self.reductions, order, len(self.needs),
-                    self._backward, updates=trace.kind == "train" and not is_bare,
+                    self.inputs.backward, updates=trace.kind == "train" and not is_bare,
                 ),
                 schedule.gap,
             ),
         )  # fmt: skip
-
-    @property
-    def _backward(self) -> int:
-        """First moment of backward."""
-        moments = self.inputs.trace.moments
-        return next((i for i, m in enumerate(moments) if m.phase == "backward"), len(moments))
 
     def _gather_room(self, homes: Homes, order: tuple[BlockId, ...]) -> Vector:
         """Bytes for payloads at every moment, in these homes."""
@@ -473,13 +470,6 @@ class Draft:
             others = profile.rows[tier, "non-model"]
             return [n - m for n, m in zip(totals, others, strict=True)]
         return totals
-
-
-def _work(*inputs: Any, **buffers: Any) -> Work:
-    """Work of an iteration, for its clock."""
-    from gemini.placement.timetable.clock import Work
-
-    return Work(*inputs, **buffers)
 
 
 def severity(error: BudgetError) -> tuple[int, int]:

@@ -38,7 +38,7 @@ def make_plan(inputs: PlanInputs, policy: Placement = AutoPlacement()) -> PlanRe
             refused.append(error.without_frames())
     if not made:
         raise min(refused, key=severity)
-    return min(made, key=lambda planned: planned.cost.seconds)
+    return min(made, key=lambda planned: planned.cost.seconds) if len(made) > 1 else made[0]
 
 
 def _original_homes(inputs: PlanInputs, policy: Placement) -> Sequence[Tier]:
