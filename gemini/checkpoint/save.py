@@ -50,7 +50,7 @@ from gemini.optim.groups import as_torchs
 from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.runtime.comm.leaving import ask_at_the_end
 from gemini.runtime.inspect.digest import base_digests
-from gemini.runtime.step.state.saved_state import SavedShards
+from gemini.runtime.step.target import ShardTarget
 from gemini.tickets import Done, Ticket
 from gemini.units import parse_bytes
 
@@ -146,7 +146,7 @@ def save_checkpoint(
     return Done(None)
 
 
-def _save_pinned(save: Save, runs: RunState, keeper: SavedShards) -> None:
+def _save_pinned(save: Save, runs: RunState, keeper: ShardTarget) -> None:
     """Write runs in memory, and for state on disk the places of its version."""
     with ExitStack() as stack:
 
@@ -162,7 +162,7 @@ def _save_pinned(save: Save, runs: RunState, keeper: SavedShards) -> None:
         save.write(stream)
 
 
-def _keeper(model: nn.Module, optimizer: torch.optim.Optimizer | None, target: Path) -> SavedShards:
+def _keeper(model: nn.Module, optimizer: torch.optim.Optimizer | None, target: Path) -> ShardTarget:
     """The state that a pinned save keeps. Raises CheckpointError where it cannot be pinned."""
     found = model.engine.find_optimizer() if isinstance(model, GeminiDDP) else None
     if found is None or optimizer is None or found.kept_steps is None:

@@ -118,11 +118,7 @@ class Attached(Protocol):
         ...
 
     def homes_changed(self) -> None:
-        """Follow changed homes of shards and of state."""
-        ...
-
-    def measure_leaving(self) -> None:
-        """Measure gradients that leave the device as they leave."""
+        """Follow changed homes of shards and of state, also of chunks that are new."""
         ...
 
     def close(self, keep_masters: bool = True) -> None:

@@ -58,7 +58,6 @@ def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
         parts.storage.layout_changed(layout)
         if parts.target is not None:
             parts.storage.place_gradients(parts.plan, parts.chunks)
-            parts.target.measure_leaving()
             parts.target.homes_changed()
         parts.reducer.add(chunks)
         parts.manager.homes_changed()

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from gemini.optim.state.pieces import Piece, Planes, plane_part
 from gemini.optim.state.space import Block, BlockSegment
+from gemini.optim.step.measuring import Cover
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId
 
 if TYPE_CHECKING:
-    from gemini.optim.rules.measures import Measure
     from gemini.optim.state.flow import Record
 
 
@@ -93,7 +93,7 @@ def dense_grad(param: Tensor, order: Order) -> Tensor:
     return order.flat(grad.detach())
 
 
-class PlainViews:
+class PlainViews(Cover):
     """View of the parameters that have a gradient, for one step.
 
     A parameter that does not lie in the order of its state is updated as a copy, which `write_back`
@@ -131,12 +131,6 @@ class PlainViews:
 
     def largest(self, param: int) -> float:
         return float(torch.linalg.vector_norm(self._grad[param], math.inf))
-
-    def add_up(
-        self, measures: Mapping[int, Measure], measure: Callable[[], None]
-    ) -> Mapping[int, Tensor]:
-        measure()
-        return {i: one.found() for i, one in measures.items()}
 
     # -- for an update --
 

@@ -16,7 +16,7 @@ from gemini.optim.update.cpu_update import StepInputs
 from gemini.optim.update.updaters import CpuUpdater
 from gemini.units import ParamId
 
-from .executor import HostStep
+from .executor import Executor
 from .gradients import Bits, GradientRun, Measured, bits_of, checksum
 
 if TYPE_CHECKING:
@@ -33,10 +33,8 @@ class _Tiles:
     bits: Sequence[Bits] = ()
 
 
-class CpuStep(HostStep):
+class CpuStep(Executor):
     """Executor for gradients, state and counts in host memory."""
-
-    staging = None
 
     def __init__(
         self,
@@ -46,7 +44,7 @@ class CpuStep(HostStep):
         rounding_seed: int | None = None,
         matrices: MatrixUpdates | None = None,
     ) -> None:
-        self._updater = updater
+        self._updater, self.path = updater, updater.name
         self._matrices = matrices
         self.control_vector = control_vector
         self._rounding_seed = rounding_seed
@@ -55,13 +53,6 @@ class CpuStep(HostStep):
         quantised = updater.rule.layout.is_quantised
         self.merges_parameters = rounding_seed is None and not quantised and matrices is None
         self.counts = torch.zeros(num_counters, dtype=torch.float32)
-
-    @property
-    def path(self) -> str:
-        return self._updater.name
-
-    def reserve(self, count: int, *nbytes: int) -> None:
-        """Do nothing: no block passes through a device."""
 
     # -- gradients --
 
@@ -97,29 +88,15 @@ class CpuStep(HostStep):
 
     # -- a step --
 
-    def assumed(self, limit: float) -> CpuUpdater:
-        """Updater of a coming step, under the assumption that its norm clips nothing."""
-        scale = self.control_vector.read().scale
-        inputs = StepInputs(1.0 / scale, limit, self._rounding_seed)
-        return replace(self._updater, inputs=inputs)
-
     def updater_of(
         self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
     ) -> AnyUpdater:
-        """Updater of a step that updates the parameters in `active`."""
         updater = replace(self._updater, inputs=inputs)
         if self._matrices is None:
             return updater
         from gemini.optim.matrices.sites import HostSite
 
         return self._matrices.updater(HostSite(updater), hypers, active)
-
-    # -- the rest --
-
-    def set_groups(self, group_of: Sequence[int | None]) -> None:
-        """Pieces carry their hyperparameters with them."""
-        if self._matrices is not None:
-            self._matrices.group_of = group_of
 
     def close(self) -> None:
         self._updater.workers.close()

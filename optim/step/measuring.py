@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,27 +24,28 @@ if TYPE_CHECKING:
 TILE_NUMEL = 1 << 18  # by position in a parameter, so that its cuts change little
 
 
-class Cover(Protocol):
+class Cover:
     """Parameters of a target, as a pass sees them: this rank's part, and the other ranks."""
 
     def param(self, block: Block, part: BlockSegment) -> Tensor:
         """Weights [n] of a segment without a master; to read."""
-        ...
+        raise NotImplementedError
 
     def grad(self, block: Block, part: BlockSegment) -> Tensor | None:
         """Gradient [n] of a segment, or None; to read."""
-        ...
+        raise NotImplementedError
 
     def largest(self, param: int) -> float:
         """At least half of the largest magnitude in a parameter's gradient, on all ranks and
         before the step's factor."""
-        ...
+        raise NotImplementedError
 
     def add_up(
         self, measures: Mapping[int, Measure], measure: Callable[[], None]
     ) -> Mapping[int, Tensor]:
         """Measure, and add up what all ranks found, by parameter. Collective."""
-        ...
+        measure()
+        return {i: one.found() for i, one in measures.items()}
 
 
 class Measuring:

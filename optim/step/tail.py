@@ -13,16 +13,18 @@ from __future__ import annotations
 import concurrent.futures.thread  # noqa: F401 - registers the end of its pools, before ours
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from time import perf_counter as clock
-from typing import Protocol
 
 import torch
 
 from gemini.optim.rules.report import TailResult
 from gemini.optim.state.deferred_signals import TailSignals
+from gemini.optim.state.space import Block
+from gemini.units import BlockId
 
 from .driver import Step, alone
 
@@ -75,7 +77,7 @@ class Gate:
 
 
 class Ended:
-    """Ticket of a tail. It keeps nothing of the tail alive but the gates of its watcher.
+    """Ticket of a tail. It keeps nothing of the tail alive but its gates.
 
     failure: the text of the error that ended the tail; empty where there was none.
     """
@@ -94,24 +96,42 @@ class Ended:
         return replace(self.value, waited_seconds=sum(gate.waited_seconds for gate in self._gates))
 
 
-class Watcher(Protocol):
-    """Watcher of a tail, told in its thread when all blocks are updated."""
+class Gates:
+    """Gates of a tail by shard of its space; one opens when the shard's last block is updated."""
 
-    @property
-    def gates(self) -> Sequence[Gate]:
-        """Gates that the watcher opens."""
-        ...
+    def __init__(
+        self, blocks: Sequence[Block], num_shards: int, let_go: Callable[[int], object]
+    ) -> None:
+        """let_go: called with each shard, before its gate opens."""
+        self.gates = [Gate() for _ in range(num_shards)]
+        self._shard_of = {block.id: block.shard for block in blocks}
+        self._left = Counter(self._shard_of.values())
+        self._let_go = let_go
+
+    def updated(self, block: BlockId) -> None:
+        """Note that the parameters of this block are those of this step."""
+        shard = self._shard_of[block]
+        self._left[shard] -= 1
+        if not self._left[shard]:
+            self._open(shard)
 
     def ended(self) -> None:
         """Note the end of updates: all blocks are updated, or the step failed."""
-        ...
+        for shard in range(len(self.gates)):
+            self._open(shard)
+        self._let_go = int  # the views of the step keep this, to tell it of blocks
+
+    def _open(self, shard: int) -> None:
+        if not self.gates[shard].ready():
+            self._let_go(shard)
+            self.gates[shard].open()
 
 
 class Tail:
     """Tail of a submitted step, from its first block to its end.
 
     agree: the vote of `optim.step.driver.take`, in the tail's thread. agree_in_memory: the vote on
-        updates in memory; None: there is none. where: context in which that thread works.
+        updates in memory. where: context in which that thread works.
     behind: the ticket of the tail's end. error: set at the end if the tail failed; all ranks have
         one or none has. is_torn: memory has blocks of two steps.
     """
@@ -120,22 +140,22 @@ class Tail:
         self,
         step: Step,
         agree: Callable[[BaseException | None], None],
-        watcher: Watcher,
+        gates: Gates,
         signals: TailSignals,
-        agree_in_memory: Callable[[BaseException | None], None] | None = None,
+        agree_in_memory: Callable[[BaseException | None], None] = alone,
         where: AbstractContextManager[None] | None = None,
     ) -> None:
         self.error: BaseException | None = None
         self.is_torn = False
-        self._step = step
+        self.step = step
         self._agree = agree
-        self._agree_in_memory = agree_in_memory or alone
+        self._agree_in_memory = agree_in_memory
         self._where = where or nullcontext()
-        self._watcher = watcher
+        self._gates = gates
         self._signals = signals
         self._before = step.moved()
         self._began = clock()
-        self.behind = Ended(watcher.gates)
+        self.behind = Ended(gates.gates)
 
     def start(self) -> None:
         # Registered before it runs: the interpreter may exit meanwhile.
@@ -145,10 +165,6 @@ class Tail:
         except RuntimeError:  # the system has no room for a thread
             self._run()
 
-    def undo(self) -> None:
-        """Put parameters and state back, after a failure."""
-        self._step.undo()
-
     @torch.no_grad()
     def _run(self) -> None:
         try:
@@ -156,7 +172,7 @@ class Tail:
                 self._carry_out()
         except BaseException as error:  # raised by whoever settles the tail
             self.error, self.behind.failure = error, str(error)
-        traffic, stalled = self._step.moved()
+        traffic, stalled = self.step.moved()
         self.behind.value = TailResult(
             self.error is None,
             traffic - self._before[0],
@@ -165,22 +181,22 @@ class Tail:
         )
         # In this order: modules that wait go on, then a deferred signal is delivered, and only then
         # has the step ended, after which the next step may defer signals again.
-        self._watcher.ended()
+        self._gates.ended()
         self._signals.release()
         self.behind.gate.open()
         _under_way.pop(self, None)
 
     def _carry_out(self) -> None:
-        error = self._step.prepare()
+        error = self.step.prepare()
         if error is not None:
-            self._watcher.ended()  # before the vote, which may take long: no module waits for that
+            self._gates.ended()  # before the vote, which may take long: no module waits for that
         self._agree(error)
         error = None
         try:
-            self._step.confirm(settles=True)
+            self.step.confirm(settles=True)
         except BaseException as raised:
             error = raised
-            self._watcher.ended()
+            self._gates.ended()
         # Torn until all ranks have said that their memory is whole.
         self.is_torn = True
         self._agree_in_memory(error)

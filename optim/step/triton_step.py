@@ -27,7 +27,7 @@ from gemini.optim.update.cpu_update import StepInputs
 from gemini.optim.update.staging import DeviceStaging
 from gemini.tickets import Done, Ticket
 
-from .executor import HostStep
+from .executor import Executor
 from .gradients import Bits, GradientRun, Measured, bits_of, checksum
 
 if TYPE_CHECKING:
@@ -47,11 +47,8 @@ class _OnDevice:
     bits: Sequence[Bits] = ()
 
 
-class TritonStep:
+class DeviceStep(Executor):
     """Executor for gradients, resident state and counts on the device."""
-
-    counts_on_host = False
-    merges_parameters = False
 
     def __init__(
         self,
@@ -80,19 +77,13 @@ class TritonStep:
         self.control_vector = control_vector
         self._memory = memory
         self._names = names
-        self._num_counters = len(group_of)
         self._runs = {run.id: run for run in runs}
         self._made_tiles: GradTiles | None = None
-        self._before: tuple[Tensor, Tensor] | None = None  # counts and control, for `undo`
-        self._known: Outcome | None = None  # of the step begun last; None: the device knows
+        self.path, self.counts = self._updater.name, self._updater.steps
 
     @property
     def updater(self) -> TritonUpdater:
         return self._updater
-
-    @property
-    def path(self) -> str:
-        return self._updater.name
 
     @property
     def staging(self) -> DeviceStaging:
@@ -189,26 +180,35 @@ class TritonStep:
             self._made_tiles = GradTiles({run.id: run.parts for run in runs}, self._memory)
         return self._made_tiles
 
-    # -- a step --
+    def set_groups(self, group_of: Sequence[int | None]) -> None:
+        self._updater.set_groups(_without_none(group_of))
+        super().set_groups(group_of)
+
+
+class TritonStep(DeviceStep):
+    """Executor whose device counts, and decides: kernels update every element alike."""
+
+    counts_on_host = False
+    _before: tuple[Tensor, Tensor] | None = None  # counts and control, for `undo`
+    _known: Outcome | None = None  # of the step begun last; None: the device knows
 
     def next_steps(self) -> Sequence[int]:
-        return [0] * self._num_counters
+        return [0] * len(self.counts)
 
     def begin(
         self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
     ) -> AnyUpdater:
-        self._remember()
-        scale = self.control_vector.read().scale
+        before, scale = self._now(), self.control_vector.read().scale
         norm = clip.norm(power_sum) / scale
         self._updater.set_limits(clip.with_max_norm(norm))
         self._updater.set_measure(power_sum)
         updater = self.begin_unread(hypers, active)
-        self._known = Outcome(grad_norm=norm, loss_scale=scale)
+        self._before, self._known = before, Outcome(grad_norm=norm, loss_scale=scale)
         return updater
 
     def begin_unread(self, hypers: Sequence[Any], active: Sequence[int]) -> Updater:
         """Begin with the measures of `submit_measure`: the device decides on clip and skip."""
-        self._known = None
+        self._before = self._known = None
         self._updater.set_present(active)
         self._updater.begin(hypers, with_norm=True)
         return self._updater
@@ -224,8 +224,7 @@ class TritonStep:
         *,
         may_fail: bool,
     ) -> AnyUpdater:
-        if may_fail:
-            self._remember()
+        self._before = self._now() if may_fail else None
         self._known = Outcome() if amp is None else None
         self._updater.set_present(active)
         if amp is None:
@@ -246,27 +245,14 @@ class TritonStep:
     def count(self, active: Sequence[int]) -> None:
         """Do nothing: the prologue has counted."""
 
-    def _remember(self) -> None:
-        self._before = self._updater.steps.clone(), self._updater.control.clone()
+    def _now(self) -> tuple[Tensor, Tensor]:
+        return self.counts.clone(), self._updater.control.clone()
 
     def undo(self) -> None:
         if self._before is not None:
             steps, control = self._before
-            self._updater.steps.copy_(steps)
+            self.counts.copy_(steps)
             self._updater.control.copy_(control)
-
-    # -- the rest --
-
-    @property
-    def counts(self) -> Tensor:
-        counts: Tensor = self._updater.steps
-        return counts
-
-    def set_groups(self, group_of: Sequence[int | None]) -> None:
-        self._updater.set_groups(_without_none(group_of))
-
-    def close(self) -> None:
-        return
 
 
 def _without_none(group_of: Sequence[int | None]) -> list[int]:
@@ -280,11 +266,8 @@ def _bits_of(run: GradientRun) -> Sequence[Bits]:
     return bits_of([run], [run.gradient.load()]) if run.has_replicas else ()
 
 
-class OperatorStep(HostStep, TritonStep):
-    """`TritonStep` for rules that need more than an element at a time.
-
-    The host counts, and knows the agreement of a step.
-    """
+class OperatorStep(DeviceStep):
+    """Executor for rules that need more than an element at a time."""
 
     def __init__(
         self,
@@ -302,10 +285,7 @@ class OperatorStep(HostStep, TritonStep):
         self._rule = rule
         self._matrices = matrices
         self._rounding_seed = rounding_seed
-
-    @property
-    def path(self) -> str:
-        return "torch"
+        self.path = "torch"
 
     def updater_of(
         self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
@@ -314,8 +294,3 @@ class OperatorStep(HostStep, TritonStep):
         if self._matrices is None:
             return SiteUpdater(site, self._rule)
         return self._matrices.updater(site, hypers, active)
-
-    def set_groups(self, group_of: Sequence[int | None]) -> None:
-        super().set_groups(group_of)
-        if self._matrices is not None:
-            self._matrices.group_of = group_of

@@ -8,7 +8,7 @@ import torch
 
 import nvme
 from bench.shared.models import token_loss
-from gemini.runtime.step.tail import Vote
+from gemini.runtime.step import tail
 from optim import LossScale
 from tests.support.disks.faults import failing, spoil_block
 from tests.support.disks.waiting import waiting, when_waited
@@ -42,11 +42,11 @@ def test_a_step_that_another_rank_votes_against_counts_nowhere(monkeypatch):
     before = everything(model, optimizer)
     token_loss(model, batches(2)[1]).backward()
 
-    def another_failed(vote, error):
+    def another_failed(ranks, judge, error):
         assert error is None
         raise RuntimeError("rank 1: no room")
 
-    monkeypatch.setattr(Vote, "__call__", another_failed)
+    monkeypatch.setattr(tail, "vote", another_failed)
     optimizer.step()
     optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="rank 1: no room"):

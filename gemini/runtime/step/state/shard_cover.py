@@ -11,6 +11,7 @@ from torch import Tensor
 from gemini.chunk.local import group_of as split_of
 from gemini.chunk.storage import Chunk
 from gemini.optim.state.space import Block, BlockSegment
+from gemini.optim.step.measuring import Cover
 from gemini.runtime.parts import Parts
 from gemini.units import WORLD
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from gemini.optim.rules.measures import Measure
 
 
-class ShardCover:
+class ShardCover(Cover):
     """Shards and their gradients. Of gradients in other memory one at a time is loaded."""
 
     def __init__(self, parts: Parts, chunks: Sequence[Chunk], largest: float) -> None:

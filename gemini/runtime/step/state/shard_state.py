@@ -239,7 +239,7 @@ class ShardState(Target):
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
         """Keep state of these chunks too, which were frozen; where the engine's plan has it."""
-        self._settle_state()
+        self.settle()
         parts = self._parts
         rounded = [c for c in chunks if c.dtype != torch.float32]
         if (
@@ -311,12 +311,8 @@ class ShardState(Target):
     @property
     def tiered_state(self) -> TieredState:
         """State of the last step in its tiers, for readers: what is under way ends first."""
-        self._settle_state()
+        self.settle()
         return self._tiered_state
-
-    def _settle_state(self) -> None:
-        """End the last step."""
-        self._tail.settle()
 
     def settle(self) -> None:
         """Wait until the last step counts. Raises what ended it; then it is undone."""
