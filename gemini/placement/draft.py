@@ -7,8 +7,6 @@ from functools import cached_property
 
 import numpy as np
 
-from gemini.chunk.layout import ChunkLayout
-from gemini.memtracer.trace import Trace
 from gemini.placement.homes.budget_fill import (
     check_nvme,
     fill,
@@ -28,10 +26,10 @@ from gemini.placement.timetable.steps import (
     schedule_gathers,
 )
 from gemini.placement.timetable.updates import SERIAL, TAIL, StepCost, best_update
-from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, Moment
+from gemini.units import BlockId, ChunkId, Moment
 
-from .cost import compute_seconds_of, estimate
-from .plan import Forecast, Plan, ShardPlan, UpdatePath
+from .cost import bounds
+from .plan import Forecast, Plan, ShardPlan
 from .policy import (
     AutoPlacement,
     ConstPlacement,
@@ -41,72 +39,16 @@ from .policy import (
     never_released,
 )
 from .predict import Profile, predict
-from .problem import Homes, PlacementProblem, static_homes
+from .problem import Homes, PlacementProblem, PlanInputs, static_homes, step_order
 from .sizes import (
-    NOT_WAITING,
     UNLIMITED,
-    Bandwidths,
     BudgetError,
-    Budgets,
-    StateBytes,
-    Waiting,
     chunk_bytes,
 )
 from .tiers import Tier
 
 # What competes for the device, in every order: parameters, gradients, state
 ORDERS = ("psg", "pgs", "spg", "sgp", "gps", "gsp")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanInputs:
-    """Inputs that a plan follows from. The same on all ranks, which reduce them first (ADR
-    0003)."""
-
-    layout: ChunkLayout
-    trace: Trace
-    state: StateBytes
-    budgets: Budgets = field(default_factory=Budgets)  # of one rank
-    bandwidths: Bandwidths = field(default_factory=Bandwidths)
-    has_host_tier: bool = True  # else the device is RAM
-    # of all blocks whose state is not on the device: one path, that of the backend
-    off_device: UpdatePath = UpdatePath.STREAM
-    depth: int = 2  # blocks read ahead of their update
-    num_ahead: int = 0  # more buffers, for blocks that are updated after their step
-    waiting: Waiting = NOT_WAITING  # elements that wait for other blocks of their step
-    max_prefetch: int = 1  # payloads begun before their use
-    nvme_state_frac: float = 0.0  # share of the state's bytes that must be on NVMe
-    block_numel: int = BLOCK_NUMEL
-    flops: float = 0.0  # operations of a forward and backward, where the trace was not timed
-    fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
-    with_originals: frozenset[ChunkId] = frozenset()  # frozen ones keep fp32 values
-    original_home: Tier | None = None  # where these values live already
-    average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights: `average_bytes`
-
-    @property
-    def memory(self) -> Tier:
-        """Tier of the RAM."""
-        return Tier.HOST if self.has_host_tier else Tier.DEVICE
-
-    @property
-    def backward(self) -> int:
-        """First moment of backward."""
-        moments = self.trace.moments
-        return next((i for i, m in enumerate(moments) if m.phase == "backward"), len(moments))
-
-    def compute_weights(self) -> list[int]:
-        """Share of every moment of the trace in what a pass computes."""
-        return [
-            sum(self.layout.params[p].numel for p in m.params) * (1 if m.phase == "forward" else 2)
-            if m.edge == "enter"
-            else 0
-            for m in self.trace.moments
-        ]
-
-    def compute_seconds(self) -> list[float]:
-        """Seconds of every moment of the trace: as it was timed, else as `flops` has it."""
-        timed = [m.seconds for m in self.trace.moments]
-        return compute_seconds_of(timed, self.compute_weights(), self.flops, self.bandwidths.flops)
 
 
 @dataclass(frozen=True)
@@ -255,7 +197,7 @@ class Draft:
             check_nvme(self.problem, everything)
             return everything
         uses = num_uses(self.needs, len(self.problem.chunks))
-        best: tuple[tuple[float, float], Homes] | None = None
+        best: tuple[float, Homes] | None = None
         failed: BudgetError | None = None
         for order in ORDERS:
             try:
@@ -269,9 +211,9 @@ class Draft:
                 if error.tier is Tier.DEVICE:
                     break
                 continue
-            seconds = estimate(homes, self.problem, uses, sum(self.compute))
-            if best is None or seconds < best[0]:
-                best = seconds, homes
+            middle = sum(bounds(homes, self.problem, uses, sum(self.compute), self.reductions))
+            if best is None or middle < best[0]:
+                best = middle, homes
         if best is None:
             assert failed is not None
             if (
@@ -350,16 +292,10 @@ class Draft:
         }
 
     def _step_order(self, homes: Homes) -> tuple[BlockId, ...]:
-        """Blocks whose state is not on the device, those on NVMe first: they can still fail."""
+        """Blocks of a step; see `step_order`."""
         if self.inputs.trace.kind == "eval":
             return ()
-        return tuple(
-            block.id
-            for tier in (Tier.NVME, Tier.HOST)
-            for chunk in self.problem.chunks
-            for block, home in zip(chunk.blocks, homes.state[chunk.id], strict=True)
-            if home is tier
-        )
+        return tuple(block.id for block, _ in step_order(self.problem.chunks, homes.state))
 
     def _build(
         self,

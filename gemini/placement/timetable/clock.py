@@ -15,7 +15,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from gemini.optim.state.flow import Flow, Span, num_buffers
 from gemini.placement.cost import (
@@ -27,14 +26,12 @@ from gemini.placement.cost import (
     update_seconds,
 )
 from gemini.placement.plan import Move, MoveKind, Plan, UpdatePath
+from gemini.placement.problem import PlanInputs
 from gemini.placement.sizes import Bandwidths, BlockBytes
 from gemini.placement.tiers import Tier
 from gemini.units import BlockId, ChunkId
 
 from .updates import SERIAL, TAIL, StepCost
-
-if TYPE_CHECKING:
-    from gemini.placement.draft import PlanInputs
 
 Wait = float | Callable[[], bool]  # until then; until it is true
 Thread = Generator[Wait, None, None]
@@ -44,7 +41,7 @@ TRAINER = 0  # of the two threads; 1: the worker
 ITERATIONS = {SERIAL: 1, TAIL: 3}
 
 
-class Links:
+class TimedLinks:
     """Links that carry what is sent in the order of issue. busy: seconds by resource.
 
     notes: also when a link is busy (`spans`, in order), and of every move when it begins and ends
@@ -204,7 +201,7 @@ class StepClock:
         self._has_tail = update == TAIL
         by_host = work.plan.has_host_tier and work.plan.off_device is UpdatePath.CPU
         self._shares = not by_host  # one processor trains and updates
-        self.links = Links(work.bandwidths, work.plan.has_host_tier, notes=notes)
+        self.links = TimedLinks(work.bandwidths, work.plan.has_host_tier, notes=notes)
         self._due: dict[int, float] = {}  # by moment: second at which its last transfer ends
         self._flow = self._new_flow()
         self._now = 0.0
