@@ -100,7 +100,7 @@ class ShardViews:
         self._beside: dict[BlockId, BesideState] = {}
         self._lenders: list[TensorFiles] = []  # files whose buffers these are in
         self._brought: dict[BlockId, Tensor] = {}  # parameters [n] on the device that updates
-        self._coming: list[CopyTicket] = []  # to that device, from buffers of files
+        self._coming: CopyTicket | None = None  # the last one to there from a buffer of files
         self._signature: object | None = None
         self._left: set[BlockId] = set()  # whose new weights have left with their state
         self._saving: tuple[CopyTicket, Tensor, Tensor] | None = None  # to here, by way of there
@@ -233,8 +233,9 @@ class ShardViews:
         return runs
 
     def left(self, block: Block, copies: CopyTicket) -> None:
-        if block.id in self._brought and block.id not in self._beside:
-            self._chunks[block.shard].is_copied(copies)
+        chunk = self._chunks[block.shard]
+        if self._brought.pop(block.id, None) is not None and chunk.files is None:
+            chunk.is_copied(copies)
 
     def updated(self, block: Block) -> None:
         if self._saving is not None:
@@ -243,11 +244,12 @@ class ShardViews:
             self.watch(block.id)
 
     def end(self) -> None:
-        for copy in self._coming:
-            copy.settle()
+        if self._coming is not None:  # and with it those before, as one stream has all of them
+            self._coming.settle()
         for files in self._lenders:
             files.take_back()
-        for kept in (self._coming, self._lenders, self._beside, self._brought):
+        self._coming = None
+        for kept in (self._lenders, self._beside, self._brought):
             kept.clear()
 
     def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
@@ -314,7 +316,7 @@ class ShardViews:
                 if chunk.files is None:
                     chunk.is_copied(coming)
                 else:
-                    self._coming.append(coming)
+                    self._coming = coming
         if master is not None:
             param.copy_(master)  # gaps, and what this step leaves alone
         return param
@@ -341,7 +343,7 @@ class ShardViews:
         grad = self._staging.grad(block.numel, there.dtype)
         coming = self._staging.bring([(grad, there)])
         if arrival is None:
-            self._coming.append(coming)
+            self._coming = coming
         return grad
 
     def _part_of(self, block: Block) -> Tensor:
