@@ -25,8 +25,9 @@ slack: share of an answer above the floor that was not needed. Bar: a median of 
 refused: trained with as much as the plan asks for, under 1.05 of the budget that was refused. Bar:
 90 % are killed there.
 
-It goes on where it was stopped, by rows of this commit in `--rows`. Exit status 1: a bar is missed,
-or a draw failed.
+It goes on where it was stopped, by rows of this commit in `--rows`. `--json` is written after every
+draw, with the number of draws `asked` beside those that were made: a run that is cut off has its
+figures there. Exit status 1: a bar is missed, a draw failed, or fewer were made than asked.
 """
 
 from __future__ import annotations
@@ -311,9 +312,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def is_met(found: dict[str, Any]) -> bool:
-    """All bars."""
+    """All bars, by all draws that were asked."""
     return bool(
-        found["killed"] <= BARS["killed"]
+        found["draws"] == found["asked"]
+        and not found["failed"]
+        and found["killed"] <= BARS["killed"]
         and found["median_slack"] <= BARS["median_slack"]
         and found["refused_rightly"] >= BARS["refused_rightly"]
     )
@@ -338,6 +341,15 @@ def main() -> int:
     print(f"a process: {costs}; without {WITHOUT}", flush=True)
     known = {row["number"]: row for row in map(json.loads, lines) if row["commit"] == now}
     end, failed = time.monotonic() + 60 * args.minutes, list[int]()
+
+    def found() -> dict[str, Any]:
+        """Figures of the draws that were made until now; they replace those in the file."""
+        rows = [known[number] for number in range(args.draws) if number in known]
+        figures = {"asked": args.draws, **summary(rows), "failed": failed}
+        if args.json is not None:
+            write_result(args.json, {**figures, "process": asdict(costs), "rows": rows})
+        return figures
+
     with path.open("a", encoding="utf-8") as kept:
         for number in range(args.first, args.draws):
             if number in known:
@@ -355,12 +367,10 @@ def main() -> int:
             kept.write(json.dumps(row) + "\n")
             kept.flush()
             print(f"{number:4d} {_in_words(row)}", flush=True)
-    rows = [known[number] for number in range(args.draws) if number in known]
-    found = {**summary(rows), "failed": failed}
-    print(json.dumps(found, indent=1))
-    if args.json is not None:
-        write_result(args.json, {**found, "process": asdict(costs), "rows": rows})
-    return 0 if is_met(found) and not failed else 1
+            found()
+    figures = found()
+    print(json.dumps(figures, indent=1))
+    return 0 if is_met(figures) else 1
 
 
 def _in_words(row: dict[str, Any]) -> str:

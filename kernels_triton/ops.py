@@ -30,7 +30,6 @@ from .norm import (
     norm_kernel,
     tally_kernel,
 )
-from .quantised import GROUP, KIND_CODES
 from .tiles import NUM_COLUMNS, TRITON_DTYPES
 
 NORM_TILE = NORM_BLOCK * NORM_ROUNDS
@@ -125,37 +124,39 @@ def update_now(
 
     rule: a key of `KERNELS`.
     planes: the slabs [N], the master first where there is one more than the rule's own; an int16
-        master is the remainder that bf16 parameters lack, and fp32 parameters have none. For planes
-        of 8 bits, what groups share comes last, uint8 [N / 8]; see `quantised.py`.
+        master is the remainder that bf16 parameters lack, and fp32 parameters have none. What
+        groups of elements share comes last; see `PlaneForm`.
     stochastic: bf16 parameters without a master are rounded at random, by control[SEED].
     params, grads: tensors that addresses in `segments` point into; may be empty for a plain module.
     Raises ValueError, before anything is written, for what the kernel cannot take.
     """
     kernel = KERNELS[rule]
+    form, codec = kernel.form, kernel.form.codec
     _check("tiles", tiles, torch.int32, 2)
     _check("segments", segments, torch.int64, NUM_COLUMNS)
     _check_device(tiles=tiles, segments=segments, coefficients=coefficients, control=control)
-    has_master = len(planes) == len(kernel.stored) + 1
-    if not has_master and len(planes) != len(kernel.stored):
+    has_master = len(planes) == len(form.stored) + 1
+    if not has_master and len(planes) != len(form.stored):
         raise ValueError(
-            f"planes has {len(planes)} slabs; {kernel.name} has {len(kernel.stored)}, and one "
+            f"planes has {len(planes)} slabs; {kernel.name} has {len(form.stored)}, and one "
             "more with a master"
         )
     is_split = has_master and planes[0].dtype == torch.int16
-    if is_split and kernel.keeper < 0 and kernel.kind == "fp32":
+    if is_split and form.keeper < 0 and not codec.is_quantised:
         raise ValueError(
             f"planes[0] is int16; {kernel.name} has no plane that keeps ties, so give fp32"
         )
     if is_split and param_dtype is not torch.bfloat16:
         raise ValueError(f"planes[0] is int16, which bf16 parameters lack; {param_dtype} was given")
-    dtypes = kernel.stored
+    dtypes, num_shared = form.stored, len(form.stored) - form.num_planes
+    groups = [codec.of_code] * form.num_planes + [codec.of_shared] * num_shared
     if has_master:
         dtypes = (torch.int16 if is_split else torch.float32, *dtypes)
-    numel = planes[0].numel()
+        groups.insert(0, 1)
+    numel = planes[0].numel() * groups[0]
     for i, (plane, dtype) in enumerate(zip(planes, dtypes, strict=True)):
         _check(f"planes[{i}]", plane, dtype, None)
-        is_shared = i >= has_master + kernel.num_planes
-        if plane.numel() != (-(-numel // GROUP) if is_shared else numel):
+        if plane.numel() != -(-numel // groups[i]):
             raise ValueError(f"planes[{i}] has {plane.numel()} elements, others differ")
         for j in range(i):
             if plane.numel() and plane.data_ptr() == planes[j].data_ptr():
@@ -168,17 +169,17 @@ def update_now(
     if tiles.shape[0] == 0:
         return
     state = planes[1:] if has_master else planes
-    if kernel.kind == "bf16":
-        state = [plane.view(torch.int16) for plane in state]
-    codes, shared = state[: kernel.num_planes], kernel.shared(state)
+    state = [p.view(torch.int16) if p.dtype is torch.bfloat16 else p for p in state]
+    codes, shared = state[: form.num_planes], [state[i] for i in form.shared]
     with on(tiles.device):
         update_kernel[(tiles.shape[0],)](
             tiles, segments, coefficients, control, planes[0],
             codes[0], codes[min(1, len(codes) - 1)], codes[-1],
             shared[0], shared[min(1, len(shared) - 1)], shared[-1],
-            kernel.formula, kernel.num_planes, TRITON_DTYPES[param_dtype],
+            kernel.formula, form.num_planes, TRITON_DTYPES[param_dtype],
             TRITON_DTYPES[grad_dtype], has_master and not is_split, is_split,
-            kernel.keeper, kernel.under_root, KIND_CODES[kernel.kind],
+            form.keeper, form.under_root, codec.load, codec.store, codec.is_quantised,
+            codec.of_code, codec.of_shared,
             stochastic and param_dtype is torch.bfloat16, block, num_warps=num_warps,
             **_EXACT,
         )  # fmt: skip

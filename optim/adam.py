@@ -13,7 +13,7 @@ from gemini.arguments import by_name
 from gemini.optim.rules import formulas
 from gemini.optim.rules.config import NvmeConfig
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.rules.state_layout import Plane, StateLayout
+from gemini.optim.rules.state_layout import Plane, StateLayout, kind_of
 
 from .base import Folders, TieredOptimizer
 
@@ -21,7 +21,7 @@ from .base import Folders, TieredOptimizer
 class AdamRule(UpdateRule):
     """Adam: m and v in fp32, and with `amsgrad` the largest v so far for groups that ask for it.
 
-    Of 8 bits, v is at least what makes no step longer than exact moments could; see
+    Of a kind that is coarse, v is at least what makes no step longer than exact moments could; see
     `formulas.adam_8bit_coefficients`.
     """
 
@@ -41,7 +41,7 @@ class AdamRule(UpdateRule):
     formula = staticmethod(formulas.adam)
 
     def __init__(self, *wanted: str, state: str = "fp32") -> None:
-        if state == "8bit":
+        if kind_of(state).is_coarse:
             self.coefficients = formulas.adam_8bit_coefficients
             self.formula = formulas.adam_8bit
         super().__init__(*wanted, state=state)
@@ -55,7 +55,7 @@ class AdamRule(UpdateRule):
         multiply-adds, and its square root is not correctly rounded.
         """
         exp_avg, exp_avg_sq, *largest = planes
-        if self.layout.kind == "8bit":
+        if kind_of(self.layout.kind).is_coarse:
             inverse_bound = self.coefficients(hyper, step)["inverse_bound"]
             least = formulas.least_square(exp_avg, inverse_bound)
             torch.maximum(exp_avg_sq, least, out=exp_avg_sq)

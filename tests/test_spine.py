@@ -18,26 +18,26 @@ from tests.support import spine
 # run 1057 lines more: homes that follow measurements, shared memory, forecasts, hints about
 # misspelt arguments, casts.
 BARS = {
-    "block": (92, 75),
-    "block, step": (36, 25),
+    "block": (90, 75),
+    "block, step": (34, 25),
     "block, store": (24, 20),
     "block, update": (15, 15),
     "block, engine": (17, 15),
     "block, pools": (25, 25),  # transfers and updates: the issue counts one thread
-    "device": (169, 140),
+    "device": (165, 140),
     "device, pools": (4.5, 4),
     "device, files": (29, 15),
     "device, waits of step()": (0, 0),  # 3 a block
     "types": (18, 15),
-    "classes": (103, 85),
-    "protocols": (14, 8),
-    "five lines, resident: lines": (9395, 7600),
+    "classes": (94, 85),
+    "protocols": (10, 8),
+    "five lines, resident: lines": (9335, 7600),
     "five lines, resident: files": (123, 80),
-    "five lines, nvme: lines": (11_037, 8600),
+    "five lines, nvme: lines": (11_020, 8600),
     "five lines, nvme: files": (138, 85),
     "five lines: files loaded": (129, 120),
-    "tokens": (72_311, 58_000),
-    "lines": (11_403, 9000),
+    "tokens": (71_655, 58_000),
+    "lines": (11_253, 9000),
 }
 
 

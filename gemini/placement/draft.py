@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
 
 import numpy as np
 
-from gemini.chunk.layout import ChunkLayout
-from gemini.memtracer.trace import Trace
 from gemini.placement.homes.budget_fill import (
     check_nvme,
     fill,
@@ -29,11 +25,11 @@ from gemini.placement.timetable.steps import (
     room_ahead,
     schedule_gathers,
 )
-from gemini.placement.timetable.updates import SERIAL, TAIL, OverlapCost, best_update
-from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, Moment
+from gemini.placement.timetable.updates import SERIAL, TAIL, StepCost, best_update
+from gemini.units import BlockId, ChunkId, Moment
 
-from .cost import StepCost, compute_seconds_of, estimate, predict_step
-from .plan import Forecast, Plan, ShardPlan, UpdatePath
+from .cost import bounds
+from .plan import Forecast, Plan, ShardPlan
 from .policy import (
     AutoPlacement,
     ConstPlacement,
@@ -43,15 +39,10 @@ from .policy import (
     never_released,
 )
 from .predict import Profile, predict
-from .problem import Homes, PlacementProblem, static_homes
+from .problem import Homes, PlacementProblem, PlanInputs, static_homes, step_order
 from .sizes import (
-    NOT_WAITING,
     UNLIMITED,
-    Bandwidths,
     BudgetError,
-    Budgets,
-    StateBytes,
-    Waiting,
     chunk_bytes,
 )
 from .tiers import Tier
@@ -60,66 +51,15 @@ from .tiers import Tier
 ORDERS = ("psg", "pgs", "spg", "sgp", "gps", "gsp")
 
 
-if TYPE_CHECKING:
-    from gemini.placement.timetable.clock import Work
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanInputs:
-    """Inputs that a plan follows from. The same on all ranks, which reduce them first (ADR
-    0003)."""
-
-    layout: ChunkLayout
-    trace: Trace
-    state: StateBytes
-    budgets: Budgets = field(default_factory=Budgets)  # of one rank
-    bandwidths: Bandwidths = field(default_factory=Bandwidths)
-    has_host_tier: bool = True  # else the device is RAM
-    # of all blocks whose state is not on the device: one path, that of the backend
-    off_device: UpdatePath = UpdatePath.STREAM
-    depth: int = 2  # blocks read ahead of their update
-    num_ahead: int = 0  # more buffers, for blocks that are updated after their step
-    waiting: Waiting = NOT_WAITING  # elements that wait for other blocks of their step
-    max_prefetch: int = 1  # payloads begun before their use
-    nvme_state_frac: float = 0.0  # share of the state's bytes that must be on NVMe
-    block_numel: int = BLOCK_NUMEL
-    flops: float = 0.0  # operations of a forward and backward, where the trace was not timed
-    fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
-    with_originals: frozenset[ChunkId] = frozenset()  # frozen ones keep fp32 values
-    original_home: Tier | None = None  # where these values live already
-    average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights: `average_bytes`
-
-    @property
-    def memory(self) -> Tier:
-        """Tier of the RAM."""
-        return Tier.HOST if self.has_host_tier else Tier.DEVICE
-
-    def compute_weights(self) -> list[int]:
-        """Share of every moment of the trace in what a pass computes."""
-        return [
-            sum(self.layout.params[p].numel for p in m.params) * (1 if m.phase == "forward" else 2)
-            if m.edge == "enter"
-            else 0
-            for m in self.trace.moments
-        ]
-
-    def compute_seconds(self) -> list[float]:
-        """Seconds of every moment of the trace: as it was timed, else as `flops` has it."""
-        timed = [m.seconds for m in self.trace.moments]
-        return compute_seconds_of(timed, self.compute_weights(), self.flops, self.bandwidths.flops)
-
-
 @dataclass(frozen=True)
 class PlanResult:
-    """Plan with its predicted profile and cost."""
+    """Plan with its predicted profile, and its price for who asks."""
 
     plan: Plan
     profile: Profile
-    cost: StepCost  # of an iteration whose step updates all
     steps: GatherSteps  # how its gathers are carried out
     facts: OverlapFacts  # by which updates may overlap a pass
-    # of an iteration on a clock; None: nobody has timed a pass
-    work: Callable[..., Work] | None = field(default=None, compare=False)
+    inputs: PlanInputs = field(compare=False)
 
     @property
     def against_tail(self) -> str | None:
@@ -127,14 +67,26 @@ class PlanResult:
         return against_tail(self.facts)
 
     @cached_property
-    def overlapped(self) -> dict[str, OverlapCost]:
-        """An iteration with each `update` that overlaps a pass, of those that may."""
-        may = self.work is not None and self.against_tail is None
-        if not may or self.work is None:
-            return {}
-        from gemini.placement.timetable.clock import price
+    def cost(self) -> StepCost:
+        """An iteration whose step updates all."""
+        return self._priced(SERIAL)
 
-        return price(self.work(), [TAIL])
+    @cached_property
+    def overlapped(self) -> dict[str, StepCost]:
+        """An iteration with each `update` that overlaps a pass, of those that may."""
+        may = self._is_timed and self.against_tail is None
+        return {TAIL: self._priced(TAIL)} if may else {}
+
+    def _priced(self, update: str) -> StepCost:
+        from gemini.placement.timetable.clock import Work, price
+
+        return price(Work(self.plan, self.inputs), update)
+
+    @property
+    def _is_timed(self) -> bool:
+        """Whether somebody has timed a pass."""
+        inputs = self.inputs
+        return self.plan.kind == "train" and any(inputs.compute_seconds()[: inputs.backward])
 
     @property
     def seconds_by_update(self) -> dict[str, float]:
@@ -146,7 +98,7 @@ class PlanResult:
     def best_update(self) -> str:
         """The `update` that is predicted to be fastest; a tail, if it may be, where nobody has
         timed a pass, as for a policy of fractions."""
-        is_priced = self.work is not None or self.against_tail is not None
+        is_priced = self._is_timed or self.against_tail is not None
         return best_update(self.seconds_by_update) if is_priced else TAIL
 
 
@@ -245,7 +197,7 @@ class Draft:
             check_nvme(self.problem, everything)
             return everything
         uses = num_uses(self.needs, len(self.problem.chunks))
-        best: tuple[tuple[float, float], Homes] | None = None
+        best: tuple[float, Homes] | None = None
         failed: BudgetError | None = None
         for order in ORDERS:
             try:
@@ -259,9 +211,9 @@ class Draft:
                 if error.tier is Tier.DEVICE:
                     break
                 continue
-            seconds = estimate(homes, self.problem, uses, sum(self.compute))
-            if best is None or seconds < best[0]:
-                best = seconds, homes
+            middle = sum(bounds(homes, self.problem, uses, sum(self.compute), self.reductions))
+            if best is None or middle < best[0]:
+                best = middle, homes
         if best is None:
             assert failed is not None
             if (
@@ -301,20 +253,13 @@ class Draft:
         steps = gather_steps(
             self.calls, plan.gathers, [shard.chunk for shard in plan.shards if shard.never_released]
         )
-        links = self.inputs.bandwidths
-        cost = predict_step(plan, links, self.compute)
         judged = self._judged(profile, Tier.DEVICE)
         has_room = self.inputs.num_ahead > 0 or not has_budgets(self.policy)
         facts = facts_of(
-            plan, judged, self.calls, self._backward,
+            plan, judged, self.calls, self.inputs.backward,
             has_buffers=has_room,
         )  # fmt: skip
-        is_timed = plan.kind == "train" and any(self.compute[: self._backward])
-        work = partial(
-            _work, plan, links, self.compute, self.calls, self._backward,
-            depth=self.inputs.depth, num_ahead=self.inputs.num_ahead,
-        )  # fmt: skip
-        return PlanResult(plan, profile, cost, steps, facts, work if is_timed else None)
+        return PlanResult(plan, profile, steps, facts, self.inputs)
 
     def check_room(self, homes: Homes) -> None:
         """Raise BudgetError where what a moment needs does not fit beside what lives there."""
@@ -347,16 +292,10 @@ class Draft:
         }
 
     def _step_order(self, homes: Homes) -> tuple[BlockId, ...]:
-        """Blocks whose state is not on the device, those on NVMe first: they can still fail."""
+        """Blocks of a step; see `step_order`."""
         if self.inputs.trace.kind == "eval":
             return ()
-        return tuple(
-            block.id
-            for tier in (Tier.NVME, Tier.HOST)
-            for chunk in self.problem.chunks
-            for block, home in zip(chunk.blocks, homes.state[chunk.id], strict=True)
-            if home is tier
-        )
+        return tuple(block.id for block, _ in step_order(self.problem.chunks, homes.state))
 
     def _build(
         self,
@@ -395,17 +334,11 @@ class Draft:
                 order,
                 moves_of(
                     homes, problem, schedule.gathers, self.reductions, order, len(self.needs),
-                    self._backward, updates=trace.kind == "train" and not is_bare,
+                    self.inputs.backward, updates=trace.kind == "train" and not is_bare,
                 ),
                 schedule.gap,
             ),
         )  # fmt: skip
-
-    @property
-    def _backward(self) -> int:
-        """First moment of backward."""
-        moments = self.inputs.trace.moments
-        return next((i for i, m in enumerate(moments) if m.phase == "backward"), len(moments))
 
     def _gather_room(self, homes: Homes, order: tuple[BlockId, ...]) -> Vector:
         """Bytes for payloads at every moment, in these homes."""
@@ -473,13 +406,6 @@ class Draft:
             others = profile.rows[tier, "non-model"]
             return [n - m for n, m in zip(totals, others, strict=True)]
         return totals
-
-
-def _work(*inputs: Any, **buffers: Any) -> Work:
-    """Work of an iteration, for its clock."""
-    from gemini.placement.timetable.clock import Work
-
-    return Work(*inputs, **buffers)
 
 
 def severity(error: BudgetError) -> tuple[int, int]:

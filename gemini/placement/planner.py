@@ -14,11 +14,11 @@ from dataclasses import replace
 from gemini.units import NUM_VERSIONS
 
 from .draft import Draft, severity
-from .draft import PlanInputs as PlanInputs
 from .draft import PlanResult as PlanResult
 from .plan import Plan
 from .policy import AutoPlacement, Placement, StaticPlacement
 from .problem import Homes
+from .problem import PlanInputs as PlanInputs
 from .sizes import UNLIMITED, BudgetError
 from .tiers import Tier
 
@@ -38,7 +38,7 @@ def make_plan(inputs: PlanInputs, policy: Placement = AutoPlacement()) -> PlanRe
             refused.append(error.without_frames())
     if not made:
         raise min(refused, key=severity)
-    return min(made, key=lambda planned: planned.cost.seconds)
+    return min(made, key=lambda planned: planned.cost.seconds) if len(made) > 1 else made[0]
 
 
 def _original_homes(inputs: PlanInputs, policy: Placement) -> Sequence[Tier]:

@@ -1,17 +1,37 @@
-"""Tiers of every shard and block, and the buffers and files that they take. Pure."""
+"""Inputs of a plan; tiers of every shard and block, and the buffers and files that they take.
+Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
-from gemini.chunk.layout import ChunkSpec
-from gemini.units import FROZEN_BLOCK_BYTES, PAGE_BYTES, ChunkId, align_up, format_bytes
+from gemini.chunk.layout import ChunkLayout, ChunkSpec
+from gemini.memtracer.trace import Trace
+from gemini.units import (
+    BLOCK_NUMEL,
+    FROZEN_BLOCK_BYTES,
+    PAGE_BYTES,
+    ChunkId,
+    align_up,
+    format_bytes,
+)
 
 from .plan import Staging, UpdatePath
 from .policy import StaticPlacement, leading_within, never_released
-from .sizes import FP32_BYTES, Bandwidths, Budgets, ChunkBytes, StateBytes, file_bytes
+from .sizes import (
+    FP32_BYTES,
+    NOT_WAITING,
+    Bandwidths,
+    BlockBytes,
+    Budgets,
+    ChunkBytes,
+    StateBytes,
+    Waiting,
+    file_bytes,
+)
 from .tiers import Tier
 
 DEVICE_BUFFERS = 3  # of a kind: one travels in, one is updated, one travels out
@@ -43,6 +63,61 @@ class Homes:
         return replace(
             self, param=list(self.param), grad=list(self.grad), state=[list(r) for r in self.state]
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInputs:
+    """Inputs that a plan follows from. The same on all ranks, which reduce them first (ADR
+    0003)."""
+
+    layout: ChunkLayout
+    trace: Trace
+    state: StateBytes
+    budgets: Budgets = field(default_factory=Budgets)  # of one rank
+    bandwidths: Bandwidths = field(default_factory=Bandwidths)
+    has_host_tier: bool = True  # else the device is RAM
+    # of all blocks whose state is not on the device: one path, that of the backend
+    off_device: UpdatePath = UpdatePath.STREAM
+    depth: int = 2  # blocks read ahead of their update
+    num_ahead: int = 0  # more buffers, for blocks that are updated after their step
+    waiting: Waiting = NOT_WAITING  # elements that wait for other blocks of their step
+    max_prefetch: int = 1  # payloads begun before their use
+    nvme_state_frac: float = 0.0  # share of the state's bytes that must be on NVMe
+    block_numel: int = BLOCK_NUMEL
+    flops: float = 0.0  # operations of a forward and backward, where the trace was not timed
+    fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
+    with_originals: frozenset[ChunkId] = frozenset()  # frozen ones keep fp32 values
+    original_home: Tier | None = None  # where these values live already
+    average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights: `average_bytes`
+
+    @property
+    def memory(self) -> Tier:
+        """Tier of the RAM."""
+        return Tier.HOST if self.has_host_tier else Tier.DEVICE
+
+    @property
+    def backward(self) -> int:
+        """First moment of backward."""
+        moments = self.trace.moments
+        return next((i for i, m in enumerate(moments) if m.phase == "backward"), len(moments))
+
+    def compute_weights(self) -> list[int]:
+        """Share of every moment of the trace in what a pass computes."""
+        return [
+            sum(self.layout.params[p].numel for p in m.params) * (1 if m.phase == "forward" else 2)
+            if m.edge == "enter"
+            else 0
+            for m in self.trace.moments
+        ]
+
+    def compute_seconds(self) -> list[float]:
+        """Seconds of every moment of the trace: as it was timed, else as `flops` has it."""
+        timed = [m.seconds for m in self.trace.moments]
+        weights = self.compute_weights()
+        if any(timed) or not any(weights) or self.bandwidths.flops == inf:
+            return timed
+        whole, seconds = sum(weights), self.flops / self.bandwidths.flops
+        return [seconds * weight / whole for weight in weights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,18 +367,16 @@ def store_overhead(num_blocks: int) -> int:
     return _STORE_BYTES + num_blocks * _INDEX_BYTES if num_blocks else 0
 
 
-def state_parts(chunk: ChunkBytes, states: Sequence[Tier]) -> list[tuple[Tier, tuple[int, int]]]:
-    """(tier, (bytes of state, bytes of its parameters)) for every tier that holds state of a
-    chunk."""
-    if not states:
-        return []
-    if states[0] is not Tier.NVME and states.count(states[0]) == len(states):
-        return [(states[0], (chunk.state_bytes, chunk.shard_bytes))]
-    sums: dict[Tier, tuple[int, int]] = {}
-    for block, home in zip(chunk.blocks, states, strict=True):
-        state, param = sums.get(home, (0, 0))
-        sums[home] = (state + block.state_on(home), param + block.param_bytes)
-    return list(sums.items())
+def step_order(
+    chunks: Iterable[ChunkBytes], states: Sequence[Sequence[Tier]]
+) -> Iterator[tuple[BlockBytes, Tier]]:
+    """Blocks whose state is not on the device, with its home, as a step updates them: those on NVMe
+    first, which can still fail."""
+    for tier in (Tier.NVME, Tier.HOST):
+        for chunk in chunks:
+            for block, home in zip(chunk.blocks, states[chunk.id], strict=True):
+                if home is tier:
+                    yield block, home
 
 
 def _lower(first: Sequence[Tier], second: Sequence[Tier]) -> list[Tier]:

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
 
-from .cost import LINKS, RecordedLinks, through
-from .draft import PlanInputs, PlanResult
+from gemini.placement.timetable.clock import StepClock, Work
+from gemini.placement.timetable.updates import SERIAL
+
+from .cost import LINKS
+from .draft import PlanResult
 from .plan import Move
 from .predict import TIERS
+from .problem import PlanInputs
 from .sizes import UNLIMITED, Budgets
 from .tiers import Tier
 
@@ -27,13 +31,13 @@ Span = tuple[float, float]
 class TimedMove:
     """Move of a plan with its predicted seconds."""
 
-    label: str
-    kind: str
-    src: Tier
-    dst: Tier
+    move: Move
     begin: float  # seconds
     end: float
-    nbytes: int
+
+    def __str__(self) -> str:
+        part = "" if self.move.block is None else f", block {self.move.block}"
+        return f"{self.move.kind.value} of chunk {self.move.chunk}{part}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,8 @@ class Timeline:
     title, verdict: what is trained, and whether it fits.
     phases: name, and the moment with which it begins.
     busy: of a link that carries anything, when it does, in order.
-    is_timed: `starts` are seconds; else nothing is known of them, and all moments are equally long.
+    is_timed: `starts` are seconds; else nothing is known of them nor of links, and all moments are
+    equally long.
     """
 
     title: str
@@ -97,18 +102,21 @@ def planned_timeline(
     compute = inputs.compute_seconds()
     if not any(compute):
         compute = _spread(inputs, pass_seconds or {})
-    links = RecordedLinks(inputs.bandwidths, plan.has_host_tier)
-    starts = list(through(plan, links, inputs.bandwidths, compute))
+    clock = StepClock(Work(plan, inputs, compute), SERIAL, notes=True)
+    clock.run()
+    updates = [second for second, _ in clock.updates]
+    starts = [*clock.moments, *updates, clock.updated, clock.seconds]
     is_timed = sum(compute) > 0
     if not is_timed:
         starts = [float(i) for i in range(profile.num_moments + 1)]
     labels = [str(moment) for moment in trace.moments]
-    labels += [f"update of block {block}" for block in plan.forecast.step_order]
-    labels += ["update of what is resident", "end of the iteration"]
-    backward = next((i for i, m in enumerate(trace.moments) if m.phase == "backward"), None)
+    for _, block in clock.updates:
+        labels.append(f"update of {'what is resident' if block is None else f'block {block}'}")
+    labels.append("end of the iteration")
     phases = [("forward", 0)]
-    if backward is not None:
-        phases += [("backward", backward), ("step", plan.num_trace_moments)]
+    if inputs.backward < len(trace.moments):
+        phases += [("backward", inputs.backward), ("step", plan.num_trace_moments)]
+    spans = clock.links.spans
     given = plan.budgets if budgets is None else budgets
     return Timeline(
         title=title,
@@ -118,8 +126,8 @@ def planned_timeline(
         phases=tuple(phases),
         rows=dict(profile.rows),
         budgets={t: given.of(t) for t in TIERS if given.of(t) < UNLIMITED},
-        busy={link: tuple(links.spans[link]) for link in LINKS if links.spans[link] and is_timed},
-        transfers=tuple(_transfer(move, starts) for move in plan.forecast.moves),
+        busy={link: tuple(spans[link]) for link in LINKS if spans[link] and is_timed},
+        transfers=tuple(starmap(TimedMove, clock.links.sent)) if is_timed else (),
         is_timed=is_timed,
     )
 
@@ -134,13 +142,6 @@ def _spread(inputs: PlanInputs, seconds: Mapping[str, float]) -> list[float]:
         seconds.get(phase, 0.0) * weight / (whole[phase] or 1)
         for phase, weight in zip(phases, weights, strict=True)
     ]
-
-
-def _transfer(move: Move, starts: Sequence[float]) -> TimedMove:
-    part = "" if move.block is None else f", block {move.block}"
-    label = f"{move.kind.value} of chunk {move.chunk}{part}"
-    return TimedMove(label, move.kind.value, move.src, move.dst, starts[move.begin],
-                    starts[move.end], move.nbytes)  # fmt: skip
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:
@@ -159,9 +160,9 @@ def write_trace(timeline: Timeline, path: Path) -> None:
         )  # fmt: skip
     for one in timeline.transfers:
         events.append(
-            {"name": one.label, "ph": "X", "pid": 0, "cat": one.kind,
-             "tid": f"{one.src.value} to {one.dst.value}", "ts": one.begin * 1e6,
-             "dur": (one.end - one.begin) * 1e6, "args": {"bytes": one.nbytes}}
+            {"name": str(one), "ph": "X", "pid": 0, "cat": one.move.kind.value,
+             "tid": f"{one.move.src.value} to {one.move.dst.value}", "ts": one.begin * 1e6,
+             "dur": (one.end - one.begin) * 1e6, "args": {"bytes": one.move.nbytes}}
         )  # fmt: skip
     told = {tier.value: nbytes for tier, nbytes in timeline.budgets.items()}
     path.write_text(

@@ -12,33 +12,35 @@ from __future__ import annotations
 import hashlib
 import linecache
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from gemini.kernels_triton.quantised import Codec
+
 
 @dataclass(frozen=True, slots=True)
-class RuleKernel:
-    """Kernel of one optimizer: its two functions, and its number of state planes (1 to 3)."""
+class PlaneForm:
+    """How the state planes of a rule are kept."""
+
+    kind: str  # name of all below
+    num_planes: int  # 1 to 3
+    keeper: int  # of a plane that is never negative, so that masters may be split; -1: none
+    under_root: int  # bit i: plane i is kept as a ratio to the root of `keeper`'s
+    codec: Codec
+    stored: tuple[torch.dtype, ...]  # of the slabs of planes, and of those of what groups share
+    shared: tuple[int, ...]  # by plane: slab of what its groups share; its own: they share nothing
+
+
+class RuleKernel(NamedTuple):
+    """Kernel of one optimizer: its two functions, and its state."""
 
     name: str
     coefficients: Any  # @triton.jit
     formula: Any  # @triton.jit
-    num_planes: int
-    keeper: int  # of a plane that is never negative, so that masters may be split; -1: none
-    kind: str  # in what planes are kept: of `optim.rules.state_layout.KINDS`
-    under_root: int  # bit i: 8 bits of plane i are ratios to the root of `keeper`'s
-    stored: tuple[torch.dtype, ...]  # of the slabs of planes, and of those of what groups share
-
-    def shared(self, slabs: list[Any]) -> list[Any]:
-        """Slab of what the groups of each plane share; where they share nothing, its own."""
-        others = iter(slabs[self.num_planes :])
-        shares = [
-            self.kind == "8bit" and not self.under_root >> i & 1 for i in range(self.num_planes)
-        ]
-        return [next(others) if has else slabs[i] for i, has in enumerate(shares)]
+    form: PlaneForm
 
 
 # The key has a digest of all that a kernel is made of, as rules of one name may differ.
@@ -56,24 +58,16 @@ def _power(base, exponent):
     return result
 
 
-def _stored(num_planes: int, keeper: int, kind: str, under_root: int) -> tuple[torch.dtype, ...]:
-    if kind != "8bit":
-        return (torch.bfloat16 if kind == "bf16" else torch.float32,) * num_planes
-    codes = (torch.uint8 if i == keeper else torch.int8 for i in range(num_planes))
-    return (*codes, *[torch.uint8] * (num_planes - under_root.bit_count()))
-
-
-def add_kernel(
-    name: str, source: str, num_planes: int, keeper: int, kind: str = "fp32", under_root: int = 0
-) -> str:
+def add_kernel(name: str, source: str, form: PlaneForm) -> str:
     """Key in `KERNELS` of a rule's kernel, which is made if there is none.
 
     source: Python of `_coefficients` and `_formula` (see `frame.py`), which may use `tl`, and
         `_power` of fp64 by int64.
-    num_planes: 1 to 3. keeper: the plane whose sign tells how a master was rounded; -1: none.
-    kind: of `optim.rules.state_layout.KINDS`. under_root: see `RuleKernel`.
     """
-    text = f"{source}\n# {num_planes} planes, keeper {keeper}, {kind}, {under_root}\n"
+    text = (
+        f"{source}\n# {form.num_planes} planes, keeper {form.keeper}, {form.kind}, "
+        f"{form.under_root}\n"
+    )
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     key = f"{name}-{digest}"
     if key not in KERNELS:
@@ -82,8 +76,5 @@ def add_kernel(
         names: dict[str, Any] = {"__name__": f"{__name__}.{digest}"}
         names |= {"tl": tl, "triton": triton, "_power": _power}
         exec(compile(text, file, "exec"), names)
-        KERNELS[key] = RuleKernel(
-            name, names["_coefficients"], names["_formula"], num_planes, keeper, kind, under_root,
-            _stored(num_planes, keeper, kind, under_root),
-        )  # fmt: skip
+        KERNELS[key] = RuleKernel(name, names["_coefficients"], names["_formula"], form)
     return key

@@ -175,12 +175,9 @@ class SiteUpdater:
 
     def update_resident(self, slab: Resident, views: BlockViews) -> None:
         for block in slab.blocks:
-            copies = None
             if views.touches(block):
-                copies = update_apart(
-                    self.site, self.rule, block, slab.planes(block), views, on_host=False
-                )
-            views.put(block, copies)
+                planes = slab.planes(block)
+                update_apart(self.site, self.rule, block, planes, views, on_host=False)
 
     def traffic(self) -> Traffic:
         return self.site.traffic()

@@ -257,7 +257,6 @@ class MatrixUpdater:
                     grads[start : start + piece.grad.numel()].copy_(piece.grad)
             waits_for = self._waits_for(block, views)
             self._taken[block.id] = _Taken(block, planes, on_host, directions, grads, waits_for)
-        views.took_gradient(block)
 
     def _dtype_of(self, params: Sequence[int]) -> torch.dtype:
         """dtype of directions: the widest, where some are iterated in fp32."""

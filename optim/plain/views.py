@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from gemini.optim.state.pieces import Piece, Planes, plane_part
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.optim.step.measuring import Cover
 from gemini.tickets import CopyTicket
+from gemini.units import BlockId
+
+if TYPE_CHECKING:
+    from gemini.optim.state.flow import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +174,6 @@ class PlainViews(Cover):
             if part.param in self._flat:
                 self._flat[part.param][_inside(part)] = planes["param_undo"][_in_block(part)]
 
-    def expect(self, blocks: Sequence[Block]) -> None:
-        """Do nothing: parameters and gradients are in memory."""
-
     def touches(self, block: Block) -> bool:
         return any(part.param in self._flat for part in block.segments)
 
@@ -186,17 +187,23 @@ class PlainViews(Cover):
     def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
         return ()
 
-    def took_gradient(self, block: Block) -> None:
-        """Nothing was borrowed."""
-
     def left(self, block: Block, copies: CopyTicket) -> None:
         """Nothing was borrowed."""
 
-    def put(self, block: Block, copies: CopyTicket | None = None) -> None:
-        """Nothing was borrowed."""
+    def beside(
+        self, blocks: Iterable[tuple[Block, bool]]
+    ) -> tuple[Mapping[BlockId, Record], Sequence[Any]]:
+        """Nothing: parameters and gradients are in memory."""
+        return {}, ()
 
-    def abandon(self) -> None:
-        """Nothing was borrowed."""
+    def show(self, block: Block, into: Tensor) -> None:
+        raise AssertionError("parameters of plain modules are their masters")
+
+    def updated(self, block: Block) -> None:
+        """Nobody waits for it."""
+
+    def end(self) -> None:
+        """Nothing is kept."""
 
 
 def _part(flat: Mapping[int, Tensor], part: BlockSegment) -> Tensor:

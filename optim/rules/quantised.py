@@ -56,7 +56,7 @@ def decoded(stored: Sequence[Tensor], layout: StateLayout) -> list[Tensor]:
     """fp32 [n] of all planes of a layout but masters. stored: the planes that are kept."""
     if layout.kind == "bf16":
         return [plane.float() for plane in stored]
-    planes = _quantised(layout)
+    planes, is_linear = _quantised(layout), layout.kind == "8bit-linear"
     codes, shared = stored[: len(planes)], _shared(planes, stored, layout)
     found = [torch.empty_like(plane, dtype=torch.float32) for plane in codes]
     root = torch.empty(0)
@@ -65,7 +65,7 @@ def decoded(stored: Sequence[Tensor], layout: StateLayout) -> list[Tensor]:
             one, of_group = codes[i][tile], shared[i]
             if of_group is None:
                 values = _under_root(one, root)
-            elif layout.is_linear:
+            elif is_linear:
                 values = (_root_squared if planes[i].keeps_ties else _expanded)(
                     one, of_group[groups]
                 )
@@ -87,7 +87,7 @@ def encode(
         for plane, one, out in zip(planes, values, stored, strict=True):
             _to_bf16(one, out, random if plane.keeps_ties else None)
         return
-    assert not layout.is_linear, "is only read"
+    assert layout.kind == "8bit", "8bit-linear is only read"
     codes, shared = stored[: len(planes)], _shared(planes, stored, layout)
     root = torch.empty(0)
     for tile, groups in _tiles(codes[0].numel() if codes else 0, layout):
@@ -108,7 +108,7 @@ def encode(
 
 def _tiles(numel: int, layout: StateLayout) -> Iterator[tuple[slice, slice]]:
     """Elements, and their groups, of every tile."""
-    of_group = PARAM_ALIGN_NUMEL if layout.is_linear else GROUP_NUMEL
+    of_group = PARAM_ALIGN_NUMEL if layout.kind == "8bit-linear" else GROUP_NUMEL
     step = _TILE_NUMEL // of_group
     for i, start in enumerate(range(0, numel, _TILE_NUMEL)):
         yield slice(start, start + _TILE_NUMEL), slice(i * step, (i + 1) * step)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from .state_layout import ALL_COLUMNS, Columns, Plane, StateLayout
+from .state_layout import ALL_COLUMNS, Columns, Plane, StateLayout, kind_of
 
 if TYPE_CHECKING:
     from .measures import Measure
@@ -79,6 +79,7 @@ class UpdateRule:
             planes = [plane for name, plane in self.optional.items() if name in self.wanted]
             self.name = "-".join([self.name, *sorted(self.wanted)])
             self.layout = StateLayout((*self.layout.planes, *planes))
+        kind_of(state)
         if state != "fp32":
             self.layout = replace(self.layout, kind=state)
             if wanted:

@@ -5,8 +5,10 @@ Kernels, planner, store and checkpoint read this value; none of them knows an op
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
 
 from gemini.units import PARAM_ALIGN_NUMEL
 
@@ -17,7 +19,6 @@ WEIGHT_DTYPE = "bfloat16"  # of the parameters whose masters may be split
 ITEMSIZE = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1,
 }  # fmt: skip
-KINDS = ("fp32", "bf16", "8bit")  # in what planes are kept; see `quantised.py`
 GROUP_NUMEL = 8  # elements of an 8-bit plane that share an exponent
 SCALE = ".scale"  # suffix to the name of the plane of what they share
 FILLER = "filler"
@@ -43,22 +44,72 @@ class Plane:
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """In what planes are kept between updates.
+
+    stored: what a plane of a layout is kept as, and behind it what groups of elements share.
+    home: modules that decode and encode, by name: `optim.rules.HOME` whole planes,
+        `optim.update.HOME_loop` and `kernels_triton.HOME` tiles. They have what those of
+        `quantised` have.
+    """
+
+    stored: Callable[[StateLayout, Plane], Sequence[Plane]]
+    home: str = "quantised"
+    is_coarse: bool = False  # decoded planes may be out of proportion to each other
+    has_roots: bool = False  # planes `under_root` are kept as ratios to it
+    in_files: str | None = None  # name of it there; None: the same
+
+
+def _bf16(layout: StateLayout, plane: Plane) -> Sequence[Plane]:
+    return (replace(plane, dtype="bfloat16"),)
+
+
+def _8bit(layout: StateLayout, plane: Plane) -> Sequence[Plane]:
+    shared = Plane(plane.name + SCALE, "uint8", group=GROUP_NUMEL)
+    return _codes(plane) if layout.is_under_root(plane) else (*_codes(plane), shared)
+
+
+def _linear(layout: StateLayout, plane: Plane) -> Sequence[Plane]:
+    return (*_codes(plane), Plane(plane.name + SCALE, "float32", group=PARAM_ALIGN_NUMEL))
+
+
+def _codes(plane: Plane) -> Sequence[Plane]:
+    return (replace(plane, dtype="uint8" if plane.keeps_ties else "int8"),)
+
+
+# A kind is a row, and the modules of its home.
+KIND_OF = {
+    "fp32": Kind(lambda layout, plane: (plane,)),
+    "bf16": Kind(_bf16),
+    "8bit": Kind(_8bit, is_coarse=True, has_roots=True, in_files="8bit-float"),
+    "8bit-linear": Kind(_linear, in_files="8bit"),  # as earlier versions pinned them; only read
+}
+KINDS = tuple(name for name in KIND_OF if name != "8bit-linear")  # that a user may ask for
+
+
+def kind_of(name: str) -> Kind:
+    """Kind that a user asks for. Raises ValueError for an unknown one."""
+    if name not in KINDS:
+        raise ValueError(f"state={name!r}; expected one of {list(KINDS)}")
+    return KIND_OF[name]
+
+
+@dataclass(frozen=True, slots=True)
 class StateLayout:
     """Planes of one optimizer, in the order in which a block stores them.
 
-    kind: of `KINDS`; but for "fp32", memory and disk have what `stored` says, and a rule, a
+    kind: of `KIND_OF`; but for "fp32", memory and disk have what `stored` says, and a rule, a
         checkpoint and a state dict these planes.
     """
 
     planes: tuple[Plane, ...]
     kind: str = "fp32"
-    is_linear: bool = False  # 8 bits as earlier versions pinned them; only read
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"plane names {self.names} are not unique")
-        if self.kind not in KINDS:
-            raise ValueError(f"state={self.kind!r}; expected one of {list(KINDS)}")
+        if self.kind not in KIND_OF:
+            kind_of(self.kind)
 
     @property
     def names(self) -> list[str]:
@@ -76,13 +127,24 @@ class StateLayout:
         half-way between two weights."""
         return self.kind != "fp32"
 
+    @property
+    def home(self) -> str:
+        """Home of its kind."""
+        return KIND_OF[self.kind].home
+
+    @property
+    def codec(self) -> Any:
+        """Module that decodes and encodes whole planes; see `Kind`."""
+        return import_module(f"gemini.optim.rules.{self.home}")
+
     def is_under_root(self, plane: Plane) -> bool:
-        """Whether codes of 8 bits of a plane are ratios to the root of another plane."""
-        return plane.under_root and not self.is_linear and any(p.keeps_ties for p in self.planes)
+        """Whether codes of a plane are ratios to the root of another plane."""
+        has_roots = plane.under_root and KIND_OF[self.kind].has_roots
+        return has_roots and any(p.keeps_ties for p in self.planes)
 
     @property
     def coding_order(self) -> list[int]:
-        """Planes but masters by position, in the order in which 8 bits are coded: what others are
+        """Planes but masters by position, in the order in which they are coded: what others are
         under the root of is the first."""
         planes = [plane for plane in self.planes if plane.name not in (MASTER, REMAINDER)]
         return sorted(range(len(planes)), key=lambda i: not planes[i].keeps_ties)
@@ -125,23 +187,18 @@ class StateLayout:
         return replace(self, planes=(Plane(REMAINDER, "int16"), *others))
 
     def stored(self) -> StateLayout:
-        """Layout of memory and disk: 8-bit planes, and after all of them what groups share."""
+        """Layout of memory and disk: planes as their kind keeps them, and after all of them what
+        groups share."""
         if not self.is_quantised:
             return self
-        planes, scales = [], []
+        planes, shared = list[Plane](), list[Plane]()
         for plane in self.planes:
-            if plane.name in (MASTER, REMAINDER):
-                planes.append(plane)
-            elif self.kind == "bf16":
-                planes.append(replace(plane, dtype="bfloat16"))
-            else:
-                planes.append(replace(plane, dtype="uint8" if plane.keeps_ties else "int8"))
-                dtype, group = ("uint8", GROUP_NUMEL)
-                if self.is_linear:
-                    dtype, group = "float32", PARAM_ALIGN_NUMEL
-                if not self.is_under_root(plane):
-                    scales.append(Plane(plane.name + SCALE, dtype, group=group))
-        return StateLayout((*planes, *scales))
+            own, *rest = (plane,)
+            if plane.name not in (MASTER, REMAINDER):
+                own, *rest = KIND_OF[self.kind].stored(self, plane)
+            planes.append(own)
+            shared += rest
+        return StateLayout((*planes, *shared))
 
     def in_float64(self) -> StateLayout:
         """Layout of the same state of float64 parameters. Raises ValueError where it is
@@ -152,6 +209,13 @@ class StateLayout:
                 'float64; expected state="fp32"'
             )
         return StateLayout(tuple(Plane(plane.name, "float64") for plane in self.planes))
+
+    @property
+    def shares(self) -> list[int | None]:
+        """Position in `stored` of what the groups of each plane share; None: they share nothing."""
+        names = self.stored().names
+        shared = (name + SCALE for name in self.names)
+        return [names.index(name) if name in names else None for name in shared]
 
     @property
     def dtype(self) -> str:

@@ -3,7 +3,7 @@ them.
 
 Shown are whole masters and planes in what updates are computed in; stored is what
 `StateLayout.stored` says: of split masters their remainders (`split_master.py`), of quantised
-planes codes and what groups of them share (`quantised.py`).
+planes codes and what groups of them share (`StateLayout.codec`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ def shown(
     are split; else None. in_place: only planes that differ are copies, and `planes` are not valid
     until `take`.
     """
-    from .quantised import decoded
-
     if not layout.is_quantised:
         if weight is None:
             return planes
@@ -41,7 +39,7 @@ def shown(
         found[MASTER] = planes[MASTER]
     names = [name for name in layout.names if name != MASTER]
     columns = [plane for name, plane in planes.items() if name not in (MASTER, REMAINDER, WEIGHT)]
-    return {**found, **dict(zip(names, decoded(columns, layout), strict=True))}
+    return {**found, **dict(zip(names, layout.codec.decoded(columns, layout), strict=True))}
 
 
 def zeros(planes: Planes, layout: StateLayout, numel: int) -> Planes:
@@ -62,8 +60,6 @@ def take(planes: Planes, values: Planes, layout: StateLayout, *, is_split: bool)
     Where there is a plane for the weight, it follows; elsewhere it is, or will be, the new master,
     rounded.
     """
-    from .quantised import encode
-
     if not layout.is_quantised:
         if is_split:
             split_master.split_masters(planes, values, layout.with_remainder())
@@ -76,7 +72,7 @@ def take(planes: Planes, values: Planes, layout: StateLayout, *, is_split: bool)
         _take_master(planes, values[MASTER], is_split=is_split)
     names = [name for name in layout.names if name != MASTER]
     columns = [plane for name, plane in planes.items() if name not in (MASTER, REMAINDER, WEIGHT)]
-    encode([values[name] for name in names], columns, layout, None)
+    layout.codec.encode([values[name] for name in names], columns, layout, None)
 
 
 def _take_master(planes: Planes, master: Tensor, *, is_split: bool) -> None:

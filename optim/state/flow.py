@@ -5,7 +5,8 @@ it back, and only the record knows where its bytes are. Nothing here reads a clo
 tensor: tickets are asked, and whoever carries a flow out waits for them (`optim.state.nvme_state`
 for a disk, `gemini.placement.timetable.clock` for a price). One thread at a time.
 
-    begin        a step begins: spans that were read ahead come first
+    begin        a step begins: spans that were read ahead come first, and what it brings beside
+                 their state follows
     waits_for    reads are begun; the transfer that must end before the next span is there
     end          a transfer has ended
     take, put    the next span, to be updated; its new version is on its way to the file, as soon
@@ -21,12 +22,13 @@ forgetting what was written, and by restoring weights that were changed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
-from gemini.tickets import Ticket
+from gemini.tickets import Ticket, TicketGroup
 from gemini.units import BlockId
 
 LEAVING = 1  # spans whose copies go on beside the next update
@@ -54,10 +56,12 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(slots=True, eq=False)
 class Span(Generic[R]):
-    """Run of elements that is updated together, and its buffer while it has one."""
+    """Run of elements that is updated together, and its buffers while it has them."""
 
     record: R
     buffer: Any = None  # a `nvme.Buffer`
+    beside: Record | None = None  # of this step alone, in other files than `record`
+    more: Any = None  # the buffers of `beside`, from its read until its write has ended
     # of its transfer, or of the copies that bring it to its buffer; None: it has ended
     ticket: Ticket[object] | None = None
     was_read: bool = False  # its read was begun before the step
@@ -91,6 +95,8 @@ class Flow(Generic[R]):
         self.leaving: deque[Span[R]] = deque()  # updated, on the way to their buffer, in order
         self.writes: deque[Span[R]] = deque()  # in order
         self.cached: deque[Span[R]] = deque()  # written, with a buffer that may be taken
+        self.more: list[Any] = []  # free buffers of what a step brings beside the spans' records
+        self._has_more = False  # the step brings something beside
         self._updated: Callable[[Span[R]], object] | None = None  # of the step, and no longer
 
     def change(self, spans: Sequence[Span[R]], free: list[Any]) -> None:
@@ -104,10 +110,23 @@ class Flow(Generic[R]):
 
     # -- a step --
 
-    def begin(self, updated: Callable[[Span[R]], object] | None = None) -> None:
-        """Begin a step of all spans. updated: told of each whose new version is in its buffer,
-        before it is written."""
+    def begin(
+        self,
+        updated: Callable[[Span[R]], object] | None = None,
+        beside: Mapping[BlockId, Record] = MappingProxyType({}),
+        more: Sequence[Any] = (),
+    ) -> None:
+        """Begin a step of all spans.
+
+        updated: told of each whose new version is in its buffer, before it is written, and behind
+            the write of what is `beside` it.
+        beside: what the step reads and writes with a span in other files; `more`: buffers for that,
+            of which the caller is the owner again when the step has ended.
+        """
         self.in_step, self._updated = True, updated
+        self._has_more, self.more = bool(beside), list(more)
+        for span in self.spans if beside else ():
+            span.beside = beside.get(span.id)
         for span in self.reads:
             span.was_read = True
         self.todo = deque(self.order[len(self.reads) :])
@@ -119,10 +138,14 @@ class Flow(Generic[R]):
             span = self.todo.popleft()
             self.reads.append(span)
             span.ticket = span.record.begin(span.buffer)
+        if self._has_more:
+            self._begin_beside()
         if len(self.leaving) > LEAVING:
             return self.leaving[0]
         if self.reads:
             first = self.reads[0]
+            if first.beside is not None and first.more is None:
+                return (self.leaving or self.writes)[0]  # which have its buffers
             if first.ticket is None:
                 return None
             # While it is on its way: copies to buffers are over sooner than a transfer.
@@ -146,36 +169,59 @@ class Flow(Generic[R]):
             self.end(self.leaving[0])
 
     def _write(self, span: Span[R]) -> None:
+        self.writes.append(span)
+        if span.beside is not None:
+            span.ticket = span.beside.put(span.more)
         if self._updated is not None:
             self._updated(span)
-        self.writes.append(span)
-        span.ticket = span.record.put(span.buffer)
+        ticket = span.record.put(span.buffer)
+        span.ticket = ticket if span.ticket is None else TicketGroup([span.ticket, ticket])
 
     def end(self, span: Span[R]) -> None:
         """Wait for a span's transfer, of those that leave and of writes the first. Raises its
         error."""
         ticket, span.ticket = span.ticket, None
         assert ticket is not None
-        if self.writes and self.writes[0] is span:
+        is_written = bool(self.writes) and self.writes[0] is span
+        if is_written:
             self.cached.append(self.writes.popleft())
         ticket.wait()
+        if is_written and span.more is not None:
+            self.more.append(span.more)
+            span.more = None
         if self.leaving and self.leaving[0] is span:
             self._write(self.leaving.popleft())
+
+    def _begin_beside(self) -> None:
+        """Begin to read, in order, what the step brings beside spans that are read. Never waits."""
+        for span in self.reads:
+            if span.beside is None or span.more is not None:
+                continue
+            if self.writes and not self.more:
+                self._end_first_write()
+            if not self.more:
+                return
+            span.more = self.more.pop()
+            ticket = span.beside.begin(span.more)
+            span.ticket = ticket if span.ticket is None else TicketGroup([span.ticket, ticket])
 
     def _has_buffer(self, span: Span[R]) -> bool:
         """Take a buffer for a span if there is one. Never waits."""
         # Only where one is needed: a written span that keeps its buffer is not read again.
-        while not (self.free or self.cached) and self.writes:
-            ticket = self.writes[0].ticket
-            if ticket is None or not ticket.ready():
-                return False
-            self.end(self.writes[0])
+        if self.writes and not (self.free or self.cached):
+            self._end_first_write()
         if self.free:
             span.buffer = self.free.pop()
         elif self.cached:
             other = self.cached.popleft()
             span.buffer, other.buffer = other.buffer, None
         return span.buffer is not None
+
+    def _end_first_write(self) -> None:
+        """End it if it is over. Never waits."""
+        ticket = self.writes[0].ticket
+        if ticket is not None and ticket.ready():
+            self.end(self.writes[0])
 
     def give(self, span: Span[R]) -> None:
         """Take the buffer of a span back: its weights and its file are those of the last step."""
@@ -190,7 +236,7 @@ class Flow(Generic[R]):
         in_order: the next one begins with the first span; else with the last of this one, whose
             buffer has it already.
         """
-        self.in_step, self._updated = False, None
+        self._end_step()
         self.order = list(self.spans) if in_order else self.order[::-1]
         for span in self.spans:
             span.was_read = span.is_touched = False
@@ -246,4 +292,10 @@ class Flow(Generic[R]):
 
     def undone(self) -> None:
         """Note that the step is undone: the next one may begin."""
-        self.in_step, self._updated = False, None
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self.in_step, self._updated, self.more = False, None, []
+        for span in self.spans if self._has_more else ():
+            span.beside = span.more = None
+        self._has_more = False

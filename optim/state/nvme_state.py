@@ -99,8 +99,6 @@ class NvmeState:
         self._undo_slab = torch.empty(0)  # [depth, N] fp32
         self._in_order = True  # the next step begins with the first block
         self._views: BlockViews | None = None  # of the step
-        # told of every block whose parameters are those of the step, until it counts
-        self.watch: Callable[[BlockId], None] | None = None
         self.stalled_seconds = 0.0  # waited for the disk so far
 
     def _set_blocks(self, blocks: Collection[Block]) -> None:
@@ -116,8 +114,7 @@ class NvmeState:
     def _reserve(self, depth: int) -> list[Buffer]:
         """Reserve buffers for the blocks that are there: as many and as large as they need."""
         num_blocks = len(self.blocks)
-        count = num_buffers(depth, num_blocks) + self._more_buffers
-        count += min(self._num_waiting, num_blocks)
+        count = num_buffers(depth, num_blocks) + self._more_buffers + self.num_waiting
         self._pool = BufferPool(count, self._records.buffer_nbytes(self.blocks), self._pin)
         self._records.forget_views()
         return [self._pool.take() for _ in range(count)]
@@ -125,6 +122,11 @@ class NvmeState:
     def _bytes_of(self, blocks: Sequence[Block]) -> int:
         """Bytes that a step writes of these blocks."""
         return sum(map(self.store.buffer_nbytes, self._records.in_file(blocks)))
+
+    @property
+    def num_waiting(self) -> int:
+        """Most blocks that wait for others of the step at once."""
+        return min(self._num_waiting, len(self.blocks))
 
     @property
     def num_in_use(self) -> int:
@@ -257,7 +259,8 @@ class NvmeState:
     def begin(self, views: BlockViews) -> None:
         """Begin a step of all blocks, with the parameters and gradients of `views`."""
         self._views = views
-        self.flow.begin(self._updated)
+        of_step = ((span.record.block, span.record.has_master) for span in self.flow.order)
+        self.flow.begin(self._updated, *views.beside(of_step))
 
     def save(self, span: Span[Filed]) -> None:
         """Save parameters before their update: those that need to be restored when the step
@@ -276,10 +279,8 @@ class NvmeState:
         record, views = span.record, self._views
         assert views is not None
         if record.is_split:  # weights are written with the state
-            views.save(record.block, partial(record.undo_plane, span.buffer))
-        views.put(record.block)
-        if self.watch is not None:
-            self.watch(span.id)
+            views.show(record.block, record.undo_plane(span.buffer))
+        views.updated(record.block)
 
     def commit(self, step: int, *, in_order: bool) -> None:
         """Make the step count: all blocks at once, and durably. Does not raise after a `flush`.
@@ -293,7 +294,7 @@ class NvmeState:
         self.store.commit(step)
         self.stalled_seconds += time.perf_counter() - started
         self._undo.clear()
-        self._views = self.watch = None
+        self._views = None
         self._in_order = in_order
         self.flow.committed(in_order=in_order)
 
@@ -313,7 +314,7 @@ class NvmeState:
             self.flow.give(span)
         self.store.rollback()
         self._undo.clear()
-        self._views = self.watch = None
+        self._views = None
         self.flow.undone()
         if lost:
             raise RollbackError(

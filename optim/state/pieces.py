@@ -3,17 +3,21 @@ updaters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from gemini.optim.rules.report import Traffic
 from gemini.tickets import CopyTicket
+from gemini.units import BlockId
 
 from .space import Block
+
+if TYPE_CHECKING:
+    from .flow import Record
 
 Planes = dict[str, Tensor]  # plane name -> [n], or one for every group of elements
 
@@ -126,10 +130,6 @@ class BlockViews(Protocol):
         """
         ...
 
-    def took_gradient(self, block: Block) -> None:
-        """Note that the gradients of `pieces` are not used any more."""
-        ...
-
     def borrowed(self, blocks: Sequence[Block]) -> Sequence[Block]:
         """Blocks whose `pieces` are copies, on the device, of memory elsewhere."""
         ...
@@ -148,12 +148,14 @@ class BlockViews(Protocol):
         """Note the copies that `leaving` was part of."""
         ...
 
-    def put(self, block: Block, copies: CopyTicket | None = None) -> None:
-        """Note that `pieces` of this block are not used any more: what goes to files is written,
-        behind these copies, and what was borrowed is given back."""
-        ...
-
     # -- around updates --
+
+    def beside(
+        self, blocks: Iterable[tuple[Block, bool]]
+    ) -> tuple[Mapping[BlockId, Record], Sequence[Any]]:
+        """What a step reads and writes in other files with blocks whose state is in a file, and
+        buffers for that until `end`. With a block: whether it has a whole master."""
+        ...
 
     def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
         """Copy the block's parameters, at least those with a gradient, into `undo()`: [n] of a
@@ -163,16 +165,20 @@ class BlockViews(Protocol):
         """
         ...
 
+    def show(self, block: Block, into: Tensor) -> None:
+        """Copy the block's new parameters to `into` [n], which goes to disk with its state."""
+        ...
+
+    def updated(self, block: Block) -> None:
+        """Note that the parameters of this block are those of the step, or are left alone."""
+        ...
+
     def restore(self, block: Block, planes: Planes) -> None:
         """Set the block's parameters from its master, or from `param_undo`."""
         ...
 
-    def expect(self, blocks: Sequence[Block]) -> None:
-        """Note that blocks will be updated in this order; their inputs may be read ahead."""
-        ...
-
-    def abandon(self) -> None:
-        """Abandon a failed step: borrowed memory is taken back, and nothing of it kept."""
+    def end(self) -> None:
+        """End a step, however it went: nothing of it is under way, and nothing is kept of it."""
         ...
 
 
@@ -201,8 +207,7 @@ class Updater(Protocol):
     def update_block(self, block: Block, planes: Planes, views: BlockViews) -> CopyTicket | None:
         """Update one block with a gradient, whose state is in host memory.
 
-        The ticket brings its state back, and borrowed parameters; None: it is done. The caller
-        calls `BlockViews.put`.
+        The ticket brings its state back, and borrowed parameters; None: it is done.
         """
         ...
 

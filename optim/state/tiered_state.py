@@ -425,7 +425,6 @@ class TieredState:
             raise
 
     def _update_in_memory(self, updater: Updater, views: BlockViews) -> Iterator[Block]:
-        views.expect([*views.borrowed(self.resident), *self.host])
         for slab in self.device_slabs:
             with named("update", "resident blocks from", slab.blocks[0].id):
                 updater.update_resident(slab, views)
@@ -435,12 +434,11 @@ class TieredState:
                 copies = None
                 if views.touches(block):
                     copies = updater.update_block(block, slab.planes(block), views)
-                self.put(block, copies, views)
+                self.put(copies)
                 yield block
 
-    def put(self, block: Block, copies: CopyTicket | None, views: BlockViews) -> None:
-        """Note that a block in memory is updated, and the copies that bring it back."""
-        views.put(block, copies)
+    def put(self, copies: CopyTicket | None) -> None:
+        """Note the copies that bring a block in memory back, which is updated."""
         if copies is not None:
             self._leaving = [ticket for ticket in self._leaving if not ticket.ready()]
             self._leaving.append(copies)

@@ -11,7 +11,7 @@ Up to `confirm` nothing that counts has changed (ADR 0002).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
@@ -20,39 +20,20 @@ from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.state.pieces import BlockViews, Updater
 from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import TieredState
-from gemini.units import BlockId
 
 if TYPE_CHECKING:
+    from gemini.nvme import BlockStore
     from gemini.optim.matrices.updater import MatrixUpdater
     from gemini.optim.state.nvme_state import NvmeState
 
     from .target import Target
 
 
-class Versions(Protocol):
-    """Other files than the state's that a step writes, and that count together with it."""
-
-    def check_step(self, also_bytes: int) -> None:
-        """Raise if a step must not begin that writes these files, and `also_bytes` more."""
-        ...
-
-    def flush(self) -> None:
-        """Wait for all writes. Raises their error."""
-        ...
-
-    def commit(self, step: int) -> None:
-        """Make the written versions count. Does not raise after a `flush`."""
-        ...
-
-    def rollback(self) -> None:
-        """Forget the written versions."""
-        ...
-
-
 class Step:
     """One step of one target's state. `number` counts from 1.
 
-    `files` are committed before the state: `nvme.recover` finds the step before in either file.
+    files: with parameters that count together with the state, and the bytes that the step writes
+        there. They are committed before the state: `nvme.recover` finds the step before in either.
 
     in_order: the next step begins with the first block; else with the last of this one, which is
     still in memory.
@@ -66,7 +47,7 @@ class Step:
         updater: Updater | MatrixUpdater,
         views: BlockViews,
         number: int,
-        files: Versions | None = None,
+        files: tuple[BlockStore, int] | None = None,
         *,
         in_order: bool = False,
         target: Target,
@@ -77,12 +58,12 @@ class Step:
         self._updater = updater
         self._views = views
         self._number = number
-        self._files = files
+        self._files: BlockStore | None
+        self._files, self._file_bytes = files or (None, 0)
         # that keeps blocks until others of their matrices have come
         self._matrices = cast("MatrixUpdater", updater) if updater.keeps_blocks else None
         # Ranks exchange buckets of matrices in one order, so their blocks come in it, too.
         self._in_order = in_order or self._matrices is not None
-        self._watch: Callable[[BlockId], None] | None = None
         self.target, self.taken = target, taken
 
     @property
@@ -100,31 +81,25 @@ class Step:
         """
         nvme = self._nvme
         if self._files is not None:
-            self._files.check_step(0 if nvme is None else nvme.written_bytes_per_step)
+            more = 0 if nvme is None else nvme.written_bytes_per_step
+            self._files.check_step(self._file_bytes + more)
         # Asked before anything is begun, and before ranks vote: a budget that is passed is an error
         # on all ranks, with nothing to undo.
         if nvme is not None:
             nvme.check_step()
-            self._views.expect([span.record.block for span in nvme.flow.order])
             nvme.begin(self._views)
 
-    def prepare(
-        self,
-        signals: DeferredSignals | None = None,
-        watch: Callable[[BlockId], None] | None = None,
-    ) -> BaseException | None:
+    def prepare(self, signals: DeferredSignals | None = None) -> BaseException | None:
         """Update all blocks on disk as new versions. Returns the error, if there was one.
 
-        signals: a deferred one ends the step. watch: told of every block whose parameters are now
-        those of this step.
+        signals: a deferred one ends the step.
         """
         # Returned and not raised: the caller must take part in the vote first, for which the other
         # ranks wait.
-        nvme, self._watch = self._nvme, watch
+        nvme = self._nvme
         try:
             self._begin_matrices()
             if nvme is not None:
-                nvme.watch = watch
                 self._update_on_disk(nvme, signals)
                 nvme.drain()
             if self._files is not None:
@@ -160,8 +135,7 @@ class Step:
             block = span.record.block
             if not views.touches(block):  # it stays as it is
                 flow.give(span)
-                if self._watch is not None:
-                    self._watch(span.id)
+                views.updated(block)
                 continue
             nvme.save(span)
             copies = self._updater.update_block(block, span.record.planes(span.buffer), views)
@@ -183,11 +157,12 @@ class Step:
             self._files.commit(self._number)
         if self._nvme is not None:
             self._nvme.commit(self._number, in_order=self._in_order)
+        self._views.end()  # of what is in files; its buffers are wanted elsewhere
+        if self._nvme is not None:
             # before updates in memory: the disk would have nothing to do
             self._nvme.flow.read_ahead()
         for block in self._updates_in_memory():
-            if self._watch is not None:
-                self._watch(block.id)
+            self._views.updated(block)
         if settles:
             self._tiered_state.settle()
 
@@ -200,7 +175,7 @@ class Step:
     def _matrices_in_memory(self, updater: MatrixUpdater) -> Iterator[Block]:
         state, views = self._tiered_state, self._views
         for block, copies in updater.update_in_memory(state.resting(), views):
-            state.put(block, copies, views)
+            state.put(copies)
             yield block
 
     def undo(self) -> None:
@@ -208,7 +183,7 @@ class Step:
         # First return borrowed buffers, which no copy fills any more: restoring reads through them.
         if self._nvme is not None:
             self._nvme.flow.settle()
-        self._views.abandon()
+        self._views.end()
         if self._files is not None:
             self._files.rollback()
         if self._nvme is not None:

@@ -100,7 +100,7 @@ class Gates:
     """Gates of a tail by shard of its space; one opens when the shard's last block is updated."""
 
     def __init__(
-        self, blocks: Sequence[Block], num_shards: int, let_go: Callable[[int], None]
+        self, blocks: Sequence[Block], num_shards: int, let_go: Callable[[int], object]
     ) -> None:
         """let_go: called with each shard, before its gate opens."""
         self.gates = [Gate() for _ in range(num_shards)]
@@ -120,6 +120,7 @@ class Gates:
         """Note the end of updates: all blocks are updated, or the step failed."""
         for shard in sorted(self._closed):
             self._open(shard)
+        self._let_go = int  # the views of the step keep this, to tell it of blocks
 
     def _open(self, shard: int) -> None:
         self._closed.remove(shard)
@@ -187,7 +188,7 @@ class Tail:
         _under_way.pop(self, None)
 
     def _carry_out(self) -> None:
-        error = self.step.prepare(watch=self._gates.updated)
+        error = self.step.prepare()
         if error is not None:
             self._gates.ended()  # before the vote, which may take long: no module waits for that
         self._agree(error)

@@ -205,12 +205,12 @@ def show(param: Tensor, tile: Piece, rounding_seed: int | None) -> None:
 def _update_quantised(
     rule: UpdateRule, tile: Piece, grad: Tensor, rounding_seed: int | None
 ) -> None:
-    """Update a tile whose planes are decoded before and encoded after; see
-    `optim.rules.quantised`."""
-    from gemini.optim.rules.quantised import decoded, encode, state_noise
+    """Update a tile whose planes are decoded before and encoded after; see `StateLayout.codec`."""
+    from gemini.optim.rules.quantised import state_noise
     from gemini.optim.rules.split_master import join, remainder_of, untied
 
-    planes = decoded(tile.planes, rule.layout)
+    codec, numel = rule.layout.codec, tile.param.numel()
+    planes = [plane[:numel] for plane in codec.decoded(tile.planes, rule.layout)]
     if tile.is_split and tile.master is not None:
         param = join(tile.param, tile.master, None)
     elif tile.master is not None:
@@ -220,10 +220,8 @@ def _update_quantised(
     rule.update(param, grad, planes, tile.hyper, tile.step)
     if tile.master is not None:
         param.copy_(untied(param))
-    random = state_noise(
-        rounding_seed or 0, tile.counter, tile.step, tile.first, tile.param.numel()
-    )
-    encode(planes, tile.planes, rule.layout, random)
+    random = state_noise(rounding_seed or 0, tile.counter, tile.step, tile.first, numel)
+    codec.encode(planes, tile.planes, rule.layout, random)
     if tile.is_split and tile.master is not None:
         tile.master.copy_(remainder_of(param))
     if param is not tile.param:

@@ -54,19 +54,22 @@ class LaunchTables:
 
 
 def segments_of(
-    pieces: Sequence[Piece], slab: Tensor | None, memory: Memory
+    pieces: Sequence[Piece], slab: Tensor | None, memory: Memory, of_code: int = 1
 ) -> list[tuple[Dtypes, SegmentRow]]:
     """Segments of pieces for kernels, grouped by dtypes; neighbours in all memories become one.
 
     slab: tensor that the first state plane is a view of; None where kernels do not touch state.
+    of_code: elements that one value of a plane has, where it is no master.
     """
     found: list[tuple[Dtypes, SegmentRow]] = []
     for piece in sorted(pieces, key=lambda p: (str(p.param.dtype), str(p.grad.dtype))):
         dtypes = (piece.param.dtype, piece.grad.dtype)
         state = 0
         if slab is not None:
-            first = piece.master if piece.master is not None else piece.planes[0]
-            state = (memory.address(first) - slab.data_ptr()) // slab.element_size()
+            first, of_value = piece.master, 1
+            if first is None:
+                first, of_value = piece.planes[0], of_code
+            state = of_value * ((memory.address(first) - slab.data_ptr()) // slab.element_size())
         segment = SegmentRow(
             memory.address(piece.param), memory.address(piece.grad), state, piece.param.numel(),
             piece.counter, piece.first,

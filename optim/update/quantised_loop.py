@@ -4,13 +4,14 @@ updated and encoded, as `optim.rules.quantised` does it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 
 from gemini.optim.rules.state_layout import GROUP_NUMEL, Plane, StateLayout
 from gemini.units import PARAM_ALIGN_NUMEL
 
 NUMBERS = 4  # of a row, behind its columns: seed, parameter, step, and its first element there
 
-_CODECS = """\
+_NOISE = """\
 static inline void state_noise(uint16_t* out, uint64_t seed, uint64_t param, uint64_t step,
                                uint64_t first, int64_t n) {  // Philox4x64-10
   for (int64_t i = 0; i < n; i += 16) {
@@ -26,6 +27,8 @@ static inline void state_noise(uint16_t* out, uint64_t seed, uint64_t param, uin
     for (int j = 0; j < 16; j++) out[i + j] = (uint16_t)(words[j / 4] >> (16 * (j % 4)));
   }
 }
+"""
+CODECS = """\
 static inline uint32_t upper(float x, uint32_t up, int kept) {
   return ((bits_of(x) & 0x7FFFFFFF) + (up << (7 - kept))) >> (23 - kept);
 }
@@ -125,7 +128,7 @@ static inline void encode(const float* x, uint16_t* codes, const uint16_t* rando
 
 """
 
-_TYPES = {"int8": "int8_t", "uint8": "uint8_t", "bfloat16": "uint16_t"}
+_TYPES = {"int8": "int8_t", "uint8": "uint8_t", "bfloat16": "uint16_t", "float32": "float"}
 
 
 def grouped_tile(tile: str, itemsizes: Sequence[int], layout: StateLayout) -> str:
@@ -138,32 +141,16 @@ def grouped_tile(tile: str, itemsizes: Sequence[int], layout: StateLayout) -> st
     stored, count, given = layout.stored().planes, len(layout.planes), len(itemsizes)
     numbers = [f"(uint64_t)columns[{given + len(stored) + i}]" for i in range(NUMBERS)]
     seed, param, step, origin = numbers
-    is_8bit, keeper = layout.kind == "8bit", "nullptr"
-    shared = [i for i, plane in enumerate(layout.planes) if not layout.is_under_root(plane)]
-    decodes, encodes = [], []
-    for i in layout.coding_order if is_8bit else range(count):
-        codes = _address(given + i, stored[i])
-        if not is_8bit:
-            random = ", random" if layout.planes[i].keeps_ties else ""
-            decodes.append(f"    decode(plane{i}, {codes}, count);")
-            encodes.append(f"    encode(plane{i}, {codes}{random}, count);")
-            continue
-        of_groups = "nullptr"
-        if i in shared:
-            column = count + shared.index(i)
-            of_groups = _address(given + column, stored[column])
-        rest = f"{codes}, {of_groups}, {keeper}"
-        decodes.append(f"    decode(plane{i}, {rest}, count);")
-        encodes.append(f"    encode(plane{i}, {rest}, random, count);")
-        if layout.planes[i].keeps_ties:  # of the others the roots are what it will be decoded to
-            keeper = f"plane{i}"
-            encodes.append(f"    decode(plane{i}, {rest}, count);")
+    kept = [_address(given + i, plane) for i, plane in enumerate(stored)]
+    shared = ["nullptr" if i is None else kept[i] for i in layout.shares]
+    loop = import_module(f"gemini.optim.update.{layout.home}_loop")
+    decodes, encodes = loop.calls(layout, kept, shared)
     moved = [f"columns[{i}] + {size} * at" for i, size in enumerate(itemsizes)]
     moved += [f"(int64_t)plane{i}" for i in range(count)]
     return "\n".join(
         [
             f"static const int64_t RUN = {PARAM_ALIGN_NUMEL}, GROUP = {GROUP_NUMEL};",
-            _CODECS + body,
+            _NOISE + loop.CODECS + body,
             "static void tile(const int64_t* columns, const float* scalars,",
             "                 int64_t first, int64_t n) {",
             f"  float {', '.join(f'plane{i}[RUN]' for i in range(count))};",
@@ -171,10 +158,10 @@ def grouped_tile(tile: str, itemsizes: Sequence[int], layout: StateLayout) -> st
             "  for (int64_t at = first; at < first + n; at += RUN) {",
             "    const int64_t count = std::min(RUN, first + n - at);",
             f"    state_noise(random, {seed}, {param}, {step}, {origin} + at, count);",
-            *decodes,
+            *(f"    {call}, count);" for call in decodes),
             f"    const int64_t own[] = {{{', '.join(moved)}}};",
             "    body(own, scalars, 0, count);",
-            *encodes,
+            *(f"    {call}, count);" for call in encodes),
             "  }",
             "}",
             "",
@@ -184,5 +171,24 @@ def grouped_tile(tile: str, itemsizes: Sequence[int], layout: StateLayout) -> st
 
 def _address(column: int, plane: Plane) -> str:
     """Address of an element `at`, or of what its group shares."""
-    at = "at / GROUP" if plane.group > 1 else "at"
-    return f"({_TYPES[plane.dtype]}*)columns[{column}] + {at}"
+    return f"({_TYPES[plane.dtype]}*)columns[{column}] + at / {plane.group}"
+
+
+def calls(
+    layout: StateLayout, codes: Sequence[str], shared: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Calls of `CODECS` up to their `count`, in order: that decode `plane0` and so on before an
+    update, and that encode them behind it. codes, shared: addresses by plane."""
+    decodes, encodes, keeper = list[str](), list[str](), "nullptr"
+    for i in layout.coding_order:
+        is_positive = layout.planes[i].keeps_ties
+        if layout.kind == "bf16":
+            decodes.append(f"decode(plane{i}, {codes[i]}")
+            encodes.append(f"encode(plane{i}, {codes[i]}{', random' * is_positive}")
+            continue
+        decodes.append(f"decode(plane{i}, {codes[i]}, {shared[i]}, {keeper}")
+        encodes.append(f"encode(plane{i}, {codes[i]}, {shared[i]}, {keeper}, random")
+        if is_positive:  # of the others the roots are what it will be decoded to
+            keeper = f"plane{i}"
+            encodes.append(decodes[-1])
+    return decodes, encodes

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
+from gemini.dtypes import DTYPES
 from gemini.kernels_triton import ops
 from gemini.kernels_triton.control_fields import (
     BAD,
@@ -31,7 +33,7 @@ from gemini.kernels_triton.control_fields import (
 from gemini.kernels_triton.launch import Launch, choose_launch, is_interpreted
 from gemini.kernels_triton.norm import NORM_WARPS
 from gemini.kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
-from gemini.kernels_triton.update.made import add_kernel
+from gemini.kernels_triton.update.made import KERNELS, PlaneForm, add_kernel
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome, Traffic
@@ -62,11 +64,16 @@ def kernel_of(rule: UpdateRule) -> str:
     except NotImplementedError as error:
         raise ValueError(f"no kernel can be made of the rule {rule.name}: {error}") from error
     layout = rule.layout
-    keeper = next((i for i, plane in enumerate(layout.planes) if plane.keeps_ties), -1)
-    under_root = 0
-    if layout.kind == "8bit":
-        under_root = sum(layout.is_under_root(plane) << i for i, plane in enumerate(layout.planes))
-    return add_kernel(rule.name, source, len(layout.planes), keeper, layout.kind, under_root)
+    form = PlaneForm(
+        layout.kind,
+        len(layout.planes),
+        next((i for i, plane in enumerate(layout.planes) if plane.keeps_ties), -1),
+        sum(layout.is_under_root(plane) << i for i, plane in enumerate(layout.planes)),
+        import_module(f"gemini.kernels_triton.{layout.home}").CODECS[layout.kind],
+        tuple(DTYPES[plane.dtype] for plane in layout.stored().planes),
+        tuple(i if shared is None else shared for i, shared in enumerate(layout.shares)),
+    )
+    return add_kernel(rule.name, source, form)
 
 
 class TritonUpdater:
@@ -94,6 +101,7 @@ class TritonUpdater:
         self._memory = memory or memory_of(device)
         self._rule = rule
         self._kernel = kernel_of(rule)
+        self._of_code = KERNELS[self._kernel].form.codec.of_code
         self._device = device
         self._stochastic = stochastic
         self.set_groups(group_of)
@@ -254,22 +262,17 @@ class TritonUpdater:
         if len(borrowed) < len(slab.blocks):
             self._launch(("resident", slab.blocks[0].id), pieces, slab.tensors, self._key(views))
         for block in borrowed:
-            copies = None
             if views.touches(block):
                 self.staging.use(block.id)
                 own = views.pieces(block, slab.planes(block))
                 self._launch(("borrowed", block.id), own, slab.tensors)
-                copies = self._take_back(block, views)
-            views.put(block, copies)
+                self._take_back(block, views)
 
-    def _take_back(self, block: Block, views: BlockViews) -> CopyTicket | None:
+    def _take_back(self, block: Block, views: BlockViews) -> None:
         """Begin to take borrowed parameters back."""
         leaving = views.leaving(block, None)
-        if not leaving:
-            return None
-        copies = self.staging.take_back(leaving)
-        views.left(block, copies)
-        return copies
+        if leaving:
+            views.left(block, self.staging.take_back(leaving))
 
     def update(self, pieces: Sequence[Piece], slabs: Planes) -> None:
         """Update pieces on the device, whose state planes are views into `slabs`, by one step."""
@@ -336,7 +339,7 @@ class TritonUpdater:
         if old is not None and key is not None and (old.key is key or old.key == key):
             return old
         found = pieces() if callable(pieces) else pieces
-        keyed = segments_of(found, slab, self._memory)
+        keyed = segments_of(found, slab, self._memory, self._of_code)
         if old is not None and old.keyed == keyed:
             old.key = key
             return old

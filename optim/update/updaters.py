@@ -47,8 +47,6 @@ class CpuUpdater:
         self.update(
             [piece for block in slab.blocks for piece in views.pieces(block, slab.planes(block))]
         )
-        for block in views.borrowed(slab.blocks):
-            views.put(block)
 
     def update(self, pieces: Sequence[Piece]) -> None:
         """Update all pieces by one step."""

@@ -28,7 +28,6 @@ from kernels_triton.norm import (
     norm_kernel,
     tally_kernel,
 )  # fmt: skip
-from kernels_triton.quantised import KIND_CODES
 from kernels_triton.update.frame import COUNTERS_AT_ONCE, prologue_kernel, update_kernel
 from kernels_triton.update.made import KERNELS
 from optim.update.triton_update import kernel_of
@@ -68,19 +67,21 @@ def sources():
     )
     for name, rule in rules.items():
         kernel, in_full = KERNELS[kernel_of(rule)], name in IN_FULL
+        form, codec = kernel.form, kernel.form.codec
         for param, grad, master, stochastic, split in mixes[: None if in_full else 3]:
-            if split and kernel.keeper < 0:
+            if split and form.keeper < 0:
                 continue
             codes = {"fp32": ["*fp32"] * 3, "bf16": ["*i16"] * 3, "8bit": ["*i8", "*u8", "*u8"]}
             pointers = {**tables, "master": "*i16" if split else "*fp32"}
-            pointers |= {f"state{i}": kind for i, kind in enumerate(codes[kernel.kind])}
+            pointers |= {f"state{i}": kind for i, kind in enumerate(codes[form.kind])}
             pointers |= {f"shared{i}": "*u8" for i in range(3)}
             constants = {
-                "FORMULA": kernel.formula, "NUM_PLANES": kernel.num_planes, "PARAM_DTYPE": param,
+                "FORMULA": kernel.formula, "NUM_PLANES": form.num_planes, "PARAM_DTYPE": param,
                 "GRAD_DTYPE": grad, "HAS_MASTER": master, "SPLIT": split,
-                "KEEPER": kernel.keeper, "UNDER_ROOT": kernel.under_root,
-                "KIND": KIND_CODES[kernel.kind], "STOCHASTIC": stochastic,
-                "BLOCK": launch.block,
+                "KEEPER": form.keeper, "UNDER_ROOT": form.under_root,
+                "LOAD": codec.load, "STORE": codec.store, "QUANTISED": codec.is_quantised,
+                "OF_CODE": codec.of_code, "OF_SHARED": codec.of_shared,
+                "STOCHASTIC": stochastic, "BLOCK": launch.block,
             }  # fmt: skip
             name = (
                 f"update-{rule.name}-{param}-{grad}{'-stochastic' * stochastic}{'-split' * split}"

@@ -16,7 +16,7 @@ from kernels_triton.launch import choose_launch, is_interpreted
 from kernels_triton.tiles import SegmentRow, segment_table, tile_table
 from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from optim.adam import AdamRule
-from optim.rules.quantised import decoded, encode, state_noise
+from optim.rules.quantised import state_noise
 from optim.rules.split_master import untied
 from optim.state.pieces import plane_part
 from optim.update.triton_update import kernel_of
@@ -82,7 +82,7 @@ class Slabs:
         ]
         for offset, numel in zip(self.offsets, NUMELS, strict=True):
             here = slice(offset, offset + numel)
-            encode([v[here] for v in values], self.stored(offset, numel), layout, None)
+            layout.codec.encode([v[here] for v in values], self.stored(offset, numel), layout, None)
 
     def stored(self, offset, numel):
         """Of a segment: what there is of its planes."""
@@ -155,11 +155,14 @@ def check_bits(rule, group, dtypes, unaligned=False, steps=4):
     values = torch.tensor(rule.values(hyper, steps + 1), dtype=torch.float32)
     for i, (offset, numel) in enumerate(zip(slabs.offsets, NUMELS, strict=True)):
         s, stored = slice(offset, offset + numel), old[i]
-        before = decoded(stored, layout) if layout.is_quantised else stored
+        before = stored
+        if layout.is_quantised:
+            before = [values[:numel] for values in layout.codec.decoded(stored, layout)]
         with ExactRoots():
             want = rule.updated(start[s].cpu(), slabs.grad[s].float().cpu() * 0.25, before, values)
             if layout.is_quantised:
-                encode(want[1:], stored, layout, state_noise(0, i, steps + 1, 0, numel))
+                noise = state_noise(0, i, steps + 1, 0, numel)
+                layout.codec.encode(want[1:], stored, layout, noise)
                 want = [untied(want[0]) if has_master else want[0], *stored]
         assert numel == 0 or not torch.equal(want[0], start[s].cpu())
         if has_master:

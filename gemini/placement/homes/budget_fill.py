@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gemini.placement.plan import Staging, UpdatePath
-from gemini.placement.problem import Homes, PlacementProblem, state_parts
+from gemini.placement.problem import Homes, PlacementProblem
 from gemini.placement.sizes import SMALLER_CHUNKS, BudgetError
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.room import Demand, DeviceRoom
@@ -207,8 +207,8 @@ def _host_bytes(problem: PlacementProblem, homes: Homes) -> int:
         i = chunk.id
         total += chunk.shard_bytes * (homes.param[i] is Tier.HOST)
         total += chunk.shard_bytes * (chunk.trainable and homes.grad[i] is Tier.HOST)
-        total += sum(parts[0] for home, parts in state_parts(chunk, homes.state[i])
-                     if home is Tier.HOST)  # fmt: skip
+        for block, home in zip(chunk.blocks, homes.state[i], strict=True):
+            total += block.state_bytes * (home is Tier.HOST)
     return total
 
 

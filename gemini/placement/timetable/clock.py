@@ -1,4 +1,6 @@
-"""Cost of an iteration whose updates overlap a pass: a step's flow on a clock. Pure.
+"""Price of an iteration: a step's flow on a clock, beside the pass of its plan. Pure.
+
+One simulator for every `update`. What it notes of a serial step is what a timeline draws.
 
     trainer   forward and backward, and what they move; waits for weights that come late
     worker    the flow of a step (`optim.state.flow`): reads, updates and writes
@@ -10,82 +12,142 @@ Where one processor trains and updates, an update takes its seconds from the pas
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from gemini.optim.state.flow import Flow, Span, num_buffers
-from gemini.placement.cost import PlannedLinks, Walk, update_seconds_of
+from gemini.placement.cost import (
+    LINKS,
+    Seconds,
+    gathered_bytes,
+    link_seconds,
+    reduced_bytes,
+    update_seconds,
+)
 from gemini.placement.plan import Move, MoveKind, Plan, UpdatePath
+from gemini.placement.problem import PlanInputs
 from gemini.placement.sizes import Bandwidths, BlockBytes
 from gemini.placement.tiers import Tier
 from gemini.units import BlockId, ChunkId
 
-from .updates import TAIL, OverlapCost
+from .updates import SERIAL, TAIL, StepCost
 
-Calls = Sequence[Sequence[ChunkId] | None]  # by moment the chunks of the call that begins
 Wait = float | Callable[[], bool]  # until then; until it is true
 Thread = Generator[Wait, None, None]
 TRAINER = 0  # of the two threads; 1: the worker
-ITERATIONS = 3  # the first step finds its reads done, and the first pass no tail
+# A serial step ends before the next pass, and leaves its buffers as it found them. Of a tail the
+# first step finds its reads done, and the first pass no tail.
+ITERATIONS = {SERIAL: 1, TAIL: 3}
+
+
+class TimedLinks:
+    """Links that carry what is sent in the order of issue. busy: seconds by resource.
+
+    notes: also when a link is busy (`spans`, in order), and of every move when it begins and ends
+    (`sent`).
+    """
+
+    def __init__(self, bandwidths: Bandwidths, has_host_tier: bool, *, notes: bool) -> None:
+        self.busy: Seconds = dict.fromkeys((*LINKS, "compute", "update"), 0.0)
+        self.spans: dict[str, list[tuple[float, float]]] = {link: [] for link in LINKS}
+        self.sent: list[tuple[Move, float, float]] = []
+        self._free_at = dict.fromkeys(LINKS, 0.0)
+        self._bandwidths, self._has_host_tier, self._notes = bandwidths, has_host_tier, notes
+
+    def send(self, move: Move, now: float) -> float:
+        """Begin a move. Returns the second at which it ends."""
+        spent = link_seconds(move.src, move.dst, move.nbytes, self._bandwidths, self._has_host_tier)
+        # both links of a way from disk to device are taken at once: the slower one sets the pace
+        start = max(now, *(self._free_at[link] for link in spent)) if spent else now
+        for link, seconds in spent.items():
+            self._occupy(link, start, seconds)
+        end = start + max(spent.values(), default=0.0)
+        if self._notes:
+            self.sent.append((move, start, end))
+        return end
+
+    def exchange(self, nbytes: float, now: float) -> float:
+        """Begin to exchange `nbytes` with other ranks. Returns the second at which it ends."""
+        start, seconds = max(now, self._free_at["collective"]), nbytes / self._bandwidths.collective
+        self._occupy("collective", start, seconds)
+        return start + seconds
+
+    def _occupy(self, link: str, start: float, seconds: float) -> None:
+        end = self._free_at[link] = start + seconds
+        self.busy[link] += seconds
+        if self._notes:
+            spans = self.spans[link]
+            if spans and start <= spans[-1][1]:
+                start = spans.pop()[0]
+            spans.append((start, end))
 
 
 class Work:
     """Work of a plan's iteration: its pass, and the transfers of every block's update."""
 
     def __init__(
-        self,
-        plan: Plan,
-        bandwidths: Bandwidths,
-        compute_seconds: Sequence[float],
-        calls: Calls,
-        backward: int,
-        *,
-        depth: int,
-        num_ahead: int,
+        self, plan: Plan, inputs: PlanInputs, compute_seconds: Sequence[float] | None = None
     ) -> None:
-        """compute_seconds, calls: by moment of the trace. backward: its first moment. depth: blocks
-        read ahead of their update. num_ahead: more buffers."""
-        self.plan, self.bandwidths = plan, bandwidths
-        self.compute_seconds, self.calls, self.backward = compute_seconds, calls, backward
-        self.depth, self.num_ahead = depth, num_ahead
-        self.updates = update_seconds_of(plan, bandwidths)
-        self.blocks = {block.id: block for chunk in plan.chunks for block in chunk.blocks}
-        homes = {tier: plan.blocks_on(tier) for tier in Tier}
-        order = [self.blocks[i] for i in plan.forecast.step_order]
-        self.on_disk = [block for block in order if block.id in homes[Tier.NVME]]
-        self.on_host = [block for block in order if block.id in homes[Tier.HOST]]
-        self.on_device = [self.blocks[i] for i in sorted(homes[Tier.DEVICE])]
-        self.num_blocks = {chunk.id: len(chunk.blocks) for chunk in plan.chunks if chunk.blocks}
-        self.gradients = {  # bytes of the device
-            shard.chunk: plan.chunks[shard.chunk].shard_bytes
-            for shard in plan.shards
-            if shard.grad_home is Tier.DEVICE
-        }
+        """compute_seconds: by moment of the trace, by default those of `inputs`."""
+        self.plan, self.bandwidths = plan, inputs.bandwidths
+        self.compute_seconds = compute_seconds or inputs.compute_seconds()
+        # by moment the chunks of the call that begins
+        self.calls, self.backward = inputs.trace.calls(inputs.layout.chunk_of()), inputs.backward
+        self.depth, self.num_ahead = inputs.depth, inputs.num_ahead
+        self.on: dict[Tier, list[BlockBytes]] = {tier: [] for tier in Tier}  # by home of the state
+        self.num_blocks: dict[ChunkId, int] = {}
+        self.gradients: dict[ChunkId, int] = {}  # bytes of the device
+        self.seconds: dict[BlockId, float] = {}  # of updates
+        for shard in plan.shards if plan.kind == "train" else ():
+            sizes = plan.chunks[shard.chunk]
+            self.num_blocks[sizes.id] = len(sizes.blocks)
+            if shard.grad_home is Tier.DEVICE:
+                self.gradients[sizes.id] = sizes.shard_bytes
+            for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
+                self.on[home].append(block)
+                self.seconds[block.id] = update_seconds(
+                    block.state_on(home), block.param_bytes, plan.path_of(home), self.bandwidths
+                )
+        # of blocks: state that comes, what else an update needs, and what goes
+        self.state: dict[BlockId, list[Move]] = defaultdict(list)
+        self.inputs: dict[BlockId, list[Move]] = defaultdict(list)
+        self.results: dict[BlockId, list[Move]] = defaultdict(list)
+        self.moves_at: dict[int, list[Move]] = defaultdict(list)  # of the pass, by its moments
+        site = Tier.HOST if plan.off_device is UpdatePath.CPU else Tier.DEVICE
+        for move in plan.forecast.moves:
+            if move.block is None:
+                self.moves_at[move.begin].append(move)
+            else:
+                comes = self.state if move.kind is MoveKind.STATE else self.inputs
+                (comes if move.dst is site else self.results)[move.block].append(move)
         # parameters of these are read from a file by who uses them, when their update is done
         self.alone = {
             shard.chunk
             for shard in plan.shards
             if shard.param_home is Tier.NVME and plan.chunks[shard.chunk].num_shards == 1
         }
-        self.moves = [move for move in plan.forecast.moves if self._is_of_pass(move)]
-        # of blocks: state that comes, what else an update needs, and what goes
-        self.state: dict[BlockId, list[Move]] = defaultdict(list)
-        self.inputs: dict[BlockId, list[Move]] = defaultdict(list)
-        self.results: dict[BlockId, list[Move]] = defaultdict(list)
-        site = Tier.HOST if plan.off_device is UpdatePath.CPU else Tier.DEVICE
-        for move in plan.forecast.moves:
-            if move.block is not None:
-                comes = self.state if move.kind is MoveKind.STATE else self.inputs
-                (comes if move.dst is site else self.results)[move.block].append(move)
         self.gathers: dict[int, list[ChunkId]] = defaultdict(list)
+        # (chunk, moment at which it is due, bytes) by the moment of its begin
+        self.wires_at: dict[int, list[tuple[ChunkId, int, float]]] = defaultdict(list)
         for gather in plan.gathers:
+            sizes = plan.chunks[gather.chunk]
             if gather.chunk not in self.alone:
                 self.gathers[gather.begin].append(gather.chunk)
-        self.pass_seconds = self._seconds_of_pass()
+            if sizes.num_shards > 1:
+                wire = gather.chunk, gather.use, gathered_bytes(sizes)
+                self.wires_at[gather.begin].append(wire)
+        for reduction in plan.forecast.reductions:
+            sizes = plan.chunks[reduction.chunk]
+            if sizes.reduces:
+                wire = reduction.chunk, reduction.end, reduced_bytes(sizes)
+                self.wires_at[reduction.last].append(wire)
 
-    def _is_of_pass(self, move: Move) -> bool:
-        """Whether forward or backward moves it, and no update."""
-        return move.block is None and move.begin < self.plan.num_trace_moments
+    def without_updates(self) -> Work:
+        """The pass alone."""
+        bare = copy(self)
+        bare.on, bare.num_blocks, bare.gradients = {tier: [] for tier in Tier}, {}, {}
+        return bare
 
     def shares(self, moment: int) -> Iterator[tuple[ChunkId | None, float]]:
         """Seconds of a call by chunk. A call of many chunks, as of a whole module, uses one after
@@ -96,15 +158,6 @@ class Work:
             yield chunk, seconds * self.plan.chunks[chunk].payload_bytes / nbytes
         if not used:
             yield None, seconds
-
-    def _seconds_of_pass(self) -> float:
-        """Seconds of a pass without any update."""
-        links, now = PlannedLinks(self.bandwidths, self.plan.has_host_tier), 0.0
-        walk = Walk(self.plan, links, self.moves)
-        for moment, seconds in enumerate(self.compute_seconds):
-            walk.begin(moment, now)
-            now = walk.reach(moment, now) + seconds
-        return max(walk.reach(self.plan.num_trace_moments, now), links.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +187,23 @@ class _Timed:
 
 
 class StepClock:
-    """Clock of iterations with one `update`, of which the last one is measured."""
+    """Clock of iterations with one `update`, of which the last one is measured.
 
-    def __init__(self, work: Work, update: str) -> None:
-        self._work, self._plan = work, work.plan
+    seconds: of the iteration. update_seconds: from the call of `step()` until all is updated.
+    kept_bytes: of gradients that blocks still need, at every moment of forward. moments, updates:
+    seconds at which the moments of the trace begin, and at which updates are waited for, each with
+    its block; None: those on the device, which are one launch. updated: when the last one ended.
+    """
+
+    def __init__(self, work: Work, update: str, *, notes: bool = False) -> None:
+        """notes: links note what they carry, and when."""
+        self._work, self._plan, self._update_kind = work, work.plan, update
         self._has_tail = update == TAIL
         by_host = work.plan.has_host_tier and work.plan.off_device is UpdatePath.CPU
         self._shares = not by_host  # one processor trains and updates
-        self._links = PlannedLinks(work.bandwidths, work.plan.has_host_tier)
-        self._walk = Walk(work.plan, self._links, work.moves)
-        count = num_buffers(work.depth, len(work.on_disk)) + work.num_ahead
-        spans = [Span(_Timed(block, self)) for block in work.on_disk]
-        self._flow = Flow(spans, work.depth, list(range(count)))
+        self.links = TimedLinks(work.bandwidths, work.plan.has_host_tier, notes=notes)
+        self._due: dict[int, float] = {}  # by moment: second at which its last transfer ends
+        self._flow = self._new_flow()
         self._now = 0.0
         self._waits: list[Wait] = [0.0, 0.0]
         self._is_asked = False  # the worker has a step to take
@@ -156,11 +214,22 @@ class StepClock:
         self._held = 0  # bytes of gradients on the device that updates still need
         self._late: list[Move] = []  # of parameters in files, which wait for their update
         # of the last iteration
-        self._began: list[float] = []
-        self._asked = self._update_seconds = 0.0
-        self._kept_bytes: list[int] = []
+        self._began = self._asked = self.seconds = self.update_seconds = self.updated = 0.0
+        self.kept_bytes: list[int] = []
+        self.moments: list[float] = []
+        self.updates: list[tuple[float, BlockId | None]] = []
 
-    def run(self) -> OverlapCost:
+    def _new_flow(self) -> Flow[_Timed]:
+        """Flow as a step before leaves it: a serial one begins with the blocks that it had last."""
+        work, spans = self._work, [Span(_Timed(block, self)) for block in self._work.on[Tier.NVME]]
+        count = num_buffers(work.depth, len(spans)) + work.num_ahead
+        flow = Flow(spans, work.depth, list(range(count)))
+        for span in () if self._has_tail else spans[: work.depth]:
+            span.buffer = flow.free.pop()
+            flow.reads.append(span)
+        return flow
+
+    def run(self) -> None:
         threads = self._train(), self._update_all()
         while True:
             for i, wait in enumerate(self._waits):
@@ -172,41 +241,41 @@ class StepClock:
             try:
                 self._waits[-i] = next(threads[-i])
             except StopIteration:
-                break
-        seconds = self._began[-1] - self._began[-2]
-        waited = max(0.0, seconds - self._work.pass_seconds)
-        return OverlapCost(seconds, self._update_seconds, waited, tuple(self._kept_bytes))
+                return
 
     # -- who trains --
 
     def _train(self) -> Thread:
-        for _ in range(ITERATIONS):
-            self._began.append(self._now)
-            self._kept_bytes.clear()
+        for _ in range(ITERATIONS[self._update_kind]):
+            self._began = self._now
+            self.kept_bytes.clear()
+            self.moments.clear()
+            self.links.busy = dict.fromkeys(self.links.busy, 0.0)
             yield from self._pass()
             yield from self._step()
-        self._began.append(self._now)
+            self.seconds = self._now - self._began
 
     def _pass(self) -> Thread:
         work = self._work
         for moment in range(self._plan.num_trace_moments):
+            self.moments.append(self._now)
             if moment == work.backward:
                 yield self._has_settled
                 self._begin_backward()
             for gathered in work.gathers.get(moment, ()):
                 yield from self._gate(gathered)
-            self._walk.begin(moment, self._now, self._is_late)
-            yield from self._reach(moment)
+            yield from self._move(moment)
             if moment < work.backward:
-                self._kept_bytes.append(self._held)
+                self.kept_bytes.append(self._held)
             for chunk, seconds in work.shares(moment):
                 if chunk is not None:
                     yield from self._gate(chunk)
                 yield from self._compute(seconds)
-        yield from self._reach(self._plan.num_trace_moments)
+        yield from self._move(self._plan.num_trace_moments)
 
     def _begin_backward(self) -> None:
-        for block in self._work.on_host[: max(0, self._work.depth - len(self._work.on_disk))]:
+        on_disk, on_host = self._work.on[Tier.NVME], self._work.on[Tier.HOST]
+        for block in on_host[: max(0, self._work.depth - len(on_disk))]:
             self._send(block, self._work.state)
 
     def _gate(self, chunk: ChunkId) -> Thread:
@@ -214,24 +283,37 @@ class StepClock:
         if self._left[chunk]:
             yield lambda: not self._left[chunk]
 
-    def _is_late(self, move: Move) -> bool:
-        """Whether the move brings a parameter that is read from its file after its update."""
-        if (
-            move.kind is MoveKind.PARAM
-            and move.chunk in self._work.alone
-            and self._left[move.chunk]
-        ):
-            self._late.append(move)
-            return True
-        return False
-
-    def _reach(self, moment: int) -> Thread:
+    def _move(self, moment: int) -> Thread:
+        """Begin the moves of a moment, its gathers and its reductions, each when its chunk has
+        arrived. Wait for what is due."""
+        arrived: dict[ChunkId, float] = {}
+        for move in self._work.moves_at.get(moment, ()):
+            if self._is_late(move):
+                self._late.append(move)
+            else:
+                arrived[move.chunk] = self._transfer(move)
+        for chunk, due, nbytes in self._work.wires_at.get(moment, ()):
+            self._must_end(due, self.links.exchange(nbytes, arrived.get(chunk, self._now)))
         if any(move.end <= moment for move in self._late):
             yield lambda: not any(move.end <= moment for move in self._late)
-        yield self._walk.reach(moment, self._now)
+        yield max(self._now, self._due.pop(moment, self._now))
+
+    def _is_late(self, move: Move) -> bool:
+        """Whether the move brings a parameter that is read from its file after its update."""
+        is_alone = move.kind is MoveKind.PARAM and move.chunk in self._work.alone
+        return is_alone and self._left[move.chunk] > 0
+
+    def _transfer(self, move: Move) -> float:
+        end = self.links.send(move, self._now)
+        self._must_end(move.end, end)
+        return end
+
+    def _must_end(self, moment: int, end: float) -> None:
+        self._due[moment] = max(self._due.get(moment, end), end)
 
     def _compute(self, seconds: float) -> Thread:
         self._is_computing = True
+        self.links.busy["compute"] += seconds
         yield max(self._now, self._update_ends) + seconds
         self._is_computing = False
 
@@ -257,24 +339,31 @@ class StepClock:
         flow.read_ahead()
         while True:
             yield lambda: self._is_asked
-            while True:
-                while (busy := flow.waits_for()) is not None:
-                    yield from self._end(busy)
-                span = flow.take()
-                if span is None:
-                    break
-                block = span.record.block
-                yield max(self._now, self._ends[block.id])  # of its inputs that are no state
-                yield from self._update(self._work.updates[block.id])
-                self._is_updated(block)
-                flow.put(span)
-            while flow.writes:
-                yield from self._end(flow.writes[0])
-            flow.committed(in_order=True)
+            self.updates.clear()
+            yield from self._update_on_disk()
+            flow.committed(in_order=self._has_tail)
             flow.read_ahead()
             yield from self._update_in_memory()
-            self._update_seconds = self._now - self._asked
+            self.update_seconds = self._now - self._asked
             self._is_asked = False
+
+    def _update_on_disk(self) -> Thread:
+        flow = self._flow
+        while True:
+            waited = self._now
+            while (busy := flow.waits_for()) is not None:
+                yield from self._end(busy)
+            span = flow.take()
+            if span is None:
+                break
+            block = span.record.block
+            self.updates.append((waited, block.id))
+            yield max(self._now, self._ends[block.id])  # of its inputs that are no state
+            yield from self._update(self._work.seconds[block.id])
+            self._is_updated(block)
+            flow.put(span)
+        while flow.writes:
+            yield from self._end(flow.writes[0])
 
     def _end(self, span: Span[_Timed]) -> Thread:
         yield max(self._now, self._ends[span.id])
@@ -296,27 +385,33 @@ class StepClock:
 
     def _update_in_memory(self) -> Thread:
         """Update blocks on the device, as one launch, then blocks in host memory one by one."""
-        work = self._work
-        yield from self._update(sum(work.updates[block.id] for block in work.on_device))
-        for block in work.on_device:
+        work, on_device, on_host = self._work, self._work.on[Tier.DEVICE], self._work.on[Tier.HOST]
+        self.updates.append((self._now, None))
+        yield max([self._now, *(self._send(block, work.inputs) for block in on_device)])
+        yield from self._update(sum(work.seconds[block.id] for block in on_device))
+        for block in on_device:
             self._is_updated(block)
-        num_begun, end = 0, self._now
-        for i, block in enumerate(work.on_host):
-            for other in work.on_host[num_begun : i + work.depth + 1]:
+        end = max([self._now, *(self._send(block, work.results) for block in on_device)])
+        num_begun = 0
+        for i, block in enumerate(on_host):
+            self.updates.append((self._now, block.id))
+            for other in on_host[num_begun : i + work.depth + 1]:
                 if other.id not in self._ends:
                     self._send(other, work.state)
                 self._send(other, work.inputs)
                 num_begun += 1
             yield max(self._now, self._ends.pop(block.id))
-            yield from self._update(work.updates[block.id])
+            yield from self._update(work.seconds[block.id])
             self._is_updated(block)
-            self._send(block, work.results)
-            end = max(end, self._ends.pop(block.id))
-        yield end
+            end = max(end, self._send(block, work.results))
+            del self._ends[block.id]
+        self.updated = self._now
+        yield max(end, self._now)
 
     def _update(self, seconds: float) -> Thread:
         if not seconds:
             return
+        self.links.busy["update"] += seconds
         # One processor: the update's seconds are added to the computation that it interrupts, or
         # the next computation waits for its end.
         if self._shares:
@@ -332,13 +427,22 @@ class StepClock:
             self._held -= self._work.gradients.get(block.chunk, 0)
             for move in [move for move in self._late if move.chunk == block.chunk]:
                 self._late.remove(move)
-                self._walk.transfer(move, self._now)
+                self._transfer(move)
 
-    def _send(self, block: BlockBytes, moves: dict[BlockId, list[Move]]) -> None:
-        ends = (self._links.send(m.src, m.dst, m.nbytes, self._now) for m in moves[block.id])
-        self._ends[block.id] = max(ends, default=self._ends.get(block.id, self._now))
+    def _send(self, block: BlockBytes, moves: dict[BlockId, list[Move]]) -> float:
+        """Begin transfers of a block. Returns the second at which the last of them ends."""
+        ends = [self.links.send(move, self._now) for move in moves.get(block.id, ())]
+        end = max(ends, default=self._ends.get(block.id, self._now))
+        self._ends[block.id] = end
+        return end
 
 
-def price(work: Work, updates: Iterable[str]) -> dict[str, OverlapCost]:
-    """Cost of an iteration with each of these `update`s."""
-    return {update: StepClock(work, update).run() for update in updates}
+def price(work: Work, update: str) -> StepCost:
+    """Price of an iteration with this `update`."""
+    clock, bare = StepClock(work, update), StepClock(work.without_updates(), SERIAL)
+    clock.run()
+    bare.run()
+    return StepCost(
+        clock.seconds, clock.links.busy, clock.update_seconds,
+        max(0.0, clock.seconds - bare.seconds), tuple(clock.kept_bytes),
+    )  # fmt: skip

@@ -54,10 +54,8 @@ def moves_of(
             at = num_trace_moments + position.get(block.id, len(order))
             site = Tier.HOST if path is UpdatePath.CPU else Tier.DEVICE
             for kind, src, dst, nbytes in update_transfers(
-                block.state_on(state), block.param_bytes, block.undo_bytes,
-                param=homes.param[i], grad=homes.grad[i],
-                state=state, path=path, has_master=block.gives_parameters(state),
-            ):  # fmt: skip
+                block, state, param=homes.param[i], grad=homes.grad[i], path=path
+            ):
                 # State of the first blocks is read from backward on, when the disk has nothing else
                 # to do; their gradients and parameters are not final before the step.
                 if dst is site:

@@ -17,13 +17,25 @@ SAME_SECONDS = 0.02  # of an iteration: no prediction tells them apart
 
 
 @dataclass(frozen=True, slots=True)
-class OverlapCost:
-    """Predicted cost of an iteration whose updates overlap its pass."""
+class StepCost:
+    """Predicted cost of an iteration with one `update`."""
 
     seconds: float
+    busy: dict[str, float]  # seconds of every resource: links, `compute`, `update`
     update_seconds: float  # from the call of `step()` until all is updated
-    waited_seconds: float  # by so much the pass is longer than without updates
+    waited_seconds: float  # by so much the iteration is longer than without updates
     kept_bytes: tuple[int, ...]  # of gradients that blocks still need, at every moment of forward
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds of a serial iteration in which nothing computes nor updates: a link is waited
+        for."""
+        return self.seconds - self.busy["compute"] - self.busy["update"]
+
+    @property
+    def bound_by(self) -> str:
+        """The resource that is busy the longest: with everything overlapped it sets the time."""
+        return max(self.busy, key=lambda name: self.busy[name])
 
     def __str__(self) -> str:
         return said(self.update_seconds, self.waited_seconds)

@@ -5,52 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gemini.optim.state.deferred_signals import DeferredSignals
-from gemini.optim.update.staging import DeviceStaging
 from gemini.tickets import CopyTicket, Ticket
 from gemini.units import ChunkId
 
 from .backend import Backend
-from .files.blocks import FileBlocks, Flat, Staged
+from .files.blocks import Flat
 from .files.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
     from .backend import FileConfig
-
-
-class GradientHome(Protocol):
-    """`GradientOffload` that the step reads block by block."""
-
-    def write(self, chunk: ChunkId, values: Tensor) -> None: ...
-
-    def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]: ...
-
-    def read_block(self, chunk: ChunkId, index: int, dtype: torch.dtype) -> GradientBlock:
-        """Begin to bring one block [n] of a gradient, written as `dtype`, to host memory."""
-        ...
-
-    def can_read_ahead(self, dtype: torch.dtype) -> bool:
-        """Whether `read_block` would not wait."""
-        ...
-
-
-class GradientBlock(Protocol):
-    """One block of a gradient in host memory, from `wait` until `give`."""
-
-    def wait(self) -> Tensor:
-        """[n], for the host to read."""
-        ...
-
-    def bring(self, staging: DeviceStaging) -> Tensor:
-        """[n] on the device, for what is launched next."""
-        ...
-
-    def give(self) -> None: ...
 
 
 class GradientFiles:
@@ -76,13 +45,6 @@ class GradientFiles:
     def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
         return self.files_of(chunk, into.dtype).read(chunk, into)
 
-    def read_block(self, chunk: ChunkId, index: int, dtype: torch.dtype) -> GradientBlock:
-        files = self.files_of(chunk, dtype)
-        return FileBlock(files, files.read_block(chunk, index))
-
-    def can_read_ahead(self, dtype: torch.dtype) -> bool:
-        return all(files.can_read_ahead for files in self.files)
-
     def close(self) -> None:
         for files in self.files:
             files.close()
@@ -99,27 +61,6 @@ class GradientFiles:
         return self._wide
 
 
-@dataclass(slots=True)
-class FileBlock:
-    """Block of a gradient on its way from a file."""
-
-    _files: FileBlocks
-    _staged: Staged
-    _copy: CopyTicket | None = None  # that may still read the staging buffer
-
-    def wait(self) -> Tensor:
-        return self._staged.wait()
-
-    def bring(self, staging: DeviceStaging) -> Tensor:
-        there, self._copy = _bring(staging, self._staged.wait())
-        return there
-
-    def give(self) -> None:
-        if self._copy is not None and not self._copy.ready():
-            self._copy.settle()
-        self._files.give(self._staged)
-
-
 class HostGradients:
     """Gradients in host memory, a tensor for each chunk that has one.
 
@@ -127,10 +68,9 @@ class HostGradients:
     cases: the plan has no room for more, it counts on the gradient to be gone, or one is read.
     """
 
-    def __init__(self, backend: Backend, block_numel: int) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.rooms: Mapping[ChunkId, int] = {}  # see `ShardPlan.leaving_bytes`
-        self._block_numel = block_numel
         self._tensors: dict[ChunkId, Tensor] = {}  # [S]; the memory is kept between steps
         self._arrivals: dict[ChunkId, CopyTicket] = {}
         self._leaving: deque[_Leaving] = deque()
@@ -191,13 +131,9 @@ class HostGradients:
         self._ordered(chunk)
         return self._backend.copy(into, self._tensors[chunk])
 
-    def read_block(self, chunk: ChunkId, index: int, dtype: torch.dtype) -> GradientBlock:
-        start = index * self._block_numel
-        values = self._tensors[chunk][start : start + self._block_numel]
-        return _HostBlock(values, self._ordered(chunk))
-
-    def can_read_ahead(self, dtype: torch.dtype) -> bool:
-        return True
+    def arrived(self, chunk: ChunkId) -> tuple[Tensor, CopyTicket]:
+        """[S] in host memory, and the copy that brings it there."""
+        return self._tensors[chunk], self._ordered(chunk)
 
 
 @dataclass(slots=True)
@@ -206,24 +142,3 @@ class _Leaving:
     copy: CopyTicket
     values: Tensor  # what it reads, on the device
     is_due: bool = False  # a call has begun since
-
-
-@dataclass(frozen=True, slots=True)
-class _HostBlock:
-    _values: Tensor
-    _arrival: CopyTicket
-
-    def wait(self) -> Tensor:
-        self._arrival.settle()
-        return self._values
-
-    def bring(self, staging: DeviceStaging) -> Tensor:
-        return _bring(staging, self._values)[0]
-
-    def give(self) -> None:
-        """Do nothing: the block stays until the next gradient, which is copied after this step."""
-
-
-def _bring(staging: DeviceStaging, values: Tensor) -> tuple[Tensor, CopyTicket]:
-    there = staging.grad(values.numel(), values.dtype)
-    return there, staging.bring([(there, values)])

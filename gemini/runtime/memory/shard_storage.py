@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
+from gemini.chunk.gradient import GradientOffload
 from gemini.chunk.layout import ChunkLayout, ChunkSpec
 from gemini.chunk.storage import Chunk
 from gemini.dtypes import DTYPES
@@ -27,14 +28,7 @@ if TYPE_CHECKING:
     from .files.blocks import Flat
     from .files.frozen_files import FrozenFiles
     from .files.tensor_files import TensorFiles
-    from .gradient_homes import GradientFiles, GradientHome, HostGradients
-
-
-class HasStaging(Protocol):
-    """Owner of staging buffers for blocks of files; it says how many bytes they take."""
-
-    @property
-    def staging_bytes(self) -> int: ...
+    from .gradient_homes import GradientFiles, HostGradients
 
 
 class ShardStorage:
@@ -62,9 +56,7 @@ class ShardStorage:
         self.averages: list[Originals] = []  # of weights, each with values of its own
         self.gradient_files: GradientFiles | None = None
         self.host_gradients: HostGradients | None = None
-        # staging of a tail: another thread than the trainer's uses it
-        self.update_staging: HasStaging | None = None
-        self._goes_on = False  # the last one does
+        self._goes_on = False  # the last step does
         self._forgets = False  # gradients in files, which that may still read
 
     # ChunkFiles of `gemini.chunk.storage`
@@ -210,9 +202,9 @@ class ShardStorage:
         if Tier.HOST in homes.values():
             from .gradient_homes import HostGradients
 
-            self.host_gradients = HostGradients(self._backend, self.config.block_numel)
+            self.host_gradients = HostGradients(self._backend)
             self.follow(plan)
-        by_home: Mapping[Tier | None, GradientHome | None] = {
+        by_home: Mapping[Tier | None, GradientOffload | None] = {
             Tier.NVME: self.gradient_files,
             Tier.HOST: self.host_gradients,
         }
@@ -244,9 +236,9 @@ class ShardStorage:
             for files in self.gradient_files.files:
                 files.rollback()
 
-    def step_goes_on(self, staging: HasStaging) -> None:
+    def step_goes_on(self) -> None:
         """Note that a step goes on after `step()`: parameters are read as it writes them."""
-        self.update_staging, self._goes_on = staging, True
+        self._goes_on = True
         if self.params is not None:
             self.params.reads_latest = True
 
@@ -254,7 +246,7 @@ class ShardStorage:
         """Note that the step counts, or is about to be undone."""
         if not self._goes_on:
             return
-        self.update_staging, self._goes_on = None, False
+        self._goes_on = False
         if self.params is not None:
             self.params.reads_latest = False
         if self._forgets:
@@ -283,9 +275,8 @@ class ShardStorage:
 
     @property
     def staging_bytes(self) -> int:
-        update = 0 if self.update_staging is None else self.update_staging.staging_bytes
         frozen = 0 if self.frozen is None else self.frozen.staging_bytes
-        return update + frozen + sum(files.staging_bytes for files in self.files)
+        return frozen + sum(files.staging_bytes for files in self.files)
 
     @property
     def average_bytes(self) -> tuple[int, int]:

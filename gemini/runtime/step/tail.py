@@ -70,8 +70,8 @@ class StepTail:
 
         parts, views = self._parts, cast("ShardViews", step.views)
         gates = Gates(tiered_state.space.blocks, len(chunks), views.let_go)
-        if views.files is not None:
-            parts.storage.step_goes_on(views.files)
+        views.watch = gates.updated
+        parts.storage.step_goes_on()
         assert parts.tail_communicator is not None
         agree, in_memory = partial(vote, parts.tail_communicator, raise_failures), alone
         if parts.plan.blocks_on(Tier.HOST):

@@ -149,7 +149,7 @@ class ShardTarget(ShardState):
         return self._carry_out(step, agree)
 
     def _carry_out(self, step: Step, agree: Agree = alone) -> StepReport:
-        is_tail = cast("ShardViews", step.views).files is not None  # asked once: see `_views`
+        is_tail = cast("ShardViews", step.views).goes_on  # asked once: see `_views`
         return self._begin_tail(step, agree) if is_tail else take([step], agree)
 
     def _begin_tail(self, step: Step, agree: Agree) -> StepReport:
@@ -260,18 +260,11 @@ class ShardTarget(ShardState):
         return self._carry_out(self._new_step(updater, views, taken))
 
     def _views(self, by_param: Sequence[Any]) -> ShardViews:
-        """Views of a step; they have files of their own where a thread carries the step out.
-
-        The choice is made once, here, as the plan's may change during the step. With the files of
-        the thread that trains, a tail would wait for reads that wait for the tail.
-        """
-        files, staging = None, self._executor.staging
-        if self._tail.applies:
-            from .update_files import UpdateFiles
-
-            files = UpdateFiles(self._parts.storage)
+        """Views of a step. Whether it goes on behind `step()` is asked once, here, as the plan's
+        choice may change during the step."""
+        goes_on, staging, nvme = self._tail.applies, self._executor.staging, self._tiered_state.nvme
         if staging is not None:
-            staging.begin(waits=files is not None)
+            staging.begin(waits=goes_on)
         return ShardViews(
             self._chunks,
             by_param,
@@ -280,7 +273,8 @@ class ShardTarget(ShardState):
             self._parts.backend,
             staging=staging,
             merges=self._executor.merges_parameters,
-            files=files,
+            goes_on=goes_on,
+            num_waiting=0 if nvme is None else nvme.num_waiting,
         )
 
     def clip(self, together: Sequence[ShardTarget], clip: Clip) -> Tensor | None:
@@ -295,7 +289,8 @@ class ShardTarget(ShardState):
         return self._moved - before
 
     def _new_step(self, updater: AnyUpdater, views: ShardViews, taken: Sequence[ParamId]) -> Step:
-        files = self._parts.storage.params if views.files is None else views.files.params
+        params = self._parts.storage.params
+        files = None if params is None else (params.store, params.written_bytes_per_step)
         # In order, the first blocks are read ahead; their gradients are the last to be final.
         return Step(
             self._tiered_state, updater, views, self._num_steps + 1, files,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gemini.chunk.gradient import ChunkGradient
 from gemini.chunk.storage import Chunk
 from gemini.optim.rules.state_layout import MASTER, REMAINDER, WEIGHT
 from gemini.optim.state.memory import Memory, copy_alone
@@ -17,13 +16,14 @@ from gemini.optim.state.pieces import Piece, Planes
 from gemini.optim.state.space import Block
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.tickets import CopyTicket
-from gemini.units import BlockId, ChunkId, align_up
+from gemini.units import BUFFERS_AHEAD, BlockId, align_up
 
 if TYPE_CHECKING:
+    from gemini.nvme import Buffer
     from gemini.optim.update.staging import DeviceStaging
-    from gemini.runtime.memory.files.blocks import FileBlocks, Staged
-    from gemini.runtime.memory.gradient_homes import GradientBlock, GradientHome
-    from gemini.runtime.step.update_files import UpdateFiles
+    from gemini.runtime.memory.files.tensor_files import TensorFiles
+
+    from .beside_state import BesideState, Buffers
 
 
 _NO_STATE = (MASTER, REMAINDER, WEIGHT)  # of the rule
@@ -45,31 +45,27 @@ class _PieceRange:
 
 
 @dataclass(slots=True)
-class _Loan:
-    """Copies that a block's update works on, until `ShardViews.put`."""
-
-    grad: GradientBlock | None = None
-    param: Tensor | None = None  # [n] where the update runs
-    staged: Staged | None = None  # of the file to which `param` goes
-    coming: CopyTicket | None = None  # of `param` from there, where the update runs elsewhere
-    weight: Tensor | None = None  # [n] in host memory, which goes to disk with the state
-
-
-@dataclass(slots=True)
 class _Shard:
     """What a step reads of a shard, also where the loop drops its gradient meanwhile."""
 
     memory: Tensor | None  # [S] where it lives, if that is memory
+    param: Tensor | None  # the same, if what updates reaches it
     grad: Tensor | None  # [S] on the device
     offloaded: torch.dtype | None  # of the gradient, if it waits elsewhere
     has_gradient: bool
+
+    @classmethod
+    def of(cls, chunk: Chunk, *, reaches_host: bool) -> _Shard:
+        memory, gradient = None if chunk.files is not None else chunk.shard_memory, chunk.gradient
+        param = memory if reaches_host or not chunk.shard_on_host else None
+        return cls(memory, param, gradient.shard, gradient.offloaded_dtype, gradient.exists)
 
 
 class ShardViews:
     """View of shards and gradients for one step; see `optim.state.pieces.BlockViews`.
 
-    Gradients and parameters in another tier are brought to the update, a block at a time; gradients
-    are read ahead. Parameters that have a whole master are written, and not read.
+    Gradients and parameters in another memory are brought to the update, a block at a time; those
+    in files come with the block's state (`BesideState`).
     """
 
     def __init__(
@@ -82,13 +78,14 @@ class ShardViews:
         *,
         staging: DeviceStaging | None,
         merges: bool,
-        files: UpdateFiles | None = None,
+        goes_on: bool = False,
+        num_waiting: int = 0,
     ) -> None:
         """`hyper[param]` is None where the step leaves a parameter alone; `steps` count from 1.
 
         staging: of the device whose kernels update, as they reach no host memory; None: the host
-        updates. files: of the thread that updates, if it is not the one that trains; the step goes
-        on there when `step()` has returned, and the loop may drop gradients.
+        updates. goes_on: the step goes on when `step()` has returned, in a thread of its own, and
+        the loop may drop gradients. num_waiting: blocks that wait for others of the step.
         """
         self._chunks = chunks
         self._hyper = hyper
@@ -97,20 +94,13 @@ class ShardViews:
         self._memory = memory
         self._staging = staging
         self._merges = merges
-        self.files = files
-        self._shards = [
-            _Shard(
-                None if chunk.files is not None else chunk.shard_memory,
-                chunk.gradient.shard,
-                chunk.gradient.offloaded_dtype,
-                chunk.gradient.exists,
-            )
-            for chunk in chunks
-        ]
-        self._coming: list[Block] = []  # whose gradients are to be read, the next one last
-        self._read: set[BlockId] = set()  # of these, blocks that did not wait for their turn
-        self._ahead: dict[BlockId, GradientBlock] = {}
-        self._loans: dict[BlockId, _Loan] = {}
+        self.goes_on, self._num_waiting = goes_on, num_waiting
+        self.watch: Callable[[BlockId], None] | None = None  # told of every block that is updated
+        self._shards = [_Shard.of(chunk, reaches_host=staging is None) for chunk in chunks]
+        self._beside: dict[BlockId, BesideState] = {}
+        self._lenders: list[TensorFiles] = []  # files whose buffers these are in
+        self._brought: dict[BlockId, Tensor] = {}  # parameters [n] on the device that updates
+        self._coming: CopyTicket | None = None  # the last one to there from a buffer of files
         self._signature: object | None = None
         self._left: set[BlockId] = set()  # whose new weights have left with their state
         self._saving: tuple[CopyTicket, Tensor, Tensor] | None = None  # to here, by way of there
@@ -132,14 +122,40 @@ class ShardViews:
         dropped = (kept.grad for kept, chunk in pairs if kept.grad is not chunk.grad)
         return sum(grad.nbytes for grad in dropped if grad is not None)
 
-    def expect(self, blocks: Sequence[Block]) -> None:
-        self._coming = [  # what no gradient updates never has a turn, and its shard may be let go
-            block
-            for block in reversed(blocks)
-            if self._shards[block.shard].offloaded is not None and self.touches(block)
-        ]
-        self._read.clear()
-        self._read_ahead()
+    def beside(
+        self, blocks: Iterable[tuple[Block, bool]]
+    ) -> tuple[Mapping[BlockId, BesideState], Sequence[Buffers]]:
+        storage, found = self._storage, self._beside
+        if not storage.files:
+            return found, ()
+        from .beside_state import BesideState
+
+        lent: dict[TensorFiles, list[Buffer]] = {}
+        for block, has_master in blocks:
+            chunk, grads = self._chunks[block.shard], None
+            if not self.touches(block):
+                continue
+            params = None if chunk.files is None else storage.params
+            dtype, home = self._shards[block.shard].offloaded, storage.gradient_files
+            if dtype is not None and home is not None and chunk.gradient.offload is home:
+                grads = home.files_of(chunk.spec.id, dtype)
+            if params is None and grads is None:
+                continue
+            index = block.shard_offset // storage.config.block_numel
+            found[block.id] = BesideState(
+                block.id, chunk.spec.id, index, params, not has_master, grads
+            )
+            for files in (params, grads):
+                if files is not None and files not in lent:
+                    self._lenders.append(files)
+                    lent[files] = self._borrow(files)
+        sets = zip(*lent.values(), strict=False)
+        return found, [dict(zip(lent, one, strict=True)) for one in sets]
+
+    def _borrow(self, files: TensorFiles) -> list[Buffer]:
+        # With those of the thread that trains, a tail would wait for reads that wait for the tail.
+        count = self._num_waiting + (BUFFERS_AHEAD if self.goes_on else 0)
+        return files.lend(count, to_thread=self.goes_on)
 
     def touches(self, block: Block) -> bool:
         if self._shards[block.shard].has_gradient:
@@ -170,13 +186,21 @@ class ShardViews:
         param: Tensor | None = None,
         grad: Tensor | None = None,
     ) -> list[Piece]:
-        runs = self._runs(block) if self._shards[block.shard].has_gradient else []
+        shard = self._shards[block.shard]
+        runs = self._runs(block) if shard.has_gradient else []
         if not runs:
             return []
-        state = tuple([plane for name, plane in planes.items() if name not in _NO_STATE])
+        state: tuple[Tensor, ...] = ()
+        for name, plane in planes.items():
+            if name not in _NO_STATE:
+                state += (plane,)
         master = None if param is not None else planes.get(MASTER, planes.get(REMAINDER))
-        param = self._param_of(block, planes) if param is None else param
-        grad = self._grad_of(block) if grad is None else grad
+        part = slice(block.shard_offset, block.shard_offset + block.numel)
+        if param is None:
+            here = shard.param
+            param = self._bring_param(block, planes) if here is None else here[part]
+        if grad is None:
+            grad = self._bring_grad(block, part) if shard.grad is None else shard.grad[part]
         first = runs[0]
         whole = Piece(
             param, grad, master, state, first.hyper, first.step, first.counter, first.first
@@ -208,71 +232,49 @@ class ShardViews:
             runs.append(run)
         return runs
 
-    def took_gradient(self, block: Block) -> None:
-        loan = self._loans.get(block.id)
-        if loan is not None and loan.grad is not None:
-            loan.grad.give()
-            loan.grad = None
-
     def left(self, block: Block, copies: CopyTicket) -> None:
-        loan = self._loans.get(block.id)
-        if loan is not None and loan.param is not None and loan.staged is None:
-            self._chunks[block.shard].is_copied(copies)
+        chunk = self._chunks[block.shard]
+        if self._brought.pop(block.id, None) is not None and chunk.files is None:
+            chunk.is_copied(copies)
 
-    def put(self, block: Block, copies: CopyTicket | None = None) -> None:
-        self._end_save()
-        loan = self._loans.pop(block.id, None)
-        ahead = self._ahead.pop(block.id, None)
-        if ahead is not None:  # no parameter of it was updated
-            ahead.give()
-        if loan is None:
-            return
-        if loan.grad is not None:
-            loan.grad.give()
-        if loan.staged is not None:
-            if copies is not None:
-                copies.settle()
-            if loan.weight is not None:
-                copy_alone(loan.weight, loan.staged.values)
-            self._param_files.write_block(*self._place(block), loan.staged)
+    def updated(self, block: Block) -> None:
+        if self._saving is not None:
+            self._end_save()
+        if self.watch is not None:
+            self.watch(block.id)
 
-    @property
-    def _param_files(self) -> FileBlocks:
-        files = self._storage.params if self.files is None else self.files.params
-        assert files is not None
-        return files
-
-    def abandon(self) -> None:
-        """Return all loans of a step that failed."""
-        for ahead in self._ahead.values():
-            ahead.give()
-        for loan in self._loans.values():
-            if loan.grad is not None:
-                loan.grad.give()
-            if loan.coming is not None:
-                loan.coming.settle()
-            if loan.staged is not None:
-                self._param_files.give(loan.staged)
-        self._ahead.clear()
-        self._loans.clear()
-        self._coming.clear()
+    def end(self) -> None:
+        if self._coming is not None:  # and with it those before, as one stream has all of them
+            self._coming.settle()
+        for files in self._lenders:
+            files.take_back()
+        self._coming = None
+        for kept in (self._lenders, self._beside, self._brought):
+            kept.clear()
 
     def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
-        chunk = self._chunks[block.shard]
-        if chunk.files is not None:  # files keep their last version
+        if self._chunks[block.shard].files is not None:  # files keep their last version
             return False
-        if block.id in self._left:
-            return True
-        into = undo()
+        self._copy(block, undo())
+        return True
+
+    def show(self, block: Block, into: Tensor) -> None:
+        if self._chunks[block.shard].files is not None:
+            copy_alone(into, self._in_file(block))
+        elif block.id not in self._left:
+            self._copy(block, into)
+
+    def _copy(self, block: Block, into: Tensor) -> None:
+        """Copy parameters in memory to the host's, and go on before they are there."""
+        chunk = self._chunks[block.shard]
         if self._staging is None or chunk.shard_on_host:
             copy_alone(into, self._shard_of(block))
-            return True
+            return
         self._end_save()  # of the block before, which may be on its way still
         through = into if into.is_pinned() else self._staging.host(block.numel, chunk.dtype)
         ticket = self._memory.copy(through, self._part_of(block))
         self._staging.arrive(ticket)
         self._saving = ticket, into, through
-        return True
 
     def _end_save(self) -> None:
         """Wait for the copy of weights for the undo plane, before its block is updated."""
@@ -285,17 +287,14 @@ class ShardViews:
             copy_alone(into, through)
 
     def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
-        loan = self._loans.get(block.id)
-        if loan is None or loan.param is None:
-            if weight is None or self._chunks[block.shard].shard_on_host:
-                return ()
-            self._left.add(block.id)
-            return [(weight, self._part_of(block))]
-        if loan.staged is None:
-            return [(self._part_of(block), loan.param)]
-        if weight is not None:
-            loan.weight = weight
-        return [(loan.staged.values, loan.param)]
+        brought, chunk = self._brought.get(block.id), self._chunks[block.shard]
+        if brought is not None:
+            there = self._part_of(block) if chunk.files is None else self._in_file(block)
+            return [(there, brought)]
+        if weight is None or chunk.shard_on_host:
+            return ()
+        self._left.add(block.id)
+        return [(weight, self._part_of(block))]
 
     def restore(self, block: Block, planes: Planes) -> None:
         self._end_save()
@@ -305,88 +304,47 @@ class ShardViews:
 
     # -- inside --
 
-    def _param_of(self, block: Block, planes: Planes) -> Tensor:
+    def _bring_param(self, block: Block, planes: Planes) -> Tensor:
         """Parameters [n] of the block where the update runs, or memory for their new values."""
         chunk, staging = self._chunks[block.shard], self._staging
-        if chunk.files is None and not (staging is not None and chunk.shard_on_host):
-            return self._part_of(block)
-        loan, master = self._loan(block), planes.get(MASTER)
-        if chunk.files is None:
-            there = self._part_of(block)
-        else:
-            files, loan.weight = self._param_files, planes.get(WEIGHT)
-            begin = files.read_block if master is None else files.block_to_fill
-            loan.staged = begin(*self._place(block))
-            there = loan.staged.wait()
-        if staging is None:
-            loan.param = there
-        elif master is not None:
-            loan.param = staging.param(block.numel, chunk.dtype)
-        else:
-            loan.param, loan.coming = self._bring(there)
-            chunk.is_copied(loan.coming)
+        there = self._part_of(block) if chunk.files is None else self._in_file(block)
+        master, param = planes.get(MASTER), there
+        if staging is not None:
+            param = self._brought[block.id] = staging.param(block.numel, chunk.dtype)
+            if master is None:
+                coming = staging.bring([(param, there)])
+                if chunk.files is None:
+                    chunk.is_copied(coming)
+                else:
+                    self._coming = coming
         if master is not None:
-            loan.param.copy_(master)  # gaps, and what this step leaves alone
-        return loan.param
+            param.copy_(master)  # gaps, and what this step leaves alone
+        return param
 
-    def _grad_of(self, block: Block) -> Tensor:
-        here = self._shards[block.shard].grad
-        if here is not None:
-            return here[block.shard_offset : block.shard_offset + block.numel]
-        loan = self._loan(block)
-        loan.grad = self._ahead.pop(block.id, None) or self._begin_grad(block)
-        self._read.add(block.id)
-        staging = self._staging
-        values = loan.grad.bring(staging) if staging is not None else loan.grad.wait()
-        self._read_ahead()
-        return values
+    def _in_file(self, block: Block) -> Tensor:
+        """Parameters [n] in the buffer that goes to their file."""
+        param = self._beside[block.id].param
+        assert param is not None
+        return param
 
-    def _bring(self, values: Tensor) -> tuple[Tensor, CopyTicket]:
-        """Copy values to the device, for what is launched next."""
-        assert self._staging is not None
-        there = self._staging.param(values.numel(), values.dtype)
-        return there, self._staging.bring([(there, values)])
-
-    def _read_ahead(self) -> None:
-        while self._coming:
-            if self._coming[-1].id in self._read:
-                self._coming.pop()
-                continue
-            shard = self._coming[-1].shard
-            if len(self._ahead) >= self._storage.config.depth:
-                return
-            dtype = self._shards[shard].offloaded
-            assert dtype is not None
-            if not self._can_read_ahead(self._coming[-1], dtype):
-                return
-            block = self._coming.pop()
-            self._ahead[block.id] = self._begin_grad(block)
-
-    def _can_read_ahead(self, block: Block, dtype: torch.dtype) -> bool:
-        home = self._home_of(self._chunks[block.shard].gradient)
-        if self.files is not None and home is self._storage.gradient_files:
-            return self.files.can_read_grad(self._place(block), dtype)
-        return home.can_read_ahead(dtype)
-
-    def _begin_grad(self, block: Block) -> GradientBlock:
-        dtype = self._shards[block.shard].offloaded
-        assert dtype is not None
-        home = self._home_of(self._chunks[block.shard].gradient)
-        if self.files is not None and home is self._storage.gradient_files:
-            return self.files.read_grad(self._place(block), dtype)
-        return home.read_block(*self._place(block), dtype)
-
-    def _home_of(self, gradient: ChunkGradient) -> GradientHome:
-        assert gradient.offload is not None
-        return cast("GradientHome", gradient.offload)
-
-    def _loan(self, block: Block) -> _Loan:
-        return self._loans.setdefault(block.id, _Loan())
-
-    def _place(self, block: Block) -> tuple[ChunkId, int]:
-        """Chunk of a block, and the block's index in it."""
-        index = block.shard_offset // self._storage.config.block_numel
-        return self._chunks[block.shard].spec.id, index
+    def _bring_grad(self, block: Block, part: slice) -> Tensor:
+        """Gradient [n] of the block where the update runs. part: of the shard."""
+        beside, arrival = self._beside.get(block.id), None
+        there = None if beside is None else beside.grad
+        if there is None:
+            home = self._storage.host_gradients
+            assert home is not None
+            shard, arrival = home.arrived(self._chunks[block.shard].spec.id)
+            there = shard[part]
+        if self._staging is None:
+            if arrival is not None:
+                arrival.settle()
+            return there
+        grad = self._staging.grad(block.numel, there.dtype)
+        coming = self._staging.bring([(grad, there)])
+        if arrival is None:
+            self._coming = coming
+        return grad
 
     def _part_of(self, block: Block) -> Tensor:
         """[n] of a shard that lives in memory."""

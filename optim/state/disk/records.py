@@ -105,6 +105,11 @@ class Filed:
         return self.block.id
 
     @property
+    def has_master(self) -> bool:
+        """Whether it has whole masters, so that a step does not read its parameters."""
+        return self.layout.has_master and not self.is_split
+
+    @property
     def nbytes(self) -> int:
         """Bytes in a buffer."""
         return self.state.stop if self.undo is None else self.undo.stop

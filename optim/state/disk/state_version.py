@@ -26,6 +26,7 @@ from gemini.nvme import (
 )
 from gemini.optim.rules.state_layout import (
     ALL_COLUMNS,
+    KIND_OF,
     Columns,
     Plane,
     StateLayout,
@@ -38,7 +39,7 @@ from .records import FilePart, Records
 
 _TEXT_BYTES = 1 << 16  # of names and planes, at most
 _SHOWN = ("float32", "float64")  # dtypes of planes that are shown
-_8BIT = "8bit-float"  # in files; "8bit" there are the linear codes of earlier versions
+_KIND_IN_FILES = {kind.in_files or name: name for name, kind in KIND_OF.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,9 @@ class StateVersion:
 
     def encode(self) -> bytes:
         """Bytes of the version: a line of JSON, and the index as a store writes it."""
-        is_8bit = self.layout.kind == "8bit" and not self.layout.is_linear
         said = {
             "paths": self.paths,
-            "kind": _8BIT if is_8bit else self.layout.kind,
+            "kind": KIND_OF[self.layout.kind].in_files or self.layout.kind,
             "planes": [asdict(plane) for plane in self.layout.planes],
             "blocks": [[*block, len(list(run))] for block, run in groupby(self.blocks)],
             "columns": [
@@ -135,9 +135,8 @@ class StateVersion:
                 (None if names is None else frozenset(map(str, names)), int(count))
                 for names, count in said.get("columns", ())
             ]
-            kind, has_undo = said["kind"], bool(said["has_undo"])
-            is_8bit, is_linear = kind == _8BIT, kind == "8bit"
-            layout = StateLayout(planes, "8bit" if is_8bit else kind, is_linear)
+            has_undo = bool(said["has_undo"])
+            layout = StateLayout(planes, _KIND_IN_FILES[said["kind"]])
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"no state: {error!r:.200}") from error
         # Runs are small in text and large as lists: nothing is made of them before their counts are

@@ -146,7 +146,7 @@ def test_chrome_trace_has_every_moment_and_move(timeline, tmp_path):
     counters = [e for e in events if e["ph"] == "C" and e["name"] == "device"]
     assert [sum(e["args"].values()) for e in counters] == timeline.total(Tier.DEVICE)
     moves = [e for e in events if e["ph"] == "X" and e["tid"] != "moments"]
-    assert sum(e["args"]["bytes"] for e in moves) == sum(t.nbytes for t in timeline.transfers)
+    assert sum(e["args"]["bytes"] for e in moves) == sum(t.move.nbytes for t in timeline.transfers)
     assert max(e["ts"] + e["dur"] for e in moves) <= timeline.starts[-1] * 1e6 * (1 + 1e-9)
 
 

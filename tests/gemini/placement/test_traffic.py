@@ -17,6 +17,8 @@ from gemini.placement.plan import MoveKind
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable import belady as opt
 from gemini.placement.timetable import steps as schedule
+from gemini.placement.timetable.clock import StepClock, Work
+from gemini.placement.timetable.updates import SERIAL
 from gemini.units import PAGE_BYTES, align_up
 from optim import HybridAdam
 from tests.support.checkpoints import train
@@ -37,10 +39,10 @@ class CountingBackend(SimBackend):
         return super().copy(dst, src)
 
 
-def in_pages(plan, kind, src, dst):
-    """Bytes on disk of the plan's moves: whole pages for every block."""
+def in_pages(plan, kind, src, dst, moves=None):
+    """Bytes on disk of moves, by default all of the plan: whole pages for every block."""
     total = 0
-    for move in plan.forecast.moves:
+    for move in plan.forecast.moves if moves is None else moves:
         if (move.kind, move.src, move.dst) == (kind, src, dst):
             sizes = plan.chunks[move.chunk]
             whole = move.block is None and sizes.blocks
@@ -70,7 +72,10 @@ def on_disk(model):
 def test_disks_move_what_the_plan_says(precision, share):
     least = {"bf16": 130 << 10, "fp32": 200 << 10}[precision]
     model, optimizer = wrapped(AutoPlacement(round(share * least)), precision=precision)
-    plan = model.engine.planning.plan
+    result = model.engine.planning.result
+    plan, clock = result.plan, StepClock(Work(result.plan, result.inputs), SERIAL, notes=True)
+    clock.run()
+    priced = [move for move, _, _ in clock.links.sent]
     assert N in {home for shard in plan.shards for home in shard.state_homes}
     train(model, optimizer, token_batches(2, 1))
     before = on_disk(model)
@@ -81,13 +86,11 @@ def test_disks_move_what_the_plan_says(precision, share):
     assert model.engine.manager.gathers - gathers == len(plan.gathers)
     for kind, (read, written) in after.items():
         read, written = read - before[kind][0], written - before[kind][1]
-        wanted = in_pages(plan, kind, N, D)
-        if kind is MoveKind.STATE:  # what a step wrote last may still be in memory for the next
-            assert wanted - BLOCKS.depth * 4 * 1024 * 4 <= read <= wanted
-        else:
-            assert read == wanted, kind
+        # what a step wrote last is still in memory for the next
+        assert read == in_pages(plan, kind, N, D, priced) <= in_pages(plan, kind, N, D), kind
         kinds = (kind, MoveKind.UNDO) if kind is MoveKind.STATE else (kind,)
-        assert written == sum(in_pages(plan, k, D, N) for k in kinds), kind
+        for moves in (priced, None):
+            assert written == sum(in_pages(plan, k, D, N, moves) for k in kinds), kind
 
 
 @pytest.mark.parametrize("kib", [60, 66])

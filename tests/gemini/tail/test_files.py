@@ -143,28 +143,31 @@ def test_a_gradient_that_is_dropped_behind_a_step_is_gone_when_that_has_ended():
 # -- memory --
 
 
+def one_set(staging):
+    return staging.param_bytes + staging.grad_bytes
+
+
 def test_its_buffers_are_in_the_plan_and_pass_no_budget():
     model, optimizer = wrapped("tail", **within())
     storage, ledger = model.engine.storage, model.engine.manager.ledger
-    plan, most = model.engine.planning, 0
-
-    def beside():
-        return storage.staging_bytes - sum(files.staging_bytes for files in storage.files)
-
+    plan = model.engine.planning
+    planned = plan.plan.device_staging
     with warnings.catch_warnings():
         warnings.simplefilter("error", BudgetWarning)
         for batch in batches(5):
             token_loss(model, batch).backward()
             with held_updates() as held:
                 optimizer.step()
-                most = max(most, beside())
+                assert storage.staging_bytes == planned.count * one_set(planned) > 0
                 assert ledger.totals()[Tier.DEVICE] <= plan.plan.budgets.device
                 held.go_on()
             optimizer.zero_grad()
-    planned = plan.plan.device_staging
-    assert most == plan.inputs.num_ahead * (planned.param_bytes + planned.grad_bytes) > 0
-    model.state_dict()
-    assert beside() == 0
+    optimizer.close()
+    model, optimizer = wrapped("serial", **within())
+    one_step(model, optimizer, batches(1)[0])
+    serial = model.engine.planning.plan.device_staging
+    assert serial.count == planned.count - plan.inputs.num_ahead
+    assert model.engine.storage.staging_bytes == serial.count * one_set(serial) > 0
     optimizer.close()
 
 

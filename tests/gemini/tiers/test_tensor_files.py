@@ -132,10 +132,9 @@ def test_a_read_is_of_what_was_written_before_its_gate_opened(long_file):
     into = torch.zeros(LONG[1].numel)
     ticket = long_file.read(1, into, behind=gate)
     assert gate.came.get() != threading.get_ident()
-    beside = long_file.with_own_staging(2, None)
-    staged = beside.block_to_fill(1, 0)
-    staged.values.fill_(7.0)
-    beside.write_block(1, 0, staged)
+    buffer, _ = long_file.lend(2, to_thread=True)  # beside the buffers that the read has
+    long_file.values(1, 0, buffer).fill_(7.0)
+    written = long_file.begin_write(1, 0, buffer)
     assert not ticket.ready()
     came = []
     opens = threading.Thread(target=lambda: (came.append(gate.came.get()), gate.open()))
@@ -144,7 +143,8 @@ def test_a_read_is_of_what_was_written_before_its_gate_opened(long_file):
     assert (into[:BLOCK] == 7.0).all() and into[-1] == LONG[1].numel - 1
     assert came == [threading.get_ident()], "it was asked for before the gate was open"
     assert gate.waited_seconds > 0
-    beside.flush()
+    written.wait()
+    long_file.take_back()
     opens.join()
 
 
@@ -174,16 +174,15 @@ class _Interrupted:
 
 
 def test_ctrl_c_in_a_write_loses_no_staging_buffer(files, monkeypatch):
-    room = files.block_to_fill
+    view = files.values
 
-    def filled(chunk, index):
-        found = room(chunk, index)
+    def filled(chunk, index, buffer):
         signal.raise_signal(signal.SIGINT)
-        return found
+        return view(chunk, index, buffer)
 
     for step in range(2 * files.staging_bytes // (4 * BLOCK)):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(files, "block_to_fill", filled)
+            patch.setattr(files, "values", filled)
             files.write(3, values_of(3))
         count(files, step + 1)
     assert torch.equal(read(files, 3), values_of(3))
@@ -230,29 +229,31 @@ def test_a_tensor_is_filled_in_the_mode_of_who_asks(files, inference):
         assert torch.equal(read(files, 3), values_of(3))
 
 
-def test_a_block_is_asked_for_behind_the_tensors_that_are_being_read(long_file):
+def test_a_step_of_this_thread_has_the_buffers_when_tensors_have_been_read(long_file):
     """They share the buffers."""
     into = torch.zeros(LONG[1].numel)
     ticket = long_file.read(1, into)
-    staged = [long_file.read_block(1, index) for index in range(4)]
-    assert ticket.ready()
-    for index, block in enumerate(staged):
-        assert block.wait()[0] == index * BLOCK
-        long_file.give(block)
+    buffers = long_file.lend(0, to_thread=False)
+    assert ticket.ready() and len(buffers) == 4
+    reads = [long_file.begin_read(1, index, buffer) for index, buffer in enumerate(buffers)]
+    for index, (read, buffer) in enumerate(zip(reads, buffers, strict=True)):
+        read.wait()
+        assert long_file.values(1, index, buffer)[0] == index * BLOCK
+    long_file.take_back()
+    assert torch.equal(read_long(long_file), torch.arange(LONG[1].numel, dtype=torch.float32))
 
 
-def test_blocks_are_read_ahead_until_one_buffer_is_left(files):
-    written(files)
-    ahead = []
-    while files.can_read_ahead:
-        ahead.append(files.read_block(3, len(ahead) % 3))
-    assert 1 <= len(ahead) < 4
-    staged = files.block_to_fill(9, 0)  # there is one for it
-    files.give(staged)
-    for i, block in enumerate(ahead):
-        start = i % 3 * BLOCK
-        assert torch.equal(block.wait(), values_of(3)[start : start + BLOCK])
-        files.give(block)
+def test_a_step_has_buffers_of_its_own_as_long_as_it_asks_for_as_many(long_file):
+    alone = long_file.staging_bytes
+    first = long_file.lend(3, to_thread=True)
+    assert len(first) == 3 and long_file.staging_bytes == alone + 3 * len(first[0].view)
+    long_file.rest()  # leaves alone what is lent
+    long_file.take_back()
+    assert sorted(map(id, long_file.lend(3, to_thread=True))) == sorted(map(id, first))
+    long_file.take_back()
+    assert len(long_file.lend(1, to_thread=False)) == 1 + 4
+    long_file.take_back()
+    assert long_file.staging_bytes == alone + len(first[0].view)
 
 
 def test_bytes_are_those_of_padded_blocks_and_go_when_a_tensor_is_forgotten(files):

@@ -17,9 +17,9 @@ from gemini.memtracer.trace import sequential_trace
 from gemini.placement.planner import PlanInputs, make_plan
 from gemini.placement.sizes import Budgets, StateBytes
 from gemini.placement.timetable.gathers import gather_steps
-from gemini.runtime.memory.backend import FileConfig
 from gemini.runtime.memory.gradient_homes import HostGradients
 from gemini.runtime.step.views import ShardViews
+from gemini.tickets import Copied
 from optim import HybridAdam
 from optim.state.memory import memory_of
 from optim.state.space import Block, BlockSegment
@@ -63,34 +63,23 @@ def test_a_plan(budget):
 
 
 class Waiting(HostGradients):
-    """A home of gradients, and one of its blocks, that cost nothing."""
+    """A home of gradients that costs nothing."""
 
     def __init__(self):
         self.values = torch.zeros(64)
 
-    def can_read_ahead(self, dtype):
-        return True
-
-    def read_block(self, chunk, index, dtype):
-        return self
-
-    def wait(self):
-        return self.values
-
-    def give(self):
-        pass
+    def arrived(self, chunk):
+        return self.values, Copied()
 
 
 @pytest.mark.ci
 def test_gradients_that_wait_elsewhere_for_the_step():
-    gradient = SimpleNamespace(
-        shard=None, exists=True, offloaded_dtype=torch.float32, offload=Waiting()
-    )
+    gradient = SimpleNamespace(shard=None, exists=True, offloaded_dtype=torch.float32)
     shard = torch.zeros(64)
     chunk = SimpleNamespace(
         gradient=gradient, spec=SimpleNamespace(id=0), files=None, shard_memory=shard
     )
-    storage = SimpleNamespace(config=FileConfig(block_numel=64, depth=2))
+    storage = SimpleNamespace(files=[], host_gradients=Waiting())
 
     def step(num_blocks):
         blocks = [Block(i, 0, 0, 0, 64, (BlockSegment(0, 0, 64, 0),)) for i in range(num_blocks)]
@@ -98,10 +87,10 @@ def test_gradients_that_wait_elsewhere_for_the_step():
         def take_all():
             memory = memory_of(torch.device("cpu"))
             views = ShardViews([chunk], [()], [1], storage, memory, staging=None, merges=True)
-            views.expect(blocks)
+            views.beside((block, True) for block in blocks)
             for block in blocks:
                 views.pieces(block, {})
-                views.put(block)
+                views.updated(block)
 
         return take_all
 

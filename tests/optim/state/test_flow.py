@@ -3,6 +3,7 @@ drawn."""
 
 import random
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -90,6 +91,37 @@ class Record:
         return Freed(self.file, act, fails, buffer)
 
 
+@dataclass
+class Beside:
+    """What a step brings beside a record: it is read into a set of buffers, or not, and written."""
+
+    file: File
+    id: int
+    reads: bool
+
+    def begin(self, buffers):
+        if self.file.fails() and self.file.chance.random() < 0.5:
+            raise Fault
+        assert not buffers.get("busy", 0), "buffers of a transfer that goes on"
+        buffers.update(id=self.id, value=None, is_put=False)
+        act = partial(buffers.update, value=self.file.committed[self.id]) if self.reads else int
+        return self._transfer(buffers, act)
+
+    def put(self, buffers):
+        assert buffers["id"] == self.id
+        buffers["is_put"] = True
+
+        def act():
+            assert buffers["id"] == self.id
+            self.file.written[self.id] = buffers["value"]
+
+        return self._transfer(buffers, act)
+
+    def _transfer(self, buffers, act):
+        buffers["busy"] = buffers.get("busy", 0) + 1
+        return Freed(self.file, act, self.file.fails(), buffers)
+
+
 class Freed(Transfer):
     """Of a buffer that is nobody else's until then."""
 
@@ -133,10 +165,20 @@ def put(flow, file, span, by_device):
     flow.put(span, copies)
 
 
-def step(flow, file, buffers, weights, untouched=(), waits=False, by_device=False):
-    """One step: every value is one more, and so is its weight. Returns whether it counts."""
+def step(flow, file, buffers, weights, untouched=(), waits=False, by_device=False, beside=None):
+    """One step: every value is one more, and so is its weight. Returns whether it counts.
+
+    beside: (records of files beside, their file, buffers).
+    """
     told = []
-    flow.begin(lambda span: told.append((span.id, span.buffer["value"])))
+
+    def tell(span):
+        told.append((span.id, span.buffer["value"]))
+        assert span.id not in found or span.more["is_put"]
+
+    found, other, sets = beside or ({}, None, ())
+    found = {i: record for i, record in found.items() if i not in untouched}
+    flow.begin(tell, found, sets)
     done, waiting = [], []
     try:
         while True:
@@ -153,6 +195,11 @@ def step(flow, file, buffers, weights, untouched=(), waits=False, by_device=Fals
                 flow.give(span)
                 continue
             span.is_touched = True
+            if span.id in found:
+                assert span.more["id"] == span.id
+                if found[span.id].reads:
+                    assert span.more["value"] == other.committed[span.id]
+                span.more["value"] = span.buffer["value"] + 1
             weights[span.id] += 1
             if waits and not waiting:
                 waiting.append(span)
@@ -171,10 +218,17 @@ def step(flow, file, buffers, weights, untouched=(), waits=False, by_device=Fals
             flow.give(span)
         flow.undone()
         file.written.clear()
+        if other is not None:
+            other.written.clear()
         check(flow, buffers, at_rest=True)
+        assert not any(buffers.get("busy", 0) for buffers in sets)
         return False
     assert sorted(done) == list(range(len(flow.spans)))
     assert dict(told) == file.written and len(told) == len(done) - len(untouched)
+    if other is not None:
+        assert other.written == {i: file.written[i] for i in found}
+        assert sorted(map(id, flow.more)) == sorted(map(id, sets))
+        other.commit()
     file.commit()
     return True
 
@@ -183,23 +237,30 @@ def step(flow, file, buffers, weights, untouched=(), waits=False, by_device=Fals
 @given(
     count=st.integers(1, 9), depth=st.integers(1, 4), more=st.integers(0, 2),
     seed=st.integers(0, 1 << 30), in_order=st.booleans(), waits=st.booleans(),
-    by_device=st.booleans(),
+    by_device=st.booleans(), num_sets=st.integers(0, 4),
     fails_at=st.sets(st.integers(1, 90), max_size=4), steps=st.integers(1, 5),
 )  # fmt: skip
 def test_a_step_counts_as_a_whole_or_not_at_all(
-    count, depth, more, seed, in_order, waits, by_device, fails_at, steps
+    count, depth, more, seed, in_order, waits, by_device, num_sets, fails_at, steps
 ):
     chance = random.Random(seed)
     file, flow, buffers = made(count, depth, more + waits, chance, fails_at)
     weights, want = dict.fromkeys(range(count), 0), dict.fromkeys(range(count), 0)
+    other = File(count, chance, fails_at)
     for _ in range(steps):
+        beside = None
+        if num_sets:
+            some = [number for number in range(count) if chance.random() < 0.7]
+            records = {number: Beside(other, number, chance.random() < 0.5) for number in some}
+            beside = records, other, [{} for _ in range(num_sets + waits)]
         if chance.random() < 0.3:
             flow.rest()
             check(flow, buffers, at_rest=True)
         if chance.random() < 0.5:
             flow.read_ahead()
         untouched = {number for number in range(count) if chance.random() < 0.2}
-        if step(flow, file, buffers, weights, untouched, waits, by_device):
+        other.committed = dict(file.committed)  # also of those that were not beside before
+        if step(flow, file, buffers, weights, untouched, waits, by_device, beside):
             flow.committed(in_order=in_order)
             flow.read_ahead()
             want = {n: value + (n not in untouched) for n, value in want.items()}

@@ -31,7 +31,7 @@ from gemini.ranges import named
 from gemini.tickets import Ticket
 from gemini.units import BlockId, ChunkId
 
-from .blocks import FileBlocks, Flat, Places
+from .blocks import Flat, Places
 
 if TYPE_CHECKING:
     from gemini.runtime.memory.backend import FileConfig
@@ -88,8 +88,8 @@ class TensorFill:
                 self.move(there, torch.frombuffer(buffer.view, dtype=dtype, count=count))
 
 
-class TensorFiles(FileBlocks):
-    """Tensors by chunk, each written whole or by block. One thread at a time; see `beside`.
+class TensorFiles:
+    """Tensors by chunk, each written whole or by block. One thread at a time; see `lend`.
 
     Each tensor has a place in the file, and may come and leave (`take_in`, `forget`).
 
@@ -98,7 +98,10 @@ class TensorFiles(FileBlocks):
 
     versioned: a write counts at `commit` and reads see the last commit; else it counts at once,
         and is gone after `rollback`.
+    reads_latest: whole reads see what was written and is to count.
     """
+
+    reads_latest = False
 
     def __init__(
         self,
@@ -117,12 +120,15 @@ class TensorFiles(FileBlocks):
             if there is not None and chunk not in there:
                 del places.tensors[chunk]
         blocks = [block for chunk in places.tensors for block in places.ids_of(chunk)]
-        store = BlockStore(
+        self.store = BlockStore(
             [config.checked_folder()], plan, blocks=blocks, label=config.label, meter=config.meter
         )
+        self._places, self._versioned = places, versioned
         self._memory, self._pin = config.memory, config.pin
-        pool = BufferPool(config.depth + 2, _largest(places), config.pin)
-        super().__init__(places, store, pool, versioned=versioned)
+        self._pool = BufferPool(config.depth + 2, _largest(places), config.pin)
+        self._writes = WriteBehind(self._pool)
+        self._of_steps: BufferPool | None = None  # more buffers, for steps alone
+        self._lent: list[tuple[BufferPool, Buffer]] = []
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="files")  # starts when it is used
         self._reads: list[Future[None]] = []
 
@@ -138,6 +144,7 @@ class TensorFiles(FileBlocks):
         self._end_reads()
         self._writes.drain()
         self._pool.empty()  # two pools of staging would pass the host's budget
+        self._of_steps = None
         self._pool = BufferPool(count, nbytes, self._pin)
         self._writes = WriteBehind(self._pool)
 
@@ -146,6 +153,8 @@ class TensorFiles(FileBlocks):
         self._end_reads()
         self._writes.drain()
         self._pool.empty()
+        if self._of_steps is not None and not self._lent:
+            self._of_steps.empty()
 
     def __iter__(self) -> Iterator[ChunkId]:
         return iter(self._places.tensors)
@@ -192,6 +201,79 @@ class TensorFiles(FileBlocks):
     def file_bytes(self) -> int:
         return self.store.file_bytes
 
+    @property
+    def staging_bytes(self) -> int:
+        return self._pool.nbytes + (0 if self._of_steps is None else self._of_steps.nbytes)
+
+    @property
+    def written_bytes_per_step(self) -> int:
+        """Bytes of a step that writes every tensor once."""
+        return sum(map(self._written_bytes, self._places.tensors))
+
+    def _written_bytes(self, chunk: ChunkId) -> int:
+        return sum(map(self.store.buffer_nbytes, self._places.ids_of(chunk)))
+
+    # -- blocks of a step, in buffers that it has until its end --
+
+    def lend(self, num_more: int, *, to_thread: bool) -> list[Buffer]:
+        """Lend staging buffers to a step until `take_back`: `num_more`, and those for all else,
+        which the thread that trains needs meanwhile if the step is `to_thread` of its own.
+
+        The step reads nothing that anyone writes meanwhile: a version that is written is not read
+        before it counts.
+        """
+        assert not self._lent
+        if self._of_steps is None or self._of_steps.count != num_more:
+            self._of_steps = None  # two pools would pass the host's budget
+        if num_more and self._of_steps is None:
+            self._of_steps = BufferPool(num_more, self._pool.buffer_nbytes, self._pin)
+        pools = [] if self._of_steps is None else [self._of_steps]
+        if not to_thread:
+            self._end_reads()
+            self._writes.drain()
+            pools.append(self._pool)
+        for pool in pools:
+            self._lent += [(pool, pool.take()) for _ in range(pool.count)]
+        return [buffer for _, buffer in self._lent]
+
+    def take_back(self) -> None:
+        """Take back what was lent; nothing of the step is under way."""
+        while self._lent:
+            pool, buffer = self._lent.pop()
+            pool.give(buffer)
+
+    def values(self, chunk: ChunkId, index: int, buffer: Buffer) -> Tensor:
+        """[n], a view: one block in a staging buffer."""
+        count = self._places.numel_of(chunk, index)
+        dtype = self._places.tensors[chunk].dtype
+        return torch.frombuffer(buffer.view, dtype=dtype, count=count)
+
+    def begin_read(self, chunk: ChunkId, index: int, buffer: Buffer) -> Ticket[None]:
+        """Begin to read one block, as it counts."""
+        return self._begin_read(self._places.id_of(chunk, index), buffer, latest=False)
+
+    def begin_write(self, chunk: ChunkId, index: int, buffer: Buffer) -> Ticket[int]:
+        """Begin to write one block."""
+        block = self._places.id_of(chunk, index)
+        return self.store.write(block, buffer.view[: self.store.buffer_nbytes(block)])
+
+    # -- versions --
+
+    def flush(self) -> None:
+        """Wait for all writes. Raises what went wrong."""
+        self._writes.drain()
+        self.store.flush()
+
+    def commit(self, step: int) -> None:
+        """Make what was written count. Raises only what `flush` would have."""
+        self.flush()
+        self.store.commit(step)
+
+    def rollback(self) -> None:
+        """Forget what was written since the last commit."""
+        self._writes.abandon()
+        self.store.rollback()
+
     # -- whole tensors --
 
     def read(
@@ -230,9 +312,11 @@ class TensorFiles(FileBlocks):
             self._write_part(chunk, index, values.detach(), self._memory.mover())
 
     def _write_part(self, chunk: ChunkId, index: int, values: Tensor, move: Mover) -> None:
-        staged = self.block_to_fill(chunk, index)
-        move(staged.values, values)
-        self.write_block(chunk, index, staged)
+        self._writes.reap()
+        self._end_reads()
+        buffer = self._writes.take()
+        move(self.values(chunk, index, buffer), values)
+        self._writes.add(self.begin_write(chunk, index, buffer), buffer)
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
         """Write a whole tensor, and let it count."""
@@ -252,8 +336,13 @@ class TensorFiles(FileBlocks):
 
     # -- inside --
 
-    def _make_room(self) -> None:
-        self._end_reads()
+    def _begin_read(self, block: BlockId, buffer: Buffer, *, latest: bool) -> Ticket[None]:
+        view = buffer.view[: self.store.buffer_nbytes(block)]
+        if latest:
+            return self.store.read_latest(block, view)
+        if self._versioned:
+            return self.store.read(block, view)
+        return self.store.read_uncommitted(block, view)
 
     def _end_reads(self) -> None:
         """Wait for all reads; their tickets raise what went wrong."""
