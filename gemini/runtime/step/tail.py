@@ -88,11 +88,6 @@ class StepTail:
         tail.start()
         return tail.behind
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether a tail was begun that nobody has settled."""
-        return self._tail is not None
-
     def settle(self) -> None:
         """Wait until the last step counts. Raises the error of a step that failed, once undone.
 
