@@ -5,7 +5,9 @@ import errno
 import gc
 import threading
 import weakref
+from collections import Counter
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +16,13 @@ from torch import nn
 import nvme
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.layout import specs_of
+from gemini.chunk.storage import Chunk
 from gemini.memtracer.trace import sequential_trace
 from gemini.optim import HybridAdafactor, HybridMuon
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
 from tests.support.apart import Apart
-from tests.support.device.placed import SpareLayer, batch, device
+from tests.support.device.placed import SpareLayer, batch, device, place_gradients
 from tests.support.disks.faults import failing
 from tests.support.loops.tails import differences, everything, has_tail
 
@@ -43,6 +46,33 @@ def step(model, optimizer, number):
     model(batch(number)).float().pow(2).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def known_copies(home):
+    """By chunk, how often a shard in host memory was told of a copy in a step whose gradients are
+    there."""
+    backend, copies, known = device(by_triton=True), Counter(), Chunk.is_copied
+
+    def is_copied(chunk, ticket):
+        copies[chunk.spec.id] += 1
+        known(chunk, ticket)
+
+    with mock.patch.object(Chunk, "is_copied", is_copied), Apart(backend):
+        policy = StaticPlacement(1.0, 1.0, 1.0)
+        given = {"nvme_offload_fraction": 1.0}
+        model, optimizer = wrapped("serial", backend, policy, given=given)
+        place_gradients(model, home)
+        step(model, optimizer, 0)
+        assert homes_of(model, "param_home") == {Tier.HOST}
+        optimizer.close()
+        backend.check()
+    return copies
+
+
+def test_shards_in_host_memory_know_the_copies_of_their_blocks_wherever_gradients_are():
+    found = [known_copies(home) for home in (Tier.DEVICE, Tier.HOST, Tier.NVME)]
+    assert found[0] == found[1] == found[2]
+    assert min(found[0].values()) > 1  # to the device, and back
 
 
 def homes_of(model, kind):
