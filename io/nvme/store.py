@@ -34,14 +34,12 @@ from .engines import Engine, Transfer
 from .engines.threads import ThreadEngine
 from .errors import (
     ChecksumError,
-    FolderError,
     NvmeError,
     TransferError,
     WriteMeter,
     cause_of,
     check_process,
 )
-from .files import calls
 from .layout import NUM_VERSIONS, Extent, Index, IndexEntry, StoreLayout, joined
 from .pinned import PinnedBlock, PinnedVersions
 from .pipeline import settle
@@ -154,24 +152,20 @@ class BlockStore:
         self._file_bytes = sum(nbytes for of_file in runs for _, nbytes in of_file)
         self.pinned_seconds = 0.0  # that writes waited for a reader of pinned versions
         try:
-            self._write_headers(paths)
+            self._write_headers()
         except BaseException:
             self.close()
             raise
 
-    def _write_headers(self, folders: Sequence[Path]) -> None:
+    def _write_headers(self) -> None:
         """Bring name and header of every file to the disk before anything can be committed."""
         for number, file in enumerate(self._files):
             file.write_pages(0, self.layout.header(number))
             if self.layout.num_versions > 1:
                 file.sync()
-        for folder in dict.fromkeys(folders) if self.layout.num_versions > 1 else ():
-            try:
-                calls.sync_folder(folder)
-            except OSError as error:
-                raise FolderError(
-                    f"cannot sync {folder}: {cause_of(error.errno)}; name another nvme folder"
-                ) from error
+        by_folder = {file.path.parent: file for file in self._files}
+        for file in by_folder.values() if self.layout.num_versions > 1 else ():
+            file.sync_name()
 
     @property
     def paths(self) -> tuple[Path, ...]:

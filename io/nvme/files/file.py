@@ -117,6 +117,15 @@ class OpenFile:
         except OSError as error:
             raise transfer_error("sync", str(self.path), 0, 0, error.errno or 0) from error
 
+    def sync_name(self) -> None:
+        """Sync the folder that has its name. Raises FolderError."""
+        try:
+            calls.sync_folder(self.path.parent)
+        except OSError as error:
+            raise FolderError(
+                f"cannot sync {self.path.parent}: {cause_of(error.errno)}; name another nvme folder"
+            ) from error
+
     def reserve(self, runs: Sequence[tuple[int, int]]) -> None:
         """Allocate runs of it, (offset, bytes) of each. Raises DiskFullError with what would help,
         or FolderError."""
