@@ -244,11 +244,11 @@ class ShardViews:
             self.watch(block.id)
 
     def end(self) -> None:
-        if self._coming is not None:  # and with it those before, as one stream has all of them
-            self._coming.settle()
+        coming, self._coming = self._coming, None
+        if coming is not None and not coming.ready():  # those before it too: they are of one stream
+            coming.settle()
         for files in self._lenders:
             files.take_back()
-        self._coming = None
         for kept in (self._lenders, self._beside, self._brought):
             kept.clear()
 
