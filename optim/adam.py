@@ -13,7 +13,7 @@ from gemini.arguments import by_name
 from gemini.optim.rules import formulas
 from gemini.optim.rules.config import NvmeConfig
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.rules.state_layout import Plane, StateLayout, kind_of
+from gemini.optim.rules.state_layout import KIND_OF, Plane, StateLayout, kind_of
 
 from .base import Folders, TieredOptimizer
 
@@ -55,7 +55,7 @@ class AdamRule(UpdateRule):
         multiply-adds, and its square root is not correctly rounded.
         """
         exp_avg, exp_avg_sq, *largest = planes
-        if kind_of(self.layout.kind).is_coarse:
+        if KIND_OF[self.layout.kind].is_coarse:
             inverse_bound = self.coefficients(hyper, step)["inverse_bound"]
             least = formulas.least_square(exp_avg, inverse_bound)
             torch.maximum(exp_avg_sq, least, out=exp_avg_sq)

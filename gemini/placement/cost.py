@@ -102,7 +102,7 @@ def bounds(
         gather = {"collective": gathered_bytes(chunk) / links.collective}
         if param is not Tier.DEVICE:
             gather |= link_seconds(param, Tier.DEVICE, chunk.shard_bytes, links, has_host_tier)
-        uses = 0 if homes.never_released[chunk.id] else num_uses[chunk.id]
+        uses = num_uses[chunk.id]
         most += uses * sum(gather.values())
         if chunk.id not in trained:
             continue

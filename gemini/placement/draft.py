@@ -26,7 +26,7 @@ from gemini.placement.timetable.steps import (
     schedule_gathers,
 )
 from gemini.placement.timetable.updates import SERIAL, TAIL, StepCost, best_update
-from gemini.units import BlockId, ChunkId, Moment
+from gemini.units import ChunkId, Moment
 
 from .cost import bounds
 from .plan import Forecast, Plan, ShardPlan
@@ -39,7 +39,7 @@ from .policy import (
     never_released,
 )
 from .predict import Profile, predict
-from .problem import Homes, PlacementProblem, PlanInputs, static_homes, step_order
+from .problem import Homes, PlacementProblem, PlanInputs, static_homes
 from .sizes import (
     UNLIMITED,
     BudgetError,
@@ -232,13 +232,12 @@ class Draft:
     # -- the rest --
 
     def finish(self, homes: Homes) -> PlanResult:
-        order = self._step_order(homes)
         gathered = self._gathered(homes)
         trace = self.inputs.trace
         trainable = {chunk.id for chunk in self.problem.chunks if chunk.trainable}
         schedule = schedule_gathers(
             self.needs,
-            self._gather_room(homes, order),
+            self._gather_room(homes),
             gathered,
             self.inputs.max_prefetch,
             stale=trainable if trace.kind == "train" else (),
@@ -247,7 +246,7 @@ class Draft:
         # a payload that the schedule never frees is planned as one that is never released
         for chunk_id in schedule.always:
             homes.never_released[chunk_id] = True
-        plan = self._build(homes, order, schedule)
+        plan = self._build(homes, schedule)
         plan.validate()
         profile = predict(plan, self.non_model)
         steps = gather_steps(
@@ -277,7 +276,7 @@ class Draft:
         all fit."""
         gathered = self._gathered(homes)
         needs = [sum(gathered.get(chunk, 0) for chunk in chunks) for chunks in self.needs]
-        left = self._gather_room(homes, self._step_order(homes)) - np.array(needs, np.int64)
+        left = self._gather_room(homes) - np.array(needs, np.int64)
         if left.size == 0 or left.min() >= 0:
             return None
         return Moment(int(left.argmin())), -int(left.min())
@@ -291,20 +290,7 @@ class Draft:
             and (chunk.num_shards > 1 or homes.param[chunk.id] is not Tier.DEVICE)
         }
 
-    def _step_order(self, homes: Homes) -> tuple[BlockId, ...]:
-        """Blocks of a step; see `step_order`."""
-        if self.inputs.trace.kind == "eval":
-            return ()
-        return tuple(block.id for block, _ in step_order(self.problem.chunks, homes.state))
-
-    def _build(
-        self,
-        homes: Homes,
-        order: tuple[BlockId, ...],
-        schedule: GatherSchedule,
-        *,
-        is_bare: bool = False,
-    ) -> Plan:
+    def _build(self, homes: Homes, schedule: GatherSchedule, *, is_bare: bool = False) -> Plan:
         """Build the plan.
 
         is_bare: without moves of updates, which are most moves and change no peak.
@@ -331,16 +317,15 @@ class Draft:
             host_staging=homes.host_staging,
             forecast=Forecast(
                 tuple(sorted(self.reductions.values(), key=lambda r: (r.last, r.chunk))),
-                order,
                 moves_of(
-                    homes, problem, schedule.gathers, self.reductions, order, len(self.needs),
-                    self.inputs.backward, updates=trace.kind == "train" and not is_bare,
+                    homes, problem, schedule.gathers, self.reductions, len(self.needs),
+                    updates=trace.kind == "train" and not is_bare,
                 ),
                 schedule.gap,
             ),
         )  # fmt: skip
 
-    def _gather_room(self, homes: Homes, order: tuple[BlockId, ...]) -> Vector:
+    def _gather_room(self, homes: Homes) -> Vector:
         """Bytes for payloads at every moment, in these homes."""
         problem = self.problem
         if isinstance(self.policy, StaticPlacement):
@@ -354,7 +339,7 @@ class Draft:
             )
             ahead = room_ahead(payloads, self.inputs.max_prefetch)
             return np.full(len(self.needs), largest_need + ahead, np.int64)
-        bare = self._build(homes, order, GatherSchedule((), (), 0.0), is_bare=True)
+        bare = self._build(homes, GatherSchedule((), (), 0.0), is_bare=True)
         used = np.array(
             predict(bare, self.non_model).total(Tier.DEVICE)[: len(self.needs)], np.int64
         )

@@ -5,9 +5,9 @@ digest. How it is carried out is in docs/adr/0003-a-plan-and-its-executor.md.
 
 What a `Plan` says is carried out. What follows from it, and no executor reads, is its `Forecast`.
 
-Moments 0 .. num_trace_moments - 1 are those of the trace. Behind them come the moments of the step:
-one for each block of `step_order`, whose state is not on the device, and one for all that is.
-`num_moments` stands for the end of the iteration.
+Moments 0 .. num_trace_moments - 1 are those of the trace. Behind them comes one moment, the step;
+`num_moments` stands for the end of the iteration. What goes on when within a step no plan says: its
+flow does (`optim.state.flow`), and a run of it on a clock (`timetable.clock`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Move:
     """Bring one shard, or one block of it, from `src` to `dst`.
 
     It may begin at moment `begin` and not before, and has ended when moment `end` comes: then what
-    needs it there computes, or what takes its place is allocated.
+    needs it there computes, or what takes its place is allocated. A block's begins and ends in the
+    step.
     """
 
     kind: MoveKind
@@ -124,7 +125,6 @@ class Forecast:
     """Consequences of a plan, for predictions, costs and pictures. No executor reads it."""
 
     reductions: tuple[Reduction, ...] = ()  # in the order in which they are issued
-    step_order: tuple[BlockId, ...] = ()  # blocks whose state is not on the device
     moves: tuple[Move, ...] = ()  # by `begin`
     gather_gap: float = 0.0  # bytes gathered above a lower bound, as a fraction
 
@@ -152,7 +152,7 @@ class Plan:
 
     @property
     def num_moments(self) -> int:
-        return self.num_trace_moments + len(self.forecast.step_order) + 1
+        return self.num_trace_moments + 1
 
     def path_of(self, home: Tier) -> UpdatePath:
         """Update path of a block whose state lives on `tier`."""
@@ -250,27 +250,22 @@ class Plan:
     def validate(self) -> None:
         """Check the plan. Raises AssertionError where it contradicts itself: a bug of the planner.
 
-        Every block has one home; what is used is gathered, and nothing is gathered twice at once;
+        What is used is gathered, and nothing is gathered twice at once;
         every shard arrives before it is used; moves begin before they end, and carry exactly their
         shard's or block's bytes.
         """
         blocks = {block.id: block for chunk in self.chunks for block in chunk.blocks}
-        forecast, off_device = self.forecast, []
+        forecast = self.forecast
         assert self.off_device is not UpdatePath.RESIDENT
         assert self.original_home is not (Tier.DEVICE if self.has_host_tier else Tier.HOST)
         for sizes, shard in zip(self.chunks, self.shards, strict=True):
             assert sizes.id == shard.chunk
             assert sizes.trainable == (shard.grad_home is not None)
             assert len(sizes.blocks) == len(shard.state_homes)
-            for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
-                if home is not Tier.DEVICE:
-                    off_device.append(block.id)
             tiers = {shard.param_home, shard.grad_home, *shard.state_homes}
             assert self.has_host_tier or Tier.HOST not in tiers, "there is no host tier"
             if sizes.trainable and Tier.NVME in (shard.param_home, shard.grad_home):
                 assert set(shard.state_homes) <= {Tier.NVME}, "a file of what is updated in memory"
-        expected = off_device if self.kind == "train" else []
-        assert sorted(forecast.step_order) == expected, "blocks of the step"
         assert list(forecast.moves) == sorted(forecast.moves, key=lambda move: move.begin)
         # by chunk and moment of begin: a gather that reads its own shard begins with that move
         arrivals: dict[tuple[ChunkId, int], int] = {}

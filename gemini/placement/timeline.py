@@ -108,7 +108,7 @@ def planned_timeline(
     starts = [*clock.moments, *updates, clock.updated, clock.seconds]
     is_timed = sum(compute) > 0
     if not is_timed:
-        starts = [float(i) for i in range(profile.num_moments + 1)]
+        starts = [float(i) for i in range(len(starts))]
     labels = [str(moment) for moment in trace.moments]
     for _, block in clock.updates:
         labels.append(f"update of {'what is resident' if block is None else f'block {block}'}")
@@ -124,7 +124,10 @@ def planned_timeline(
         starts=tuple(starts),
         labels=tuple(labels),
         phases=tuple(phases),
-        rows=dict(profile.rows),
+        rows={
+            key: (*values[:-2], *[values[-2]] * len(updates), values[-1])
+            for key, values in profile.rows.items()
+        },
         budgets={t: given.of(t) for t in TIERS if given.of(t) < UNLIMITED},
         busy={link: tuple(spans[link]) for link in LINKS if spans[link] and is_timed},
         transfers=tuple(starmap(TimedMove, clock.links.sent)) if is_timed else (),

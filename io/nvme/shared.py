@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from gemini.nvme.files.file import OpenFile, explained, reserve
+from gemini.nvme.files.file import OpenFile, explained
 from gemini.nvme.files.orphan_files import PREFIX, SUFFIX
 from gemini.tickets import Ticket
 from gemini.units import BlockId
@@ -169,7 +169,7 @@ class SharedBlocks:
 
     def _write(self, file: OpenFile, blocks: MakeBlocks) -> None:
         """Write the blocks, and the index when they are on the disk."""
-        reserve(file, [(0, self.file_bytes)])
+        file.reserve([(0, self.file_bytes)])
         _write(file, 0, self._layout.header(0))
         entries = []
         for extent, view in zip(self._extents, blocks(), strict=True):

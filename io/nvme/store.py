@@ -17,7 +17,6 @@ store fails the *next* step, on which all ranks agree again. On disk the step be
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import threading
 from collections.abc import Collection, Iterable, Sequence
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from gemini.nvme.files.file import OpenFile, check_folder, create_files, reserve
+from gemini.nvme.files.file import OpenFile, check_folder, create_files
 from gemini.nvme.files.orphan_files import remove_stepless, store_name
 from gemini.tickets import Ticket
 from gemini.units import PAGE_BYTES, BlockId, align_up
@@ -35,15 +34,12 @@ from .engines import Engine, Transfer
 from .engines.threads import ThreadEngine
 from .errors import (
     ChecksumError,
-    FolderError,
     NvmeError,
     TransferError,
     WriteMeter,
     cause_of,
     check_process,
-    transfer_error,
 )
-from .files import calls
 from .layout import NUM_VERSIONS, Extent, Index, IndexEntry, StoreLayout, joined
 from .pinned import PinnedBlock, PinnedVersions
 from .pipeline import settle
@@ -156,24 +152,20 @@ class BlockStore:
         self._file_bytes = sum(nbytes for of_file in runs for _, nbytes in of_file)
         self.pinned_seconds = 0.0  # that writes waited for a reader of pinned versions
         try:
-            self._write_headers(paths)
+            self._write_headers()
         except BaseException:
             self.close()
             raise
 
-    def _write_headers(self, folders: Sequence[Path]) -> None:
+    def _write_headers(self) -> None:
         """Bring name and header of every file to the disk before anything can be committed."""
         for number, file in enumerate(self._files):
-            _write_pages(file, 0, self.layout.header(number))
+            file.write_pages(0, self.layout.header(number))
             if self.layout.num_versions > 1:
-                _sync(file)
-        for folder in dict.fromkeys(folders) if self.layout.num_versions > 1 else ():
-            try:
-                calls.sync_folder(folder)
-            except OSError as error:
-                raise FolderError(
-                    f"cannot sync {folder}: {cause_of(error.errno)}; name another nvme folder"
-                ) from error
+                file.sync()
+        by_folder = {file.path.parent: file for file in self._files}
+        for file in by_folder.values() if self.layout.num_versions > 1 else ():
+            file.sync_name()
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -289,7 +281,7 @@ class BlockStore:
         # after it: whatever can fail must have failed here.
         checksums = {block: ticket.wait() for block, ticket in self._pending.items()}
         for number in sorted({self.layout.file_of_block[block] for block in checksums}):
-            _sync(self._files[number])
+            self._files[number].sync()
         self._flushed = checksums
 
     def commit(self, step: int) -> None:
@@ -358,8 +350,8 @@ class BlockStore:
         try:
             # Two places take turns: a power cut while one is written leaves the other.
             offset = self.layout.index_offset(self._index.sequence % 2)
-            _write_pages(self._files[0], offset, self._index.encode())
-            _sync(self._files[0])
+            self._files[0].write_pages(offset, self._index.encode())
+            self._files[0].sync()
         except TransferError as error:
             log.error("the index of step %d was not written: %s", self.committed_step, error)
             self._failure = error
@@ -399,7 +391,7 @@ class BlockStore:
         missing = [extent for extent in wanted if extent in self._holes]
         try:
             for number, file in enumerate(self._files):
-                reserve(file, joined(extent for extent in missing if extent.file == number))
+                file.reserve(joined(extent for extent in missing if extent.file == number))
         except BaseException:
             self._punch(missing)
             raise
@@ -408,7 +400,7 @@ class BlockStore:
 
     def _punch(self, extents: Iterable[Extent]) -> None:
         for extent in dict.fromkeys(extents):  # one, where a block has one version
-            taken = calls.punch(self._files[extent.file].fd, extent.offset, extent.nbytes)
+            taken = self._files[extent.file].punch(extent.offset, extent.nbytes)
             if taken and extent not in self._holes:
                 self._holes.add(extent)
                 self._file_bytes -= extent.nbytes
@@ -467,29 +459,6 @@ class BlockStore:
         file = self._files[extent.file]
         view = buffer[: extent.nbytes]
         return Transfer(file, extent.offset, view, self.checksums)
-
-
-def _sync(file: OpenFile) -> None:
-    """Sync data to the disk; where they went through the page cache, the cache is dropped."""
-    try:
-        calls.fdatasync(file.fd)
-        if not file.direct:
-            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError as error:
-        raise transfer_error("sync", str(file.path), 0, 0, error.errno or 0) from error
-
-
-def _write_pages(file: OpenFile, offset: int, data: bytes) -> None:
-    """Write a few bytes synchronously through page-aligned memory, as O_DIRECT wants."""
-    nbytes, path = align_up(len(data), PAGE_BYTES), str(file.path)
-    with mmap.mmap(-1, nbytes) as pages, memoryview(pages) as view:
-        view[: len(data)] = data
-        try:
-            done = calls.pwritev(file.fd, [view], offset)
-        except OSError as error:
-            raise transfer_error("write", path, offset, nbytes, error.errno or 0) from error
-        if done != nbytes:
-            raise transfer_error("write", path, offset, nbytes, 0, done)
 
 
 def _discard(pid: int, files: tuple[OpenFile, ...], versions: KeptVersions) -> None:

@@ -99,11 +99,14 @@ class Work:
         self.num_blocks: dict[ChunkId, int] = {}
         self.gradients: dict[ChunkId, int] = {}  # bytes of the device
         self.seconds: dict[BlockId, float] = {}  # of updates
+        self.gathered_again = 0.0  # bytes of payloads that are never released, behind a step
         for shard in plan.shards if plan.kind == "train" else ():
             sizes = plan.chunks[shard.chunk]
             self.num_blocks[sizes.id] = len(sizes.blocks)
             if shard.grad_home is Tier.DEVICE:
                 self.gradients[sizes.id] = sizes.shard_bytes
+            if shard.never_released and sizes.trainable:
+                self.gathered_again += gathered_bytes(sizes)
             for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
                 self.on[home].append(block)
                 self.seconds[block.id] = update_seconds(
@@ -147,6 +150,7 @@ class Work:
         """The pass alone."""
         bare = copy(self)
         bare.on, bare.num_blocks, bare.gradients = {tier: [] for tier in Tier}, {}, {}
+        bare.gathered_again = 0.0
         return bare
 
     def shares(self, moment: int) -> Iterator[tuple[ChunkId | None, float]]:
@@ -406,6 +410,8 @@ class StepClock:
             end = max(end, self._send(block, work.results))
             del self._ends[block.id]
         self.updated = self._now
+        if work.gathered_again:
+            end = max(end, self.links.exchange(work.gathered_again, self._now))
         yield max(end, self._now)
 
     def _update(self, seconds: float) -> Thread:

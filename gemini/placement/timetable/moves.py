@@ -9,7 +9,7 @@ from gemini.placement.cost import update_transfers
 from gemini.placement.plan import Gather, Move, MoveKind, Reduction, UpdatePath
 from gemini.placement.problem import Homes, PlacementProblem
 from gemini.placement.tiers import Tier
-from gemini.units import BlockId, Bytes, ChunkId, Moment
+from gemini.units import Bytes, ChunkId, Moment
 
 EVICT_MOMENTS = 2  # from the end of a reduction until the gradient has left the device
 
@@ -19,16 +19,10 @@ def moves_of(
     problem: PlacementProblem,
     gathers: Sequence[Gather],
     reductions: Mapping[ChunkId, Reduction],
-    order: Sequence[BlockId],
     num_trace_moments: int,
-    backward: int,
     updates: bool,
 ) -> tuple[Move, ...]:
-    """Moves of one iteration, by the moment at which they begin.
-
-    order: the blocks of the step. The first `depth` of them are read from moment `backward` on, the
-    others that many moments ahead; their results have as many moments to travel.
-    """
+    """Moves of one iteration, by the moment at which they begin; with those of `updates`."""
     moves: list[Move] = []
     for gather in gathers:
         home = homes.param[gather.chunk]
@@ -45,29 +39,15 @@ def moves_of(
                 Move(MoveKind.GRAD, chunk, None, Tier.DEVICE, home, begin, end,
                      problem.chunks[chunk].shard_bytes)
             )  # fmt: skip
-    position = {block: i for i, block in enumerate(order)}
-    last = num_trace_moments + len(order)  # the moment of what is resident
+    step = Moment(num_trace_moments)
     for sizes in problem.chunks if updates else ():
         i = sizes.id
         for block, state in zip(sizes.blocks, homes.state[i], strict=True):
             path = UpdatePath.RESIDENT if state is Tier.DEVICE else problem.off_device
-            at = num_trace_moments + position.get(block.id, len(order))
-            site = Tier.HOST if path is UpdatePath.CPU else Tier.DEVICE
             for kind, src, dst, nbytes in update_transfers(
                 block, state, param=homes.param[i], grad=homes.grad[i], path=path
             ):
-                # State of the first blocks is read from backward on, when the disk has nothing else
-                # to do; their gradients and parameters are not final before the step.
-                if dst is site:
-                    start, stop = max(at - problem.depth, num_trace_moments), at
-                    if kind is MoveKind.STATE and at - problem.depth < num_trace_moments:
-                        start = min(backward, num_trace_moments)
-                else:
-                    start = min(at + 1, last + 1)
-                    stop = min(start + problem.depth, last + 1)
-                moves.append(
-                    Move(kind, i, block.id, src, dst, Moment(start), Moment(stop), Bytes(nbytes))
-                )
+                moves.append(Move(kind, i, block.id, src, dst, step, step, Bytes(nbytes)))
     return tuple(sorted(moves, key=lambda move: move.begin))
 
 

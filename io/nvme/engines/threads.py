@@ -6,15 +6,12 @@ piece is some 20 us of Python for about a millisecond of disk.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from gemini.nvme.files import calls
 from gemini.tickets import Ticket
 
-from ..errors import transfer_error
 from ..layout import PIECE_BYTES, combine, crc32
 from . import Transfer
 
@@ -80,37 +77,12 @@ class ThreadEngine:
 
 def _read_piece(transfer: Transfer, start: int, end: int) -> int:
     piece = transfer.buffer[start:end]
-    _whole("read", calls.preadv, transfer, piece, transfer.offset + start)
-    if not (transfer.file.direct or transfer.file.keeps_cache):
-        os.posix_fadvise(
-            transfer.file.fd, transfer.offset + start, end - start, os.POSIX_FADV_DONTNEED
-        )
+    transfer.file.move("read", piece, transfer.offset + start)
     return crc32(piece) if transfer.checksums else 0
 
 
 def _write_piece(transfer: Transfer, start: int, end: int) -> int:
     piece = transfer.buffer[start:end]
     checksum = crc32(piece) if transfer.checksums else 0
-    _whole("write", calls.pwritev, transfer, piece, transfer.offset + start)
+    transfer.file.move("write", piece, transfer.offset + start)
     return checksum
-
-
-def _whole(
-    kind: str,
-    call: Callable[[int, list[memoryview], int], int],
-    transfer: Transfer,
-    piece: memoryview,
-    offset: int,
-) -> None:
-    """Call until the piece is done. A call that moves nothing, or errs, is a TransferError."""
-    done = 0
-    while done < piece.nbytes:
-        try:
-            moved = call(transfer.file.fd, [piece[done:]], offset + done)
-        except OSError as error:
-            raise transfer_error(
-                kind, str(transfer.file.path), offset, piece.nbytes, error.errno or 0, done
-            ) from error
-        if moved == 0:
-            raise transfer_error(kind, str(transfer.file.path), offset, piece.nbytes, 0, done)
-        done += moved

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import mmap
 import os
 import secrets
 import shlex
@@ -24,7 +25,7 @@ from gemini.nvme.errors import (
     transfer_error,
 )
 from gemini.strangers import open_regular
-from gemini.units import format_bytes
+from gemini.units import PAGE_BYTES, align_up, format_bytes
 
 from . import calls
 from .orphan_files import PREFIX, SUFFIX, left_in
@@ -74,6 +75,76 @@ class OpenFile:
                 raise transfer_error("close", str(self.path), 0, 0, error.errno or 0) from error
 
     __del__ = close
+
+    def move(self, kind: str, piece: memoryview, offset: int) -> None:
+        """Read or write a whole piece, by as many calls as it takes. A call that moves nothing, or
+        errs, is a TransferError."""
+        call, done = calls.preadv if kind == "read" else calls.pwritev, 0
+        while done < piece.nbytes:
+            try:
+                moved = call(self.fd, [piece[done:]], offset + done)
+            except OSError as error:
+                code = error.errno or 0
+                raise transfer_error(
+                    kind, str(self.path), offset, piece.nbytes, code, done
+                ) from error
+            if moved == 0:
+                raise transfer_error(kind, str(self.path), offset, piece.nbytes, 0, done)
+            done += moved
+        if kind == "read" and not (self.direct or self.keeps_cache):
+            os.posix_fadvise(self.fd, offset, piece.nbytes, os.POSIX_FADV_DONTNEED)
+
+    def write_pages(self, offset: int, data: bytes) -> None:
+        """Write a few bytes through page-aligned memory, as O_DIRECT wants. Raises
+        TransferError."""
+        nbytes, path = align_up(len(data), PAGE_BYTES), str(self.path)
+        with mmap.mmap(-1, nbytes) as pages, memoryview(pages) as view:
+            view[: len(data)] = data
+            try:
+                done = calls.pwritev(self.fd, [view], offset)
+            except OSError as error:
+                raise transfer_error("write", path, offset, nbytes, error.errno or 0) from error
+            if done != nbytes:
+                raise transfer_error("write", path, offset, nbytes, 0, done)
+
+    def sync(self) -> None:
+        """Sync data to the disk; where they went through the page cache, the cache is dropped.
+        Raises TransferError."""
+        try:
+            calls.fdatasync(self.fd)
+            if not self.direct:
+                os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise transfer_error("sync", str(self.path), 0, 0, error.errno or 0) from error
+
+    def sync_name(self) -> None:
+        """Sync the folder that has its name. Raises FolderError."""
+        try:
+            calls.sync_folder(self.path.parent)
+        except OSError as error:
+            raise FolderError(
+                f"cannot sync {self.path.parent}: {cause_of(error.errno)}; name another nvme folder"
+            ) from error
+
+    def reserve(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Allocate runs of it, (offset, bytes) of each. Raises DiskFullError with what would help,
+        or FolderError."""
+        folder, nbytes = self.path.parent, sum(nbytes for _, nbytes in runs)
+        try:
+            calls.reserve(self.fd, runs)
+        except OSError as error:
+            if error.errno not in FULL_ERRNOS:
+                raise explained(self.path, error) from error
+            raise DiskFullError(
+                f"{folder} cannot hold {format_bytes(nbytes)} "
+                f"({format_bytes(free_bytes(folder))} free, {cause_of(error.errno)}"
+                f"{_said_of_orphans(folder)}); "
+                "free some space, name another folder, or offload a smaller fraction"
+            ) from error
+
+    def punch(self, offset: int, nbytes: int) -> bool:
+        """Give whole pages back to the file system; False where it does not take them."""
+        return calls.punch(self.fd, offset, nbytes)
 
     def unlink(self) -> None:
         """Remove the name. A name that is gone is fine, and one that another file took is left
@@ -165,28 +236,11 @@ def _create(path: Path, nbytes: int, runs: Sequence[tuple[int, int]]) -> OpenFil
                 calls.truncate(opened.fd, nbytes)
             except OSError as error:
                 raise explained(path, error) from error
-        reserve(opened, runs)
+        opened.reserve(runs)
     except BaseException:
         remove_files([opened])
         raise
     return opened
-
-
-def reserve(opened: OpenFile, runs: Sequence[tuple[int, int]]) -> None:
-    """Allocate runs of a file, (offset, bytes) of each. Raises DiskFullError with what would help,
-    or FolderError."""
-    folder, nbytes = opened.path.parent, sum(nbytes for _, nbytes in runs)
-    try:
-        calls.reserve(opened.fd, runs)
-    except OSError as error:
-        if error.errno not in FULL_ERRNOS:
-            raise explained(opened.path, error) from error
-        raise DiskFullError(
-            f"{folder} cannot hold {format_bytes(nbytes)} "
-            f"({format_bytes(free_bytes(folder))} free, {cause_of(error.errno)}"
-            f"{_said_of_orphans(folder)}); "
-            "free some space, name another folder, or offload a smaller fraction"
-        ) from error
 
 
 def _said_of_orphans(folder: Path) -> str:

@@ -20,6 +20,7 @@ from gemini.placement.homes.budget_fill import fill
 from gemini.placement.plan import MoveKind, UpdatePath
 from gemini.placement.planner import PlanInputs, make_plan, plan_above, plan_within
 from gemini.placement.policy import AutoPlacement, ConstPlacement, StaticPlacement, never_released
+from gemini.placement.problem import step_order
 from gemini.placement.sizes import (
     Bandwidths,
     BudgetError,
@@ -29,7 +30,9 @@ from gemini.placement.sizes import (
     least_budgets,
 )
 from gemini.placement.tiers import Tier
+from gemini.placement.timetable.clock import StepClock, Work
 from gemini.placement.timetable.steps import num_uses
+from gemini.placement.timetable.updates import SERIAL
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.schedule.planning import Planning
 from tests.support.priced import READ, TEN, WRITE, asked
@@ -470,7 +473,7 @@ def test_evaluation_keeps_the_homes_of_training():
     assert [
         replace(s, never_released=False, why="", leaving_bytes=0) for s in other.plan.shards
     ] == [replace(s, never_released=False, why="", leaving_bytes=0) for s in planned.plan.shards]
-    assert other.plan.forecast.step_order == () and other.plan.forecast.reductions == ()
+    assert other.plan.forecast.reductions == ()
     assert {m.kind for m in other.plan.forecast.moves} <= {MoveKind.PARAM}
     too_large = sequential_trace(given_inputs.layout.params, 12 << 20, kind="eval")
     with pytest.raises(BudgetError, match="smaller batch"):
@@ -548,10 +551,14 @@ def test_module_inside_another_needs_the_outer_ones_chunks_too():
 
 def test_blocks_on_disk_are_updated_before_those_in_host_memory():
     """They can still fail, and what is in memory is not undone."""
-    plan = placement_example().plan
-    homes = [home for shard in plan.shards for home in shard.state_homes]
-    order = [homes[block] for block in plan.forecast.step_order]
+    planned = placement_example()
+    homes = [home for shard in planned.plan.shards for home in shard.state_homes]
+    states = [shard.state_homes for shard in planned.plan.shards]
+    order = [home for _, home in step_order(planned.plan.chunks, states)]
     assert set(order) == {N, H} and order == sorted(order, key=(N, H).index)
+    clock = StepClock(Work(planned.plan, planned.inputs), SERIAL)
+    clock.run()
+    assert [homes[block] for _, block in clock.updates if block is not None] == order
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])

@@ -13,7 +13,13 @@ from gemini.placement.policy import AutoPlacement, StaticPlacement
 from gemini.placement.sizes import Bandwidths, Budgets, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable import clock
-from gemini.placement.timetable.allowed import NO_BUFFERS, NO_ROOM, against_tail, facts_of
+from gemini.placement.timetable.allowed import (
+    NO_BUFFERS,
+    NO_ROOM,
+    against_tail,
+    facts_of,
+    kept_for_updates,
+)
 from gemini.placement.timetable.updates import SERIAL, best_update
 from gemini.units import ChunkId, ParamId
 from tests.support.priced import BLOCK, DISK, READ, TEN, WRITE, asked
@@ -148,6 +154,9 @@ def test_no_tail_passes_its_bounds(data):
     assert (tail is None) == (planned.against_tail is not None)
     if tail is None:
         return
+    calls = inputs.trace.calls(inputs.layout.chunk_of())
+    most = kept_for_updates(planned.plan, calls, inputs.backward)
+    assert all(kept <= bound for kept, bound in zip(tail.kept_bytes, most, strict=True))
     bare = tail.seconds - tail.waited_seconds
     assert tail.waited_seconds >= -1e-9 and tail.waited_seconds <= tail.update_seconds + 1e-9
     assert bare >= sum(m.seconds for m in inputs.trace.moments) - 1e-9
@@ -305,6 +314,15 @@ def test_a_serial_step_reads_no_further_ahead_than_a_step_does(seconds):
     assert cost.busy["nvme"] == pytest.approx(UPDATE)
 
 
+def test_what_is_never_released_is_gathered_behind_the_step():
+    """Three payloads, each 10 s over the network in its reduction and in its gather."""
+    links = replace(DISK, collective=8 * BLOCK / 10)  # bytes of a half in bf16
+    options = {"world_size": 2, "bandwidths": links, "nvme_state_frac": 0.0}
+    cost = make_plan(asked([8 * BLOCK] * 3, 1.0, **options), StaticPlacement(0.0)).cost
+    assert cost.update_seconds == cost.waited_seconds == pytest.approx(30)
+    assert cost.busy["collective"] == pytest.approx(60)
+
+
 @pytest.mark.parametrize("update", ["serial", "tail"])
 def test_inputs_of_blocks_on_the_device_take_their_link(update):
     """Parameters and gradients live on the host, the state does not: a step brings both, and takes
@@ -313,6 +331,6 @@ def test_inputs_of_blocks_on_the_device_take_their_link(update):
     policy = StaticPlacement(offload_param_frac=1.0)
     options = {**ON_HOST, "bandwidths": links, "max_prefetch": 0}
     planned = make_plan(asked(TEN, 1.0, **options), policy)
-    assert not planned.plan.forecast.step_order
+    assert {home for shard in planned.plan.shards for home in shard.state_homes} == {Tier.DEVICE}
     cost = clock.price(clock.Work(planned.plan, planned.inputs), update)
     assert cost.update_seconds == pytest.approx(10 * READ + 10 * WRITE)
