@@ -142,7 +142,7 @@ def update_now(
             "more with a master"
         )
     is_split = has_master and planes[0].dtype == torch.int16
-    if is_split and form.keeper < 0 and not codec.is_quantised:
+    if is_split and form.keeper < 0 and codec.code == 0:
         raise ValueError(
             f"planes[0] is int16; {kernel.name} has no plane that keeps ties, so give fp32"
         )
@@ -178,8 +178,7 @@ def update_now(
             shared[0], shared[min(1, len(shared) - 1)], shared[-1],
             kernel.formula, form.num_planes, TRITON_DTYPES[param_dtype],
             TRITON_DTYPES[grad_dtype], has_master and not is_split, is_split,
-            form.keeper, form.under_root, codec.load, codec.store, codec.is_quantised,
-            codec.of_code, codec.of_shared,
+            form.keeper, form.under_root, codec.code,
             stochastic and param_dtype is torch.bfloat16, block, num_warps=num_warps,
             **_EXACT,
         )  # fmt: skip

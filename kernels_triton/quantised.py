@@ -8,88 +8,69 @@ an exponent for 8 elements.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
 
 from gemini.kernels_triton.rounding import round_bf16, store_stochastic
 
-_GROUP = tl.constexpr(8)  # elements that share an exponent
+GROUP = 8  # elements that share an exponent
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How a kernel has planes of a kind: the code by which it knows them, and of how many elements
+    one value of theirs is, and one that groups share."""
+
+    code: int  # 0: fp32, where masters keep their ties in the sign of a plane
+    of_code: int = 1
+    of_shared: int = GROUP
+
+
+CODECS = {"fp32": Codec(0), "bf16": Codec(1), "8bit": Codec(2)}
+_BF16, _8BIT, _GROUP = tl.constexpr(1), tl.constexpr(2), tl.constexpr(GROUP)
 # see `optim.rules.quantised`
 NOISE_KEY = tl.constexpr(1 << 32)
 _INF, _NAN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
 _RATIO_BASE, _LEAST_RATIO = tl.constexpr(1968), tl.constexpr(1969 << 19)
 
 
-@dataclass(frozen=True, slots=True)
-class Codec:
-    """How a kernel reads and writes planes of a kind.
-
-    load: of (codes, shared, i, mask, root, POSITIVE, UNDER_ROOT, MASKED), elements of a plane as
-        fp32, 0 where masked. root: fp32, of the plane that an UNDER_ROOT one is under.
-    store: of (codes, shared, i, values, random, mask, remaining, root, POSITIVE, UNDER_ROOT,
-        MASKED, BLOCK), fp32 values to a plane. Returns the root of what a POSITIVE one is decoded
-        to, if others are under it. random: int32 of 16 bits an element.
-    """
-
-    load: Any  # @triton.jit
-    store: Any  # @triton.jit
-    is_quantised: bool = True  # else masters keep their ties in the sign of a plane
-    of_code: int = 1  # elements of one value of `codes`
-    of_shared: int = 8
-
-
 @triton.jit
-def _load(plane, i, mask, MASKED: tl.constexpr):
-    if MASKED:
-        found = tl.load(plane + i, mask=mask, other=0)
-    else:
-        found = tl.load(plane + i)
-    return found
-
-
-@triton.jit
-def _load_fp32(
+def load_plane(
     codes, shared, i, mask, root,
-    POSITIVE: tl.constexpr, UNDER_ROOT: tl.constexpr, MASKED: tl.constexpr,
+    KIND: tl.constexpr, POSITIVE: tl.constexpr, UNDER_ROOT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Elements of a plane as fp32, 0 where masked. codes: fp32, bf16 as int16, int8 or uint8.
+    root: fp32, of the plane that an UNDER_ROOT one is under."""
     if MASKED:
         found = tl.load(codes + i, mask=mask, other=0)
     else:
         found = tl.load(codes + i)
-    return found
-
-
-@triton.jit
-def _load_bf16(
-    codes, shared, i, mask, root,
-    POSITIVE: tl.constexpr, UNDER_ROOT: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    return (_load(codes, i, mask, MASKED).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _load_8bit(
-    codes, shared, i, mask, root,
-    POSITIVE: tl.constexpr, UNDER_ROOT: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    code = _load(codes, i, mask, MASKED).to(tl.int32)
-    size = tl.abs(code)
-    if UNDER_ROOT:
-        ratio = ((size + _RATIO_BASE) << 19).to(tl.float32, bitcast=True) - 0.0625
-        values = tl.where(code == 0, 0.0, tl.where(code < 0, -ratio, ratio) * root)
-        bits = tl.where(code == -128, _NAN, values.to(tl.int32, bitcast=True))
-    else:
-        of_group = _load(shared, i // _GROUP, mask, MASKED).to(tl.int32)
-        if POSITIVE:
-            bits = _positive_bits(code, of_group)
+    if KIND == _BF16:
+        values = (found.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif KIND == _8BIT:
+        code = found.to(tl.int32)
+        size = tl.abs(code)
+        if UNDER_ROOT:
+            ratio = ((size + _RATIO_BASE) << 19).to(tl.float32, bitcast=True) - 0.0625
+            values = tl.where(code == 0, 0.0, tl.where(code < 0, -ratio, ratio) * root)
+            bits = tl.where(code == -128, _NAN, values.to(tl.int32, bitcast=True))
         else:
-            bits = tl.where(code == 0, 0, (size + (of_group << 3)) << 20)
-            bits = tl.where(code == -128, _NAN, bits)
-            value = bits.to(tl.float32, bitcast=True)
-            bits = tl.where(code < 0, -value, value).to(tl.int32, bitcast=True)
-    return bits.to(tl.float32, bitcast=True)
+            if MASKED:
+                of_group = tl.load(shared + i // _GROUP, mask=mask, other=0).to(tl.int32)
+            else:
+                of_group = tl.load(shared + i // _GROUP).to(tl.int32)
+            if POSITIVE:
+                bits = _positive_bits(code, of_group)
+            else:
+                bits = tl.where(code == 0, 0, (size + (of_group << 3)) << 20)
+                bits = tl.where(code == -128, _NAN, bits)
+                value = bits.to(tl.float32, bitcast=True)
+                bits = tl.where(code < 0, -value, value).to(tl.int32, bitcast=True)
+        values = bits.to(tl.float32, bitcast=True)
+    else:
+        values = found
+    return values
 
 
 @triton.jit
@@ -156,70 +137,51 @@ def _signed(bits, random, live, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store(plane, i, values, mask, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(plane + i, values, mask=mask)
-    else:
-        tl.store(plane + i, values)
-
-
-@triton.jit
-def _store_fp32(
+def store_plane(
     codes, shared, i, values, random, mask, remaining, root,
-    POSITIVE: tl.constexpr, UNDER_ROOT: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, POSITIVE: tl.constexpr, UNDER_ROOT: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if MASKED:
+    """Store fp32 values in a plane, and give the root of what a POSITIVE one of 8 bits is decoded
+    to. random: int32 of 16 bits an element, for planes of 8 bits and POSITIVE ones of bf16."""
+    if KIND == _BF16:
+        if POSITIVE:
+            store_stochastic(codes, i, values, random, mask, MASKED)
+        elif MASKED:
+            tl.store(codes + i, round_bf16(values), mask=mask)
+        else:
+            tl.store(codes + i, round_bf16(values))
+    elif KIND == _8BIT:
+        bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        live = (bits > 0) & (bits < _INF)
+        if MASKED:
+            live = live & mask
+        group = tl.arange(0, BLOCK // _GROUP)
+        other = ((random & 0xFF) << 8) | (random >> 8)
+        if POSITIVE:
+            code, of_group = _positive(bits, random, live, BLOCK)
+            out = code.to(tl.uint8)
+            found = _positive_bits(code, _wide(of_group, BLOCK))
+            root = tl.sqrt_rn(found.to(tl.float32, bitcast=True))
+        else:
+            if UNDER_ROOT:
+                code, of_group = _ratio(values, other, root), group
+            else:
+                code, of_group = _signed(bits, other, live, BLOCK)
+            out = tl.where(values < 0.0, -code, code).to(tl.int8)
+        if MASKED:
+            tl.store(codes + i, out, mask=mask)
+            if not UNDER_ROOT:
+                tl.store(shared + group, of_group.to(tl.uint8), mask=group * _GROUP < remaining)
+        else:
+            tl.store(codes + i, out)
+            if not UNDER_ROOT:
+                tl.store(shared + group, of_group.to(tl.uint8))
+    elif MASKED:
         tl.store(codes + i, values, mask=mask)
     else:
         tl.store(codes + i, values)
     return root
-
-
-@triton.jit
-def _store_bf16(
-    codes, shared, i, values, random, mask, remaining, root,
-    POSITIVE: tl.constexpr, UNDER_ROOT: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    if POSITIVE:
-        store_stochastic(codes, i, values, random, mask, MASKED)
-    else:
-        _store(codes, i, round_bf16(values), mask, MASKED)
-    return root
-
-
-@triton.jit
-def _store_8bit(
-    codes, shared, i, values, random, mask, remaining, root,
-    POSITIVE: tl.constexpr, UNDER_ROOT: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    live = (bits > 0) & (bits < _INF)
-    if MASKED:
-        live = live & mask
-    group = tl.arange(0, BLOCK // _GROUP)
-    other = ((random & 0xFF) << 8) | (random >> 8)
-    if POSITIVE:
-        code, of_group = _positive(bits, random, live, BLOCK)
-        out = code.to(tl.uint8)
-        found = _positive_bits(code, _wide(of_group, BLOCK))
-        root = tl.sqrt_rn(found.to(tl.float32, bitcast=True))
-    else:
-        if UNDER_ROOT:
-            code, of_group = _ratio(values, other, root), group
-        else:
-            code, of_group = _signed(bits, other, live, BLOCK)
-        out = tl.where(values < 0.0, -code, code).to(tl.int8)
-    _store(codes, i, out, mask, MASKED)
-    if not UNDER_ROOT:
-        _store(shared, group, of_group.to(tl.uint8), group * _GROUP < remaining, MASKED)
-    return root
-
-
-CODECS = {
-    "fp32": Codec(_load_fp32, _store_fp32, is_quantised=False),
-    "bf16": Codec(_load_bf16, _store_bf16),
-    "8bit": Codec(_load_8bit, _store_8bit),
-}
 
 
 @triton.jit

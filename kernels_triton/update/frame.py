@@ -18,7 +18,7 @@ import triton.language as tl
 
 from gemini.kernels_triton.launch import check_interpreter, is_interpreted
 from gemini.kernels_triton.norm import finish_tiles, tally_votes
-from gemini.kernels_triton.quantised import NOISE_KEY, untied
+from gemini.kernels_triton.quantised import NOISE_KEY, load_plane, store_plane, untied
 from gemini.kernels_triton.rounding import (
     join_master,
     load,
@@ -198,51 +198,57 @@ def _with_plane(plane, s0, s1, s2, NUMBER: tl.constexpr):
 @triton.jit
 def _load_planes(
     codes, shared, i, mask,
-    NUM_PLANES: tl.constexpr, KEEPER: tl.constexpr, UNDER_ROOT: tl.constexpr, LOAD: tl.constexpr,
+    NUM_PLANES: tl.constexpr, KEEPER: tl.constexpr, UNDER_ROOT: tl.constexpr, KIND: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Load three planes in fp32; the first stands in for a plane that the rule does not have."""
     root = i
     if UNDER_ROOT != 0:
-        keeper = LOAD(codes[KEEPER], shared[KEEPER], i, mask, i, True, False, MASKED)
+        keeper = load_plane(codes[KEEPER], shared[KEEPER], i, mask, i, KIND, True, False, MASKED)
         root = tl.sqrt_rn(keeper)
-    s0 = LOAD(codes[0], shared[0], i, mask, root, KEEPER == 0, UNDER_ROOT & 1 != 0, MASKED)
+    s0 = load_plane(
+        codes[0], shared[0], i, mask, root, KIND, KEEPER == 0, UNDER_ROOT & 1 != 0, MASKED
+    )
     s1, s2 = s0, s0
     if NUM_PLANES >= 2:
-        s1 = LOAD(codes[1], shared[1], i, mask, root, KEEPER == 1, UNDER_ROOT & 2 != 0, MASKED)
+        s1 = load_plane(
+            codes[1], shared[1], i, mask, root, KIND, KEEPER == 1, UNDER_ROOT & 2 != 0, MASKED
+        )
     if NUM_PLANES == 3:
-        s2 = LOAD(codes[2], shared[2], i, mask, root, KEEPER == 2, UNDER_ROOT & 4 != 0, MASKED)
+        s2 = load_plane(
+            codes[2], shared[2], i, mask, root, KIND, KEEPER == 2, UNDER_ROOT & 4 != 0, MASKED
+        )
     return s0, s1, s2
 
 
 @triton.jit
 def _store_planes(
     codes, shared, new, i, random, mask, left,
-    NUM_PLANES: tl.constexpr, KEEPER: tl.constexpr, UNDER_ROOT: tl.constexpr, STORE: tl.constexpr,
+    NUM_PLANES: tl.constexpr, KEEPER: tl.constexpr, UNDER_ROOT: tl.constexpr, KIND: tl.constexpr,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store three planes, rounded by `random` where they are quantised; what others are coded by
     the root of is stored first."""
     root = i
     if UNDER_ROOT != 0:
-        root = STORE(
+        root = store_plane(
             codes[KEEPER], shared[KEEPER], i, new[KEEPER], random, mask, left, i,
-            True, False, MASKED, BLOCK,
+            KIND, True, False, MASKED, BLOCK,
         )  # fmt: skip
     if UNDER_ROOT == 0 or KEEPER != 0:
-        STORE(
+        store_plane(
             codes[0], shared[0], i, new[0], random, mask, left, root,
-            KEEPER == 0, UNDER_ROOT & 1 != 0, MASKED, BLOCK,
+            KIND, KEEPER == 0, UNDER_ROOT & 1 != 0, MASKED, BLOCK,
         )  # fmt: skip
     if NUM_PLANES >= 2 and (UNDER_ROOT == 0 or KEEPER != 1):
-        STORE(
+        store_plane(
             codes[1], shared[1], i, new[1], random, mask, left, root,
-            KEEPER == 1, UNDER_ROOT & 2 != 0, MASKED, BLOCK,
+            KIND, KEEPER == 1, UNDER_ROOT & 2 != 0, MASKED, BLOCK,
         )  # fmt: skip
     if NUM_PLANES == 3 and (UNDER_ROOT == 0 or KEEPER != 2):
-        STORE(
+        store_plane(
             codes[2], shared[2], i, new[2], random, mask, left, root,
-            KEEPER == 2, UNDER_ROOT & 4 != 0, MASKED, BLOCK,
+            KIND, KEEPER == 2, UNDER_ROOT & 4 != 0, MASKED, BLOCK,
         )  # fmt: skip
 
 
@@ -267,9 +273,7 @@ def _update_tile(
     SPLIT: tl.constexpr,
     KEEPER: tl.constexpr,
     UNDER_ROOT: tl.constexpr,
-    LOAD: tl.constexpr,
-    STORE: tl.constexpr,
-    QUANTISED: tl.constexpr,
+    KIND: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
@@ -296,24 +300,24 @@ def _update_tile(
         p = load(master, i, mask, tl.float32, MASKED)
     else:
         p = load(param, i, mask, PARAM_DTYPE, MASKED)
-    s0, s1, s2 = _load_planes(codes, shared, i, mask, NUM_PLANES, KEEPER, UNDER_ROOT, LOAD, MASKED)
-    if SPLIT and not QUANTISED:
+    s0, s1, s2 = _load_planes(codes, shared, i, mask, NUM_PLANES, KEEPER, UNDER_ROOT, KIND, MASKED)
+    if SPLIT and KIND == 0:
         keeper = _plane(s0, s1, s2, KEEPER)
         p = join_master(high, low, keeper)
         s0, s1, s2 = _with_plane(tl.abs(keeper), s0, s1, s2, KEEPER)
     p, s0, s1, s2 = FORMULA(p, g, s0, s1, s2, row)
-    if SPLIT and not QUANTISED:
+    if SPLIT and KIND == 0:
         keeper = with_tie(_plane(s0, s1, s2, KEEPER), p)
         s0, s1, s2 = _with_plane(keeper, s0, s1, s2, KEEPER)
-    if QUANTISED and (SPLIT or HAS_MASTER):
+    if KIND > 0 and (SPLIT or HAS_MASTER):
         p = untied(p)
     random = i
-    if QUANTISED:
+    if KIND == 2 or (KIND == 1 and KEEPER >= 0):
         count = tl.load(row + _STEP).to(tl.int32, bitcast=True).to(tl.int64)
         random = noise(drawn[0], drawn[1] + NOISE_KEY, count, drawn[2] + start, BLOCK)
     _store_planes(
         codes, shared, (s0, s1, s2), i, random, mask, remaining,
-        NUM_PLANES, KEEPER, UNDER_ROOT, STORE, MASKED, BLOCK,
+        NUM_PLANES, KEEPER, UNDER_ROOT, KIND, MASKED, BLOCK,
     )  # fmt: skip
     if SPLIT:
         store_low(master, i, p, mask, MASKED)
@@ -334,10 +338,10 @@ def update_kernel(
     coefficients,  # fp32 [counters, 12]
     control,  # fp64: see `fields.py`
     master,  # fp32 slab, or anything where HAS_MASTER is false
-    state0,  # slab of codes
+    state0,  # slab of the KIND
     state1,  # slab, or anything where NUM_PLANES is 1
     state2,  # slab, or anything where NUM_PLANES is less than 3
-    shared0,  # what groups of state0 share, or anything where they share nothing
+    shared0,  # uint8, one for 8 elements of state0, or anything where they share nothing
     shared1,
     shared2,
     FORMULA: tl.constexpr,
@@ -348,11 +352,7 @@ def update_kernel(
     SPLIT: tl.constexpr,  # `master` is int16: what bf16 parameters lack of theirs
     KEEPER: tl.constexpr,  # the plane that is never negative and so may keep ties; or -1
     UNDER_ROOT: tl.constexpr,  # bit i: plane i is coded by the root of KEEPER
-    LOAD: tl.constexpr,  # of planes, as they are kept: see `quantised.Codec`
-    STORE: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    OF_CODE: tl.constexpr,  # elements of a value of `state0`, and of `shared0`
-    OF_SHARED: tl.constexpr,
+    KIND: tl.constexpr,  # in what planes are kept: see `quantised.py`
     STOCHASTIC: tl.constexpr,  # bf16 without a master: round at random, see `rounding.noise`
     BLOCK: tl.constexpr,
 ):
@@ -374,21 +374,20 @@ def update_kernel(
         limit = tl.where(limit > 0, limit, float("inf"))
         seed = tl.load(control + C_SEED).to(tl.int64)
         first = tl.load(row + T_FIRST)
-        code, group = offset // OF_CODE, offset // OF_SHARED
-        codes = (state0 + code, state1 + code, state2 + code)
-        shared = (shared0 + group, shared1 + group, shared2 + group)
+        codes = (state0 + offset, state1 + offset, state2 + offset)
+        shared = (shared0 + offset // 8, shared1 + offset // 8, shared2 + offset // 8)
         drawn = (seed, counter, first)
         if (remaining >= BLOCK) & (((param_address | grad_address) & 15) == 0):
             _update_tile(
                 param_address, grad_address, start, remaining,
                 master + offset, codes, shared, coefficient_row, factor, limit, drawn,
                 FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER,
-                UNDER_ROOT, LOAD, STORE, QUANTISED, STOCHASTIC, BLOCK, False,
+                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, False,
             )  # fmt: skip
         else:
             _update_tile(
                 param_address, grad_address, start, remaining,
                 master + offset, codes, shared, coefficient_row, factor, limit, drawn,
                 FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER,
-                UNDER_ROOT, LOAD, STORE, QUANTISED, STOCHASTIC, BLOCK, True,
+                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, True,
             )  # fmt: skip

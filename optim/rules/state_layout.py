@@ -48,9 +48,9 @@ class Kind:
     """In what planes are kept between updates.
 
     stored: what a plane of a layout is kept as, and behind it what groups of elements share.
-    home: modules that decode and encode, by name: `optim.rules.HOME` whole planes,
-        `optim.update.HOME_loop` and `kernels_triton.HOME` tiles. They have what those of
-        `quantised` have.
+    home: modules that decode and encode, by name: `optim.rules.HOME` whole planes, and
+        `optim.update.HOME_loop` tiles; they have what those of `quantised` have. Kernels know it
+        by its row in `kernels_triton.quantised.CODECS`.
     """
 
     stored: Callable[[StateLayout, Plane], Sequence[Plane]]

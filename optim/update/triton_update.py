@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from gemini.kernels_triton.control_fields import (
 )
 from gemini.kernels_triton.launch import Launch, choose_launch, is_interpreted
 from gemini.kernels_triton.norm import NORM_WARPS
+from gemini.kernels_triton.quantised import CODECS
 from gemini.kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from gemini.kernels_triton.update.made import KERNELS, PlaneForm, add_kernel
 from gemini.optim.rules.clipping import Clip
@@ -69,7 +69,7 @@ def kernel_of(rule: UpdateRule) -> str:
         len(layout.planes),
         next((i for i, plane in enumerate(layout.planes) if plane.keeps_ties), -1),
         sum(layout.is_under_root(plane) << i for i, plane in enumerate(layout.planes)),
-        import_module(f"gemini.kernels_triton.{layout.home}").CODECS[layout.kind],
+        CODECS[layout.kind],
         tuple(DTYPES[plane.dtype] for plane in layout.stored().planes),
         tuple(i if shared is None else shared for i, shared in enumerate(layout.shares)),
     )

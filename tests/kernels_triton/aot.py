@@ -79,9 +79,7 @@ def sources():
                 "FORMULA": kernel.formula, "NUM_PLANES": form.num_planes, "PARAM_DTYPE": param,
                 "GRAD_DTYPE": grad, "HAS_MASTER": master, "SPLIT": split,
                 "KEEPER": form.keeper, "UNDER_ROOT": form.under_root,
-                "LOAD": codec.load, "STORE": codec.store, "QUANTISED": codec.is_quantised,
-                "OF_CODE": codec.of_code, "OF_SHARED": codec.of_shared,
-                "STOCHASTIC": stochastic, "BLOCK": launch.block,
+                "KIND": codec.code, "STOCHASTIC": stochastic, "BLOCK": launch.block,
             }  # fmt: skip
             name = (
                 f"update-{rule.name}-{param}-{grad}{'-stochastic' * stochastic}{'-split' * split}"
