@@ -165,8 +165,9 @@ def _certificate(result: dict[str, Any]) -> str:
         f"| {result['refused_rightly']:.0%} | {bars['refused_rightly']:.0%} |",
     ]
     floor = f"Floor of a process: {format_bytes(result['process']['floor'])}. "
-    without = f"Killed: {killed or 'none'}. Not drawn: {result['without']}."
-    return "\n".join([*rows, "", floor + without, "", _where(result)])
+    without = f"Killed: {killed or 'none'}. Not drawn: {result['without']}. "
+    made = f"Draws made: {result['draws']} of the {result['asked']} that were asked."
+    return "\n".join([*rows, "", floor + without + made, "", _where(result)])
 
 
 def _headline(result: dict[str, Any]) -> str:

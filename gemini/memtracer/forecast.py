@@ -89,9 +89,9 @@ def covers(known: Trace, trace: Trace, noise_bytes: int = 0) -> bool:
     return bool((_bytes(trace) <= _bytes(known) + noise_bytes).all())
 
 
-def with_bytes_added(trace: Trace, nbytes: int) -> Trace:
-    """Trace with more (negative: with less) at every moment."""
-    return _with_bytes(trace, np.maximum(_bytes(trace) + nbytes, 0), keep_seconds=True)
+def with_bytes_added(trace: Trace, nbytes: int | Sequence[int]) -> Trace:
+    """Trace with more (negative: with less) at every moment, the same or its own number."""
+    return _with_bytes(trace, np.maximum(_bytes(trace) + np.asarray(nbytes), 0), keep_seconds=True)
 
 
 def forward_of(trace: Trace) -> Trace:

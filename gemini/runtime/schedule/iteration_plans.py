@@ -5,14 +5,26 @@ Beside the plan of training, for which homes were chosen. Gathers of an iteratio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
-from gemini.memtracer.forecast import covers
+from gemini.memtracer.forecast import covers, with_bytes_added
 from gemini.memtracer.trace import Kind, Trace
-from gemini.placement.planner import PlanInputs, PlanResult
+from gemini.placement.plan import Plan
+from gemini.placement.planner import (
+    PlanInputs,
+    PlanResult,
+    plan_below,
+    plan_beside,
+    plan_within,
+)
+from gemini.placement.policy import Placement
+from gemini.placement.predict import predict
 from gemini.placement.sizes import BudgetError
+from gemini.placement.tiers import Tier
 
 MAX_PLANS = 32
+_MAX_TRIES = 8  # to find the lowest homes, where an iteration fits in none
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +42,7 @@ class IterationPlan:
     """Plan of one iteration in the present homes, and the trace that it was made with."""
 
     trace: Trace
-    result: PlanResult | None  # None: it lacks no more than measurements may be wrong by
+    result: PlanResult | None  # None: there is none, and what it lacks may be an error of measuring
     lacks: bool = False  # it fits in no homes, and this is a plan of one that asks for less
 
     def holds(self, trace: Trace, noise_bytes: int) -> bool:
@@ -61,3 +73,100 @@ class IterationPlans(dict[tuple[Kind, str, int], IterationPlan]):
         self[key] = planned
         if len(self) > MAX_PLANS:
             del self[next(iter(self))]
+
+
+def lowered(
+    plan: Plan, inputs: PlanInputs, training: PlanInputs, policy: Placement, *, params_stay: bool
+) -> Lowered | None:
+    """Homes at or below those of `plan` where the iteration of `inputs` fits, or lacks least.
+
+    training: inputs of training, which has the same homes. None: no homes were found.
+    """
+    asked = inputs.trace
+
+    def below(trace: Trace) -> Lowered:
+        its = replace(inputs, trace=trace)
+        also: PlanResult | None = None
+        found = plan_below(plan, its, policy, params_stay=params_stay)
+        if trace.kind != "train":
+            found, also = plan_beside(found, its, training, policy, params_stay=params_stay)
+        return Lowered(its, found, None, also)
+
+    refused: BudgetError | None = None
+    missing = 0
+    for attempt in range(_MAX_TRIES):
+        try:
+            found = below(with_bytes_added(asked, -missing))
+        except BudgetError as error:
+            refused = refused or error.without_frames()
+            # of the host too: what it has no room for stays on the device
+            missing += error.missing_bytes << max(0, attempt - _MAX_TRIES // 2)
+        else:
+            break
+    else:
+        return None
+    if refused is None:
+        return found
+    # Less at all moments leaves room where the iteration lacks it. So homes, and then what gathers
+    # keep in them, are of one that asks at every moment for all that the lowest homes leave.
+    some_leave = ({"gradients"}, set[str]())  # the host may have no room for what goes there
+    for leave in some_leave if params_stay else ({"parameters", "gradients"}, *some_leave):
+        lowest = _tried(below, with_bytes_added(asked, _less(_lack(found, asked, leave))))
+        if lowest is not None:
+            found = lowest
+            break
+    here, lack = found, _lack(found, asked, ())
+
+    def within(trace: Trace) -> Lowered:
+        its = replace(inputs, trace=trace)
+        return Lowered(its, plan_within(here.result.plan, its, policy), None, here.training)
+
+    assert refused.tier is not None
+    return replace(
+        _tried(within, with_bytes_added(asked, _less(lack))) or here,
+        refused=BudgetError.missing(
+            refused.tier, max(lack), refused.budget_bytes, refused.what, refused.knob
+        ),
+    )
+
+
+def _tried(lower: Callable[[Trace], Lowered], trace: Trace) -> Lowered | None:
+    """What `lower` makes of a trace, or of one that asks for as much less as buffers take that
+    lower homes need; None: nothing."""
+    for _ in range(2):
+        try:
+            return lower(trace)
+        except BudgetError as error:
+            error.without_frames()
+            trace = with_bytes_added(trace, -error.missing_bytes)
+    return None
+
+
+def _less(lack: Sequence[int]) -> Sequence[int]:
+    return [-nbytes for nbytes in lack]
+
+
+def _lack(found: Lowered, asked: Trace, leave: Collection[str]) -> Sequence[int]:
+    """Bytes that an iteration lacks on the device at every moment, in the homes of `found`, with no
+    more gathered than its calls need.
+
+    leave: kinds of which nothing stays there beyond what moments need, but in other homes.
+    """
+    plan, end = found.result.plan, found.result.plan.num_trace_moments
+    stays = [shard.in_payload and "parameters" not in leave for shard in plan.shards]
+    released = tuple(replace(shard, never_released=False) for shard in plan.shards)
+    bare = replace(plan, gathers=(), shards=released)
+    total = predict(bare, [m.non_model_bytes for m in asked.moments]).total(Tier.DEVICE)
+    for chunk, shard in zip(plan.chunks, plan.shards, strict=True):
+        if shard.param_home is Tier.DEVICE and "parameters" in leave:
+            nbytes = chunk.payload_bytes if shard.in_payload else chunk.shard_bytes
+            total = [there - nbytes for there in total]
+    for reduction in plan.forecast.reductions if "gradients" in leave else ():
+        reduced = plan.chunks[reduction.chunk]
+        if plan.shards[reduction.chunk].grad_home is Tier.DEVICE:
+            for moment in range(reduction.end + 2 * (reduced.num_shards > 1), len(total)):
+                total[moment] -= reduced.shard_bytes
+    for moment, chunks in enumerate(asked.chunk_needs(found.inputs.layout.chunk_of())):
+        total[moment] += sum(plan.chunks[c].payload_bytes for c in chunks if not stays[c])
+    total[end - 1] = max(total[end - 1 :])  # the step asks for what the last moment does
+    return [max(0, nbytes - plan.budgets.device) for nbytes in total[:end]]

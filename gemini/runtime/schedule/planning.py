@@ -38,8 +38,6 @@ from gemini.placement.planner import (
     PlanInputs,
     PlanResult,
     plan_above,
-    plan_below,
-    plan_beside,
     plan_grown,
     plan_within,
 )
@@ -68,12 +66,10 @@ from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
 from gemini.units import ChunkId
 
-from .iteration_plans import IterationPlan, IterationPlans, Lowered
+from .iteration_plans import IterationPlan, IterationPlans, Lowered, lowered
 from .levels import Levels
 
 log = logging.getLogger("gemini")
-
-_MAX_TRIES = 8  # to find the lowest homes, where an iteration fits in none
 
 
 @dataclass(slots=True)
@@ -354,28 +350,8 @@ class Planning:
 
     def lowered(self, trace: Trace, *, params_stay: bool) -> Lowered | None:
         """Homes where an iteration fits beside gradients that wait, or lacks least; None: none."""
-        refused: BudgetError | None = None
-        missing, wanted = 0, with_bytes_added(trace, self.waiting_bytes)
-        for attempt in range(_MAX_TRIES):
-            inputs = replace(self.inputs, trace=with_bytes_added(wanted, -missing))
-            training = None
-            try:
-                found = plan_below(self.plan, inputs, self.policy, params_stay=params_stay)
-                if trace.kind != "train":
-                    found, training = plan_beside(found, inputs, self.inputs, self.policy,
-                                                  params_stay=params_stay)  # fmt: skip
-            except BudgetError as error:
-                refused = refused or error.without_frames()
-                # of the host too: what it has no room for stays on the device
-                missing += error.missing_bytes << max(0, attempt - _MAX_TRIES // 2)
-                continue
-            if refused is not None:
-                assert refused.tier is not None
-                refused = BudgetError.missing(
-                    refused.tier, missing, refused.budget_bytes, refused.what, refused.knob
-                )
-            return Lowered(inputs, found, refused, training)
-        return None
+        inputs = replace(self.inputs, trace=with_bytes_added(trace, self.waiting_bytes))
+        return lowered(self.plan, inputs, self.inputs, self.policy, params_stay=params_stay)
 
     def peak_bytes(self, trace: Trace) -> int | None:
         """Peak on the device of such an iteration in the homes that it would get; None: none."""

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from gemini.chunk.layout import ChunkLayout, ParamSpec
+from gemini.memtracer.forecast import forward_of, with_bytes_added
 from gemini.memtracer.trace import TraceMoment, sequential_trace
 from gemini.placement.fit import USUAL, StateRequest
 from gemini.placement.planner import PlanInputs, make_plan
 from gemini.placement.policy import AutoPlacement, StaticPlacement
+from gemini.placement.predict import predict
 from gemini.placement.sizes import Bandwidths, BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.runtime.schedule.planning import Planning
@@ -101,6 +103,33 @@ def test_an_assumption_gives_way_to_the_first_measurement_and_homes_rise_once():
     assert count > sum(home is Tier.DEVICE for s in low.shards for home in s.state_homes)
     made.use_plan(raised)
     assert made.plan is raised.plan and made.higher() is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["train", "eval"])
+@pytest.mark.parametrize("short", [0, 300_000, 900_000])
+def test_where_an_iteration_lacks_room_nothing_is_gathered_but_what_its_calls_need(
+    ranks, kind, short
+):
+    """At other moments it asks for `short` less, and gathers keep what that leaves at most."""
+    made = planning(comm=Ranks(ranks))
+    asked = trace_of(1_400_000)
+    less = [-short * (moment not in (4, 5)) for moment, _ in enumerate(asked.moments)]
+    asked = with_bytes_added(asked, less)
+    asked = asked if kind == "train" else forward_of(asked)
+    found = made.lowered(asked, params_stay=False)
+    plan = found.result.plan
+    total = predict(plan, [m.non_model_bytes for m in asked.moments]).total(Tier.DEVICE)
+    needs = asked.chunk_needs(made.inputs.layout.chunk_of())
+    lacking = [m for m, _ in enumerate(needs) if total[m] > ROOM.device]
+    assert found.refused is not None and lacking
+    assert found.refused.missing_bytes == max(total[: len(needs)]) - ROOM.device
+    for moment in lacking:
+        gathered = {g.chunk for g in plan.gathers if g.begin <= moment < g.release}
+        assert gathered <= {*needs[moment]}
+        assert all(s.param_home is not Tier.DEVICE or s.chunk in needs[moment] for s in plan.shards)
+    kept = [g for g in plan.gathers if g.release - g.begin > 2]
+    assert bool(kept) == bool(short)
 
 
 def test_a_state_that_fits_nowhere_changes_nothing():

@@ -25,12 +25,14 @@ from bench.shared.models import Tower, token_loss
 from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import EMA, AutoPlacement, BudgetWarning, GeminiDDP
+from gemini.optim.rules import quantised
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import bits
 from tests.support.spilled import BLOCKS, SMALL
 
 KIB = 1024
+TABLES = quantised  # made at its import: in a loop they would count as memory of the device
 Step = int | tuple[int, ...]  # a length, or several that add up; a negative one is evaluated
 
 
