@@ -94,7 +94,7 @@ EVERYTHING = (
         "cuda-stub", ("tests.cuda_stub", "tests.cuda_stub.steps"), 2, environment=".venv-cuda"
     ),
     Result(
-        "certificate-cpu", ("bench.certificate", "--draws", "76"), 62,
+        "certificate-cpu", ("bench.certificate", "--draws", "200", "--minutes", "84"), 84,
         ("bench.certificate", "--draws", "1"),
     ),
     Result("picture", ("bench.docs.picture",), 3),

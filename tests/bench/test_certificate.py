@@ -60,7 +60,7 @@ def test_a_run_that_is_cut_off_leaves_the_figures_of_its_draws(monkeypatch, tmp_
     """The file is written after every draw, and says how many were asked."""
 
     def run(draw, costs):
-        if len(rows.read_text().splitlines()) == 3:
+        if len(rows.read_text(encoding="utf-8").splitlines()) == 3:
             raise KeyboardInterrupt
         return {**row(95), **dict.fromkeys(NAMES, 0), "allowed": 100}
 
@@ -72,6 +72,6 @@ def test_a_run_that_is_cut_off_leaves_the_figures_of_its_draws(monkeypatch, tmp_
     )
     with pytest.raises(KeyboardInterrupt):
         certificate.main()
-    found = json.loads(result.read_text())
+    found = json.loads(result.read_text(encoding="utf-8"))
     assert (found["draws"], found["asked"], len(found["rows"])) == (3, 9, 3)
     assert not is_met(found)
