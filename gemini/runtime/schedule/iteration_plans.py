@@ -11,13 +11,7 @@ from dataclasses import dataclass, replace
 from gemini.memtracer.forecast import covers, with_bytes_added
 from gemini.memtracer.trace import Kind, Trace
 from gemini.placement.plan import Plan
-from gemini.placement.planner import (
-    PlanInputs,
-    PlanResult,
-    plan_below,
-    plan_beside,
-    plan_within,
-)
+from gemini.placement.planner import PlanInputs, PlanResult, plan_below, plan_beside, plan_within
 from gemini.placement.policy import Placement
 from gemini.placement.predict import predict
 from gemini.placement.sizes import BudgetError
@@ -42,7 +36,7 @@ class IterationPlan:
     """Plan of one iteration in the present homes, and the trace that it was made with."""
 
     trace: Trace
-    result: PlanResult | None  # None: there is none, and what it lacks may be an error of measuring
+    result: PlanResult | None  # None: there is none, and it may lack no more than noise
     lacks: bool = False  # it fits in no homes, and this is a plan of one that asks for less
 
     def holds(self, trace: Trace, noise_bytes: int) -> bool:
@@ -111,11 +105,11 @@ def lowered(
     # keep in them, are of one that asks at every moment for all that the lowest homes leave.
     some_leave = ({"gradients"}, set[str]())  # the host may have no room for what goes there
     for leave in some_leave if params_stay else ({"parameters", "gradients"}, *some_leave):
-        lowest = _tried(below, with_bytes_added(asked, _less(_lack(found, asked, leave))))
+        lowest = _tried(below, with_bytes_added(asked, _less(found, asked, leave)))
         if lowest is not None:
             found = lowest
             break
-    here, lack = found, _lack(found, asked, ())
+    here, less = found, _less(found, asked, ())
 
     def within(trace: Trace) -> Lowered:
         its = replace(inputs, trace=trace)
@@ -123,9 +117,9 @@ def lowered(
 
     assert refused.tier is not None
     return replace(
-        _tried(within, with_bytes_added(asked, _less(lack))) or here,
+        _tried(within, with_bytes_added(asked, less)) or here,
         refused=BudgetError.missing(
-            refused.tier, max(lack), refused.budget_bytes, refused.what, refused.knob
+            refused.tier, -min(less), refused.budget_bytes, refused.what, refused.knob
         ),
     )
 
@@ -142,13 +136,9 @@ def _tried(lower: Callable[[Trace], Lowered], trace: Trace) -> Lowered | None:
     return None
 
 
-def _less(lack: Sequence[int]) -> Sequence[int]:
-    return [-nbytes for nbytes in lack]
-
-
-def _lack(found: Lowered, asked: Trace, leave: Collection[str]) -> Sequence[int]:
-    """Bytes that an iteration lacks on the device at every moment, in the homes of `found`, with no
-    more gathered than its calls need.
+def _less(found: Lowered, asked: Trace, leave: Collection[str]) -> Sequence[int]:
+    """Bytes, none above 0, that an iteration may add to what it asks for at every moment, to fit
+    in the homes of `found` with no more gathered than its calls need.
 
     leave: kinds of which nothing stays there beyond what moments need, but in other homes.
     """
@@ -169,4 +159,4 @@ def _lack(found: Lowered, asked: Trace, leave: Collection[str]) -> Sequence[int]
     for moment, chunks in enumerate(asked.chunk_needs(found.inputs.layout.chunk_of())):
         total[moment] += sum(plan.chunks[c].payload_bytes for c in chunks if not stays[c])
     total[end - 1] = max(total[end - 1 :])  # the step asks for what the last moment does
-    return [max(0, nbytes - plan.budgets.device) for nbytes in total[:end]]
+    return [min(0, plan.budgets.device - nbytes) for nbytes in total[:end]]

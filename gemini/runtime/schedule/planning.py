@@ -34,13 +34,7 @@ from gemini.placement.fit import (
 from gemini.placement.homes.budgets import Machine, in_words_of, resolve
 from gemini.placement.overruns import BudgetWarning, Overruns, user_stacklevel
 from gemini.placement.plan import Plan, UpdatePath
-from gemini.placement.planner import (
-    PlanInputs,
-    PlanResult,
-    plan_above,
-    plan_grown,
-    plan_within,
-)
+from gemini.placement.planner import PlanInputs, PlanResult, plan_above, plan_grown, plan_within
 from gemini.placement.policy import (
     AutoPlacement,
     ConstPlacement,
@@ -343,7 +337,7 @@ class Planning:
             error.without_frames()
             if error.missing_bytes > self._noise_bytes or error.tier is not Tier.DEVICE:
                 return False
-            self._keep(IterationPlan(trace, None))
+            self._keep(IterationPlan(trace, None if known is None else known.result))
         else:
             self._keep(IterationPlan(trace, planned))
         return True

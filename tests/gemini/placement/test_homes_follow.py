@@ -289,6 +289,23 @@ def test_what_fits_in_no_homes_is_said_before_its_forward():
     assert loop.on_device() == 0
 
 
+class Lengthening(Loop):
+    """Lengths are of the second size, by whose square a bound grows, and memory by less."""
+
+    def ids(self, length):
+        return torch.randint(97, (4, length), generator=self.generator)
+
+
+def test_a_bound_that_fits_nowhere_keeps_nothing_where_it_lacks_room(no_warning):
+    """The bound is 16 MiB, and what comes fits in the lowest homes alone, beside what its calls
+    need."""
+    kib, lengths = 940, (4, 80, 80)
+    loop = Lengthening(kib, "3MiB", released=True).train(*lengths)
+    assert max(loop.peaks) <= kib * KIB
+    assert {shard.param_home for shard in loop.model.engine.planning.plan.shards} == {Tier.HOST}
+    assert_same(loop, Lengthening(1 << 20, released=True).train(*lengths))
+
+
 def test_a_forward_that_raised_is_no_measurement():
     loop = Loop(1250).train(S)
     hook = loop.model.module.register_forward_pre_hook(lambda *_: 1 / 0)

@@ -8,7 +8,7 @@ from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.forecast import forward_of, with_bytes_added
 from gemini.memtracer.trace import TraceMoment, sequential_trace
 from gemini.placement.fit import USUAL, StateRequest
-from gemini.placement.planner import PlanInputs, make_plan
+from gemini.placement.planner import PlanInputs, make_plan, plan_within
 from gemini.placement.policy import AutoPlacement, StaticPlacement
 from gemini.placement.predict import predict
 from gemini.placement.sizes import Bandwidths, BudgetError, Budgets, StateBytes
@@ -130,6 +130,19 @@ def test_where_an_iteration_lacks_room_nothing_is_gathered_but_what_its_calls_ne
         assert all(s.param_home is not Tier.DEVICE or s.chunk in needs[moment] for s in plan.shards)
     kept = [g for g in plan.gathers if g.release - g.begin > 2]
     assert bool(kept) == bool(short)
+
+
+def test_what_lacks_no_more_than_measurements_may_be_wrong_by_goes_on_by_its_plan():
+    """Without steps payloads stay as long as the plan has room, whatever was measured."""
+    made = planning()
+    before, asked = made.result, trace_of(9 * ACTIVATIONS)
+    with pytest.raises(BudgetError) as lacks:
+        plan_within(made.plan, replace(made.inputs, trace=asked), made.policy)
+    assert not made.has_room(asked)
+    made.overruns.noise_bytes = lacks.value.missing_bytes
+    assert made.overruns.noise_bytes < 8 * ACTIVATIONS  # it is not what was planned, and a bit more
+    assert made.has_room(asked) and made.result is before
+    assert made.steps_for(asked.kind, asked.signature) is before.steps
 
 
 def test_a_state_that_fits_nowhere_changes_nothing():
