@@ -26,7 +26,7 @@ from tests.support.spilled import BLOCKS, SMALL
 N = Tier.NVME
 S, L = 4, 16  # 0.1 and 0.42 MiB of activations; 0.34 MiB of model data
 ALL = (1 << 20, None)
-FULL = (460, "100KiB")  # which leaves the host staging alone
+FULL = (455, "100KiB")  # which leaves the host staging alone
 SIZES = [  # split masters; none, and fp32 parameters; none, and bf16 parameters
     pytest.param(FULL, {}, id="bf16"),
     pytest.param((735, "92KiB"), {"precision": "fp32"}, id="fp32"),
@@ -261,7 +261,7 @@ def test_an_evaluation_that_leaves_training_no_room_moves_nothing(monkeypatch):
     loops = loop, _ = pair(FULL)
     train(loops, S, S)
     before = homes(loop), loop.moves, loop.model.engine.ledger.totals()
-    monkeypatch.setattr("gemini.runtime.schedule.planning.plan_beside", refused)
+    monkeypatch.setattr("gemini.runtime.schedule.iteration_plans.plan_beside", refused)
     train(loops, (-L, S))
     assert (homes(loop), loop.moves, loop.model.engine.ledger.totals()) == before
     assert_same(*loops)
