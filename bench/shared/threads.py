@@ -6,10 +6,11 @@ import ast
 import gc
 import os
 import socket
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from bench.shared.interpreter import one_kernel_at_a_time
 
 GRACE_SECONDS = 60.0  # for the others, once a rank has failed: their connections to it are closed
+MOST_FRAMES = 12  # the innermost ones, of a rank that has not ended
 
 
 def run_threads(
@@ -76,7 +78,7 @@ def run_threads(
             for index, thread in enumerate(threads):
                 thread.join(0 if running & set(range(index)) else GRACE_SECONDS)
         except BaseException as error:  # pytest's time-out
-            error.add_note(_said(errors, running))
+            error.add_note(_said(errors, running, threads))
             threaded.ProcessLocalGroup.exception_handle(error)
             raise
         finally:
@@ -84,14 +86,20 @@ def run_threads(
             _shut(_sockets() - others)
             groups.clear()
     if errors or running:
-        raise AssertionError(_said(errors, running))
+        raise AssertionError(_said(errors, running, threads))
     return results
 
 
-def _said(errors: dict[int, str], running: set[int]) -> str:
+def _said(errors: dict[int, str], running: set[int], threads: Sequence[threading.Thread]) -> str:
+    """Errors, and where ranks are that have not ended: of a deadlock nothing else is known."""
     said = [f"rank {rank}: {text}" for rank, text in errors.items()]
     if running:
         said.append(f"did not end: {', '.join(f'rank {rank}' for rank in sorted(running))}")
+    frames = sys._current_frames()
+    for rank in sorted(running):
+        frame = frames.get(threads[rank].ident or 0)
+        stack = traceback.format_stack(frame, limit=MOST_FRAMES) if frame is not None else []
+        said.append(f"rank {rank} is at:\n{''.join(stack)}")
     return "\n".join(["of threads:", *said])
 
 

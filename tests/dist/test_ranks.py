@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from triton.runtime.interpreter import GridExecutor
 
+from bench.shared.interpreter import one_kernel_at_a_time
 from bench.shared.models import Tower, seeded, token_batches, token_loss
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
@@ -40,6 +41,7 @@ def waits(rank, where):
 @pytest.mark.ci
 @pytest.mark.parametrize("where", ["a collective", "a meeting"])
 def test_a_rank_that_fails_is_named_and_ends_the_others(where):
+    one_kernel_at_a_time()  # the first world makes it so, for the process
     before = state()
     with pytest.raises(AssertionError) as raised:
         run_ranks(waits, 3, where)
@@ -48,6 +50,23 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(where):
     assert "did not end" not in said
     assert state() == before
     assert run_ranks(lambda rank: rank, 2) == [0, 1]
+
+
+def stays(rank, left):
+    if rank == 1:
+        raise KeyError("the culprit")
+    left.wait()
+
+
+def test_where_a_rank_is_that_does_not_end_is_said(monkeypatch):
+    monkeypatch.setattr("bench.shared.threads.GRACE_SECONDS", 0.05)
+    left = threading.Event()
+    with pytest.raises(AssertionError) as raised:
+        run_ranks(stays, 2, left)
+    left.set()
+    said = str(raised.value)
+    assert "did not end: rank 0\nrank 0 is at:\n" in said
+    assert "in stays\n    left.wait()" in said
 
 
 def draws(rank, seeds):
