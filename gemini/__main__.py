@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gemini import __version__
 from gemini.arguments import Parser, did_you_mean, refuse, stopped
+
+if TYPE_CHECKING:
+    from gemini.doctor.report import Report
 
 # name -> what it does, and its function of arguments, imported when it is called
 COMMANDS = {
@@ -122,7 +126,24 @@ def doctor(arguments: Sequence[str]) -> int:
     report = judge(examine(options.dir))
     text = json.dumps(report.as_json(), indent=1) if options.json else render(report)
     sys.stdout.write(text + "\n")
+    sys.stderr.write(f"{_kept(report)}\n")
     return 0 if report.ok else 1
+
+
+def _kept(report: Report) -> str:
+    """Keep the speeds of a report for the plans of later runs; what became of them."""
+    from gemini.kept_speeds import VARIABLE, keep
+
+    speeds = report.to_keep(datetime.date.today().isoformat())
+    if speeds is None:
+        return "speeds are not kept for plans: the machine is busy"
+    try:
+        path = keep(speeds)
+    except OSError as error:
+        return f"speeds are not kept for plans: {error}"
+    if path is None:
+        return f"speeds are not kept for plans: {VARIABLE} is set so, or there is no home folder"
+    return f"speeds are kept for plans in {path}"
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ VARIABLES = {
         "what `run` hands on to hosts that ssh reaches"
     ),
     "TMPDIR": "where files go if no folder is given and it is on a disk; else /var/tmp",
-    "XDG_CACHE_HOME": "parent of the folder of compiled CPU kernels; by default ~/.cache",
+    "XDG_CACHE_HOME": "parent of the folder of compiled CPU kernels and of what `doctor` keeps; "
+    "by default ~/.cache",
+    "GEMINI_SPEEDS": "the file in which `doctor` keeps speeds for plans; `usual`: none",
     "CXX, CC": "compilers: of the CPU kernels, and of Triton as `doctor` reports it",
     "TRITON_INTERPRET": "1: kernels run in Triton's interpreter, for tests on a CPU",
     "PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF": (

@@ -30,6 +30,7 @@ from .report import NEEDED, DeviceFacts, Facts, FolderFacts
 PACKAGES = ("gemini-memory", *NEEDED, "triton", "transformers")
 COPY_BYTES = 256 << 20
 MATRIX = 256  # rows and columns
+_WIDTH = {"cpu": 256, "cuda": 8192}  # of a layer that is timed, and rows that it is given
 ROUNDS = 5
 PROBE_SECONDS = 2.0
 
@@ -128,6 +129,8 @@ def _device(index: int, nbytes: int) -> DeviceFacts:
             copy_bytes_per_s=2 * _copy_speed(backend, nbytes),
             host_to_device=_speed(backend, on_device, pinned),
             device_to_host=_speed(backend, pinned, on_device),
+            both_ways=_both_ways(backend, (on_device, pinned), nbytes),
+            flops=flops_of(device),
         )
 
 
@@ -141,19 +144,50 @@ def _copy_speed(backend: Backend, nbytes: int) -> float:
 def _speed(backend: Backend, dst: Tensor, src: Tensor) -> float:
     """Copy speed from `src` to `dst`, bytes a second: the best of `ROUNDS` after a warm-up."""
 
+    return src.nbytes / _copied(backend, [(dst, src)])
+
+
+def _both_ways(backend: Backend, first: tuple[Tensor, Tensor], nbytes: int) -> float:
+    """Copy speed each way, bytes a second, while as much is copied the other way.
+
+    first: a tensor of the device and one of the host, of `nbytes`.
+    """
+    other = backend.allocate_host(nbytes, torch.uint8)
+    return nbytes / _copied(backend, [first, (other, torch.zeros_like(first[0]))])
+
+
+def _copied(backend: Backend, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Seconds of copies (dst, src) begun together: the best of `ROUNDS` after a warm-up."""
+
     def copy() -> None:
-        backend.copy(dst, src).wait()
+        for ticket in [backend.copy(dst, src) for dst, src in pairs]:
+            ticket.wait()
         if backend.device.type == "cuda":
             torch.cuda.synchronize(backend.device)
 
-    seconds = [_seconds(copy) for _ in range(ROUNDS + 1)]
-    return src.numel() * src.element_size() / min(seconds[1:])
+    return min([_seconds(copy) for _ in range(ROUNDS + 1)][1:])
 
 
 def _flops(dtype: torch.dtype) -> float:
     """FLOP a second of a matrix product on the CPU, the best of `ROUNDS`."""
     matrix = torch.ones(MATRIX, MATRIX, dtype=dtype)
     return 2 * MATRIX**3 / min(_seconds(lambda: matrix @ matrix) for _ in range(ROUNDS))
+
+
+def flops_of(device: torch.device) -> float:
+    """FLOP a second of a layer's forward and backward in bf16; the best of three."""
+    size = _WIDTH[device.type]
+    layer = torch.nn.Linear(size, size, bias=False, dtype=torch.bfloat16, device=device)
+    rows = torch.ones(size, size, dtype=torch.bfloat16, device=device, requires_grad=True)
+    return 6 * size**3 / min(_pass_seconds(layer, rows) for _ in range(3))
+
+
+def _pass_seconds(layer: torch.nn.Module, rows: torch.Tensor) -> float:
+    started = time.perf_counter()
+    layer(rows).sum().backward()
+    assert rows.grad is not None
+    rows.grad[0, 0].item()  # a device has ended with it
+    return time.perf_counter() - started
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -5,11 +5,13 @@ Speeds are bytes a second, sizes are bytes. None is a figure that could not be m
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gemini.placement.speeds import KeptSpeeds
 from gemini.units import GIB, MIB, format_bytes
 
 NEEDED = ("torch", "numpy", "psutil", "safetensors")
@@ -33,6 +35,8 @@ class DeviceFacts:
     copy_bytes_per_s: float  # read and written within the device
     host_to_device: float  # from pinned memory
     device_to_host: float
+    both_ways: float  # each way, where both copy at the same time
+    flops: float  # a second, of a layer's forward and backward in bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +113,41 @@ class Report:
         Of several devices or folders the slowest counts. `python -m gemini plan --machine` reads
         this.
         """
-        facts = self.facts
-        found = {"host_memory": facts.ram_copy_bytes_per_s}
-        found["device_memory"] = min(
-            (d.copy_bytes_per_s for d in facts.devices), default=facts.ram_copy_bytes_per_s
-        )
-        if facts.devices:
-            found["host_to_device"] = min(d.host_to_device for d in facts.devices)
-            found["device_to_host"] = min(d.device_to_host for d in facts.devices)
-        usable = [folder for folder in facts.folders if folder.error is None]
+        found = self._links()
+        usable = [folder for folder in self.facts.folders if folder.error is None]
         if usable:
             found["nvme_read"] = min(folder.read for folder in usable)
             found["nvme_write"] = min(folder.write for folder in usable)
         return found
+
+    def _links(self) -> dict[str, float]:
+        """Speeds of all but the folders."""
+        facts = self.facts
+        found = {"host_memory": facts.ram_copy_bytes_per_s}
+        if not facts.devices:
+            own = {"device_memory": facts.ram_copy_bytes_per_s, "flops": facts.cpu_flops["bf16"]}
+            return found | own
+        found["device_memory"] = min(d.copy_bytes_per_s for d in facts.devices)
+        found["flops"] = min(d.flops for d in facts.devices)
+        # An update streams blocks both ways at once.
+        found["host_to_device"] = min(min(d.host_to_device, d.both_ways) for d in facts.devices)
+        found["device_to_host"] = min(min(d.device_to_host, d.both_ways) for d in facts.devices)
+        return found
+
+    def to_keep(self, day: str) -> KeptSpeeds | None:
+        """Speeds for plans of later runs; None: the machine was busy, and nobody would trust them.
+
+        day: of the measurement.
+        """
+        if _is_busy(self.facts):
+            return None
+        folders = {
+            os.path.realpath(folder.path): {"nvme_read": folder.read, "nvme_write": folder.write}
+            for folder in self.facts.folders
+            if folder.error is None
+        }
+        names = tuple(device.name for device in self.facts.devices)
+        return KeptSpeeds(day, names, self._links(), folders)
 
     def as_json(self) -> dict[str, Any]:
         """Report as plain values for JSON: facts, findings, `bandwidths` and `ok`."""
@@ -317,7 +343,8 @@ def _lines(report: Report) -> Iterator[str]:
             f"{'device':14s} {device.name} ({device.capability}), "
             f"{format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free, copies "
             f"at {_speed(device.copy_bytes_per_s)}; link {_speed(device.host_to_device)} to it, "
-            f"{_speed(device.device_to_host)} from it"
+            f"{_speed(device.device_to_host)} from it, {_speed(device.both_ways)} each way at "
+            f"once; multiplies at {device.flops / 1e12:.3g} TFLOP/s"
         )
     for folder in facts.folders:
         if folder.error is not None:

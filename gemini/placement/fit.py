@@ -15,7 +15,6 @@ from gemini.placement.sizes import (
     FP32_BYTES,
     NOT_WAITING,
     UNLIMITED,
-    Bandwidths,
     BudgetError,
     StateBytes,
     Waiting,
@@ -26,12 +25,6 @@ from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, STREAMED_BLOCK_NUMEL, Byt
 
 # Before an optimizer says what it keeps: no rule of `optim` keeps more than Adam
 ASSUMED_STATE_BYTES = 8
-# A usual disk and usual memory, in bytes a second. They order homes; they do not limit anything
-USUAL = Bandwidths(
-    host_to_device=20e9, device_to_host=20e9, nvme_read=1.5e9, nvme_write=1.2e9, collective=10e9,
-    device_memory=500e9, host_memory=20e9, flops=1e12,
-)  # fmt: skip
-CPU_MEMORY = 20e9
 _STAGING_SHARE = 32  # staging of large blocks is at most one part in so many of a device's budget
 _MOST_BLOCKS = 1024  # each of them costs the host 20 us a step, and the planner as long
 _MAX_TRIES = 8
@@ -61,12 +54,6 @@ def few_blocks_numel(layout: ChunkLayout) -> int:
     """Elements of the smallest blocks that a rank has few of."""
     numel = sum(chunk.shard_numel for chunk in layout.chunks if chunk.trainable)
     return min(BLOCK_NUMEL, max(MIN_BLOCK_NUMEL, 1 << (numel // _MOST_BLOCKS).bit_length()))
-
-
-def usual_speeds(has_host_tier: bool) -> Bandwidths:
-    """Bandwidths with which a module's homes are chosen when it is wrapped: nobody has timed the
-    machine."""
-    return USUAL if has_host_tier else replace(USUAL, device_memory=CPU_MEMORY)
 
 
 def assumed_state(may_split: frozenset[ChunkId], has_master: bool) -> StateBytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gemini.placement.sizes import Bandwidths, Budgets
+from gemini.placement.speeds import FOLDER, KeptSpeeds
 from gemini.units import GIB, Bytes, format_bytes
 
 # Where nothing was measured: an accelerator on PCIe 4, one disk; and a desktop's cores
@@ -106,6 +107,7 @@ class Hardware:
     folder: str = "."  # of files
     is_here: bool = False  # measured where it is asked; flags are those of `train`
     process: ProcessCosts = TYPICAL_PROCESS
+    run_speeds: Bandwidths | None = None  # a run chooses homes with these; None: with usual ones
 
     def budgets(self) -> Budgets:
         """Budgets of one rank. On `cpu` the device is the node's RAM."""
@@ -159,7 +161,7 @@ def machine_of(
     ram = usable_ram(USUAL_RAM, ranks_per_node)
     numbers: dict[str, Any] = {"device_mem": 24 * GIB, "host_mem": ram, "nvme": 0}
     links: dict[str, float] = {}
-    process = TYPICAL_PROCESS
+    process, run_speeds = TYPICAL_PROCESS, None
     kept = format_bytes(USUAL_RAM - ram)
     sources = {
         "host_mem": f"assumed: {format_bytes(USUAL_RAM)} less {kept} for system and processes",
@@ -172,7 +174,10 @@ def machine_of(
         sources["flops"] = f"{USABLE_FLOPS:g} of the data sheet of {gpu}"
     if report is not None:
         told = _read(report)
-        sizes, measured, found = _of_report(told, report)
+        sizes, speeds_there, found = _of_report(told, report)
+        of_rank = speeds_there.of_rank(found, ranks_per_node, has_host_tier=device != "cpu")
+        run_speeds = of_rank.links
+        measured = {name: getattr(run_speeds, name) for name in sorted(of_rank.measured)}
         sizes["host_mem"] = max(0, sizes["host_mem"] - ranks_per_node * PROCESS_BYTES)
         folder = found if folder == "." else folder
         process = _process(told, report)
@@ -188,7 +193,7 @@ def machine_of(
     return Hardware(
         world_size, ranks_per_node, numbers["device_mem"], numbers["host_mem"], numbers["nvme"],
         replace(TYPICAL[device], **links), device, tuple(sources.items()), folder,
-        process=process,
+        process=process, run_speeds=run_speeds,
     )  # fmt: skip
 
 
@@ -204,8 +209,8 @@ def _speeds(told: Any) -> dict[str, float]:
     return dict(told)
 
 
-def _of_report(told: Any, path: Path) -> tuple[dict[str, int], dict[str, float], str]:
-    """Sizes, speeds, and the folder with most room."""
+def _of_report(told: Any, path: Path) -> tuple[dict[str, int], KeptSpeeds, str]:
+    """Sizes, speeds as the doctor there kept them, and the folder with most room."""
     if not isinstance(told, dict) or not {"bandwidths", "ram_bytes"} <= told.keys():
         raise ValueError(f"{path} is no report; expected that of python -m gemini doctor --json")
     sizes = {"host_mem": told["ram_left_bytes"], "nvme": 0}
@@ -217,7 +222,10 @@ def _of_report(told: Any, path: Path) -> tuple[dict[str, int], dict[str, float],
     nowhere: dict[str, Any] = {"free_bytes": 0, "path": "."}
     most = max(usable, key=lambda one: one["free_bytes"], default=nowhere)
     sizes["nvme"] = most["free_bytes"]
-    return sizes, _speeds(told["bandwidths"]), str(most["path"])
+    links = _speeds(told["bandwidths"])
+    disk = {name: links.pop(name) for name in FOLDER if name in links}
+    found = str(most["path"])
+    return sizes, KeptSpeeds("", (), links, {found: disk}), found
 
 
 def _process(told: Any, path: Path) -> ProcessCosts:

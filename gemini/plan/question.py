@@ -17,13 +17,13 @@ from gemini.placement.fit import (
     few_blocks_numel,
     fit,
     usual_block_numel,
-    usual_speeds,
     with_ahead,
 )
 from gemini.placement.planner import PlanInputs, PlanResult, plan_within
 from gemini.placement.policy import AutoPlacement, has_budgets
 from gemini.placement.problem import average_bytes
 from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
+from gemini.placement.speeds import usual_speeds
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.allowed import allowed, buffers_ahead, kept_for_updates
 from gemini.placement.timetable.updates import SERIAL, TAIL
@@ -196,7 +196,7 @@ class Question:
             trace=self.trace,
             state=assumed_state(self._may_split(), self.state.has_master),
             budgets=self.machine.budgets(),
-            bandwidths=usual_speeds(has_host_tier),
+            bandwidths=self.machine.run_speeds or usual_speeds(has_host_tier),
             has_host_tier=has_host_tier,
             with_originals=self.with_originals,
         )

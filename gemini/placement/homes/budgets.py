@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from gemini.placement.policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
 from gemini.placement.sizes import UNLIMITED, BudgetError, Budgets
+from gemini.placement.speeds import USUAL_SPEEDS, Speeds
 from gemini.placement.tiers import Tier
 from gemini.units import Bytes
 
@@ -18,13 +19,14 @@ USABLE = 0.9  # of what the machine has left, where no budget is given
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Memory of a node as one of its ranks sees it."""
+    """Memory of a node, and its speeds, as one of its ranks sees them."""
 
     ranks_per_node: int = 1  # share host memory and disks
     ranks_per_device: int = 1  # share the compute device: its RAM, where that is a CPU
     has_host_tier: bool = True  # else host memory is the device's
     device_bytes_left: int = UNLIMITED  # of the device, for all that share it
     host_bytes_left: int = UNLIMITED  # of the node's RAM, where that is a tier of its own
+    speeds: Speeds = USUAL_SPEEDS
 
     def ranks_on(self, tier: Tier) -> int:
         """Number of ranks that share one pool of a tier."""

@@ -104,7 +104,7 @@ def _update_lines(parts: Parts) -> list[str]:
     """Lines on the update of state off the device: when it runs, and its hidden seconds."""
     result = parts.planning.result
     costs, update = result.overlapped, update_of(parts)
-    prices = [priced_in_words(result.seconds_by_update)] if costs else []
+    prices = [priced_in_words(result.seconds_by_update), _speeds(parts)] if costs else []
     if parts.update == SERIAL:
         if against_tail_of(parts) is not None or TAIL not in costs:
             return []
@@ -119,6 +119,10 @@ def _update_lines(parts: Parts) -> list[str]:
     if behind.ready() and (last := behind.wait()).seconds:
         lines.append(f"measured of the last update: {said(last.seconds, last.waited_seconds)}")
     return lines
+
+
+def _speeds(parts: Parts) -> str:
+    return f"speeds of predictions: {parts.planning.machine.speeds.origin}"
 
 
 def when_updated(parts: Parts) -> str:

@@ -1,4 +1,4 @@
-"""Memory that the machine has left for this rank, and the number of ranks that share it."""
+"""Memory that the machine has left for this rank, its speeds, and the ranks that share it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from gemini.kept_speeds import speeds_here
 from gemini.placement.homes.budgets import Machine
 from gemini.runtime.comm.communicator import Communicator
 
@@ -20,9 +21,14 @@ def ranks_here(comm: Communicator) -> int:
     return comm.gather_objects(here).count(here)
 
 
-def look_at_machine(backend: Backend, ranks_per_node: int) -> Machine:
+def look_at_machine(
+    backend: Backend, ranks_per_node: int, nvme_folder: str | None = None
+) -> Machine:
     """Look at this host: its ranks share a node, and its CPU if they compute on it."""
     return Machine(
+        speeds=speeds_here(
+            backend.device, nvme_folder, ranks_per_node, has_host_tier=backend.has_host_tier
+        ),
         ranks_per_node=ranks_per_node,
         ranks_per_device=ranks_per_node if backend.device.type == "cpu" else 1,
         has_host_tier=backend.has_host_tier,

@@ -28,7 +28,6 @@ from gemini.placement.fit import (
     fit,
     fit_state,
     fit_within,
-    usual_speeds,
     with_ahead,
 )
 from gemini.placement.homes.budgets import Machine, in_words_of, resolve
@@ -48,10 +47,10 @@ from gemini.placement.sizes import (
     UNLIMITED,
     BudgetError,
     Budgets,
-    least_bandwidths,
     least_budgets,
     wider_chunks,
 )
+from gemini.placement.speeds import agreed
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.allowed import buffers_ahead
 from gemini.placement.timetable.gathers import GatherSteps, told_apart
@@ -539,15 +538,14 @@ def begin_planning(
     )  # fmt: skip
     may_split = frozenset(c.id for c in layout.chunks if c.dtype == WEIGHT_DTYPE)
     state = assumed_state(may_split, has_master)
-    machine = look_at_machine(backend, ranks_per_node or ranks_here(comm))
+    folder = policy.nvme_dir if isinstance(policy, AutoPlacement) else None
+    machine = look_at_machine(backend, ranks_per_node or ranks_here(comm), folder)
     budgets = resolve(policy, machine)
-    bandwidths = usual_speeds(backend.has_host_tier)
-    gathered = comm.gather_objects((trace, budgets, bandwidths))
-    traces, limits, links = zip(*gathered, strict=True)
+    traces, limits, found = zip(*comm.gather_objects((trace, budgets, machine.speeds)), strict=True)
     without = [rank for rank, given in enumerate(traces) if given is None]
     if 0 < len(without) < comm.world_size:
         raise ValueError(f"ranks {without} have no trace= and others do; expected all or none")
-    budgets, bandwidths = least_budgets(limits), least_bandwidths(links)
+    budgets, machine = least_budgets(limits), replace(machine, speeds=agreed(found))
     fixed = None
     if backend.shards_start_on_host and not has_budgets(policy):
         fixed, budgets = tuple(Tier.HOST for _ in layout.chunks), Budgets()
@@ -559,7 +557,7 @@ def begin_planning(
         used = reduce_traces(traces)
     updates_on_host = backend.has_host_tier and not backend.updates_by_triton
     inputs = PlanInputs(
-        layout=layout, trace=used, state=state, budgets=budgets, bandwidths=bandwidths,
+        layout=layout, trace=used, state=state, budgets=budgets, bandwidths=machine.speeds.links,
         has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch,
         off_device=UpdatePath.CPU if updates_on_host else UpdatePath.STREAM, fixed_params=fixed,
         with_originals=with_originals, num_ahead=num_ahead,

@@ -7,11 +7,12 @@ import pytest
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.forecast import forward_of, with_bytes_added
 from gemini.memtracer.trace import TraceMoment, sequential_trace
-from gemini.placement.fit import USUAL, StateRequest
+from gemini.placement.fit import StateRequest
 from gemini.placement.planner import PlanInputs, make_plan, plan_within
 from gemini.placement.policy import AutoPlacement, StaticPlacement
 from gemini.placement.predict import predict
 from gemini.placement.sizes import Bandwidths, BudgetError, Budgets, StateBytes
+from gemini.placement.speeds import USUAL
 from gemini.placement.tiers import Tier
 from gemini.runtime.schedule.planning import Planning
 

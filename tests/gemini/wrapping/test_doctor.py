@@ -8,25 +8,9 @@ import pytest
 
 from gemini.__main__ import main
 from gemini.doctor.measure import examine
-from gemini.doctor.report import DeviceFacts, Facts, FolderFacts, judge, render
+from gemini.doctor.report import FolderFacts, judge, render
 from gemini.placement.sizes import Bandwidths
-
-DISK = FolderFacts(
-    "/disk", file_system="ext4", free_bytes=1 << 40, direct=True, engine="threads",
-    read=4e9, write=2e9,
-)  # fmt: skip
-GPU = DeviceFacts("a GPU", "9.0", 80 << 30, 70 << 30, 3e12, 50e9, 40e9)
-NO_TRITON = tuple((name, "1") for name in ("torch", "numpy", "psutil", "safetensors"))
-GOOD = Facts(
-    versions=(*NO_TRITON, ("triton", "3")),
-    cores=8, load_average=0.5, ram_bytes=64 << 30, ram_left_bytes=60 << 30,
-    ram_copy_bytes_per_s=30e9, cpu_flops={"bf16": 4e11, "fp32": 2e11}, memlock_bytes=None,
-    huge_pages="madvise",
-    temporary_file_system="ext4", c_compiler="/usr/bin/gcc", cxx_compiler="/usr/bin/g++",
-    shadowed={}, malloc_tuned=True,
-    process={"floor": 400 << 20, "product": 9 << 16, "parameter": 10 << 10, "thread": 6 << 20},
-    devices=(GPU,), folders=(DISK,),
-)  # fmt: skip
+from tests.support.doctored import DISK, GOOD, GPU, NO_TRITON
 
 
 def test_speeds_of_a_busy_machine_are_not_judged():
@@ -93,7 +77,8 @@ def test_the_slowest_device_and_folder_are_what_a_planner_counts_with():
     report = judge(replace(GOOD, folders=(DISK, slow, FolderFacts("/x", error="no"))))
     links = Bandwidths.from_json(report.bandwidths())
     assert (links.nvme_read, links.nvme_write) == (1e9, 2e9)
-    assert (links.host_to_device, links.device_memory, links.host_memory) == (50e9, 3e12, 30e9)
+    assert (links.host_to_device, links.device_to_host) == (45e9, 40e9)  # both at once
+    assert (links.device_memory, links.host_memory, links.flops) == (3e12, 30e9, 4e14)
 
 
 def test_a_real_machine_is_measured_and_nothing_is_left(tmp_path):
