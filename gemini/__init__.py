@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .checkpoint.save import save_checkpoint as save_checkpoint
     from .ddp import GeminiDDP as GeminiDDP
     from .ema import EMA as EMA
+    from .fused import fuse as fuse
     from .memtracer.collector import MemStatsCollector as MemStatsCollector
     from .memtracer.collector import trace as trace
     from .metrics import Metrics as Metrics
@@ -59,6 +60,7 @@ _HOME = {
     "NvmeConfig": "gemini.optim",
     "PrecisionPolicy": "gemini.options",
     "export_safetensors": "gemini.checkpoint.export",
+    "fuse": "gemini.fused",
     "init_empty": "gemini.runtime.wrap.materialise",
     "load_checkpoint": "gemini.checkpoint.load",
     "load_pretrained": "gemini.checkpoint.pretrained",

@@ -5,6 +5,7 @@ tiles.py     segment and tile tables, and the control vector
 rounding.py  loads and stores of all float types, and of split masters
 update/      the update of every optimizer, and its prologue (`frame.py`); two small functions each
 norm.py      norm, overflow check, pack
+rows.py      norms of rows and cross-entropy, for modules (`gemini.fused`)
 ops.py       checked wrappers, registered with torch, that the rest of the project calls
 """
 

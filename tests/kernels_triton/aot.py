@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels_triton import rows
 from kernels_triton.launch import choose_launch
 from kernels_triton.norm import (
     FINISH_AT_ONCE,
@@ -119,9 +120,46 @@ def sources():
         yield f"finish-{norm}", source(finish_kernel, pointers, constants), 4
         pointers = {"votes": "*fp64", "num_ranks": "i32", "control": "*fp64"}
         yield f"tally-{norm}", source(tally_kernel, pointers, {"NORM": norm}), 4
+    yield from sources_of_rows()
 
 
-def source(kernel, arguments, constants):
+def sources_of_rows():
+    """The same of `kernels_triton.rows`: a row of 4096, and losses."""
+    scalars = {"numel": "i32", "eps": "fp32", "offset": "fp32"}
+    vectors = {"x": "*i16", "weight": "*i16", "bias": "*i16"}
+    constants = {"DTYPE": tl.bfloat16, "CENTRED": True, "HAS_BIAS": True, "BLOCK": 4096}
+    pointers = {**vectors, "out": "*i16", "mean": "*fp32", "scale": "*fp32", **scalars}
+    yield "rows-norm", source(rows.norm_rows_kernel, pointers, constants, ("numel",)), 4
+    pointers = {
+        "x": "*i16", "weight": "*i16", "grad": "*i16", "x_grad": "*i16", "weight_sums": "*fp32",
+        "bias_sums": "*fp32", "mean": "*fp32", "scale": "*fp32", "rows": "i32", "numel": "i32",
+        "offset": "fp32",
+    }  # fmt: skip
+    yield (
+        "rows-backward",
+        source(rows.norm_rows_backward_kernel, pointers, constants, ("numel",)),
+        8,
+    )
+    constants = {"DTYPE": tl.bfloat16, "SMOOTHS": True, "BLOCK": rows.LOSS_BLOCK}
+    pointers = {
+        "logits": "*i16", "targets": "*i64", "losses": "*fp32", "sums": "*fp32", "numel": "i32",
+        "ignored": "i64", "smoothing": "fp32",
+    }  # fmt: skip
+    yield "rows-loss", source(rows.loss_rows_kernel, pointers, constants, ("numel",)), 8
+    del constants["SMOOTHS"]
+    pointers = {
+        "logits": "*i16", "targets": "*i64", "sums": "*fp32", "factors": "*fp32", "grad": "*i16",
+        "numel": "i32", "ignored": "i64", "smoothing": "fp32",
+    }  # fmt: skip
+    yield (
+        "rows-loss-backward",
+        source(rows.loss_rows_backward_kernel, pointers, constants, ("numel",)),
+        8,
+    )
+
+
+def source(kernel, arguments, constants, multiples=()):
+    """multiples: whole numbers that are multiples of 16, as Triton finds out at a launch."""
     names = [*arguments, *constants]
     signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
     pointers = [i for i, name in enumerate(arguments) if arguments[name].startswith("*")]
@@ -129,7 +167,10 @@ def source(kernel, arguments, constants):
         kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i in (*pointers, *(names.index(name) for name in multiples))
+        },
     )
 
 

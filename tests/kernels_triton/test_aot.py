@@ -33,9 +33,9 @@ def test_full_tiles_are_read_and_written_128_bits_at_a_time(report):
         accesses = entry["accesses"]
         if "-state-" in name:  # of bytes; with 16-bit parameters nothing is of 32
             continue
-        if "/update-" in name or "/pack-" in name:
+        if "/update-" in name or "/pack-" in name or name.endswith(("/rows-norm", "-backward")):
             wide = ["ld.global.v4.b32", "st.global.v4.b32"]
-        elif "/norm-" in name:
+        elif "/norm-" in name or name.endswith("/rows-loss"):
             wide = ["ld.global.v4.b32"]
         else:
             continue
@@ -68,6 +68,8 @@ REGISTERS = {
     "prologue-schedule_free": (128, 128, 128, 124),
     "pack": (123, 124, 160, 80),
     "norm--1": (61, 87, 80, 64),
+    "rows-backward": (128, 128, 128, 64),  # of 256 threads: a row of 4096 and the sums of two
+    "rows-loss": (80, 80, 80, 72),
     "": (64, 64, 64, 64),  # norm, prologue, finish, tally
 }
 
@@ -96,8 +98,8 @@ def test_planes_and_gradients_are_read_4_elements_at_a_time(report):
 
 def test_nothing_is_contracted_into_a_fused_multiply_add(report):
     """In PTX. AMD's assembly uses fma inside its exact square root and division, and the norm of
-    any exponent p and coefficients with one inside the library's logarithm."""
-    with_powers = ("/norm--1", "/prologue-nadam", "/prologue-schedule_free")
+    any exponent p, losses and coefficients with one inside the library's logarithm."""
+    with_powers = ("/norm--1", "/prologue-nadam", "/prologue-schedule_free", "/rows-loss")
     for name, entry in report.items():
         if name.startswith("sm_") and not name.endswith(with_powers):
             assert not [a for a in entry["accesses"] if a.startswith("fma")], name

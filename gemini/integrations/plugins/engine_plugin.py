@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gemini.ddp import GeminiDDP
+from gemini.fused import fuse
 from gemini.integrations import parts
 from gemini.integrations.options import FP16, SCALE_NAMES, Case
 from gemini.integrations.parallel.experts import share_experts
@@ -38,9 +39,7 @@ class Ignored:
     PINNED = "what is staged is always pinned"
     DATA = "there is data parallelism alone"
     FLASH = "models that call torch's scaled_dot_product_attention have it"
-    NORMS = "norms are the model's own; torch.compile fuses them"
     JIT = "nothing is compiled; call .compile() on the blocks of the model"
-    KERNELS = "it stands for the three others, and no more"
 
 
 TENSOR = Case(lambda own: own.tp_size > 1, "it is for tp_size above 1")
@@ -78,10 +77,14 @@ class EnginePlugin(Plugin):
         return {name: getattr(self, name) for name in names} | {"loss_scale": self.loss_scale()}
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Change the layers of a model before it is split, cut or wrapped: into float8, if asked.
+        """Change the layers of a model before it is split, cut or wrapped: norms into fused ones,
+        and into float8, if asked.
 
         Raises ValueError.
         """
+        asked = ("enable_fused_normalization", "enable_all_optimization")
+        if any(getattr(self, name, False) for name in asked):
+            fuse(model, loss=False)
         if getattr(self, "use_fp8", False):
             in_float8(model, device)
 

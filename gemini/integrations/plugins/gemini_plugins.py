@@ -89,8 +89,8 @@ class GeminiPlugin(EnginePlugin):
     norm_type: float = 2.0
     tp_size: int = size(1)
     extra_dp_size: int = size(1)
-    enable_all_optimization: bool = option(False, ignored=Ignored.KERNELS)
-    enable_fused_normalization: bool = option(False, ignored=Ignored.NORMS)
+    enable_all_optimization: bool = False
+    enable_fused_normalization: bool = False
     enable_flash_attention: bool = option(False, ignored=Ignored.FLASH)
     enable_sequence_parallelism: bool = option(False, only=TENSOR)
     enable_jit_fused: bool = option(False, ignored=Ignored.JIT)

@@ -104,8 +104,8 @@ class HybridParallelPlugin(EnginePlugin):
         expected="'fp16', 'bf16' or 'fp32'",
     )
     zero_stage: int = option(0, valid=lambda stage: stage in (0, 1, 2), expected="0, 1 or 2")
-    enable_all_optimization: bool = option(False, ignored=Ignored.KERNELS)
-    enable_fused_normalization: bool = option(False, ignored=Ignored.NORMS)
+    enable_all_optimization: bool = False
+    enable_fused_normalization: bool = False
     enable_flash_attention: bool = option(False, ignored=Ignored.FLASH)
     enable_jit_fused: bool = option(False, ignored=Ignored.JIT)
     enable_sequence_parallelism: bool = option(False, only=SPLITS)

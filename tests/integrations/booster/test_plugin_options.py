@@ -93,9 +93,8 @@ def test_all_options_that_change_nothing_are_in_one_line_of_rank_0(caplog, monke
     given = {
         "pin_memory": True, "strict_ddp_mode": True, "enable_gradient_accumulation": True,
         "chunk_init_device": torch.device("cpu"), "enable_async_reduce": False,
-        "gpu_margin_mem_ratio": 0.1, "placement_policy": "auto", "enable_all_optimization": True,
-        "enable_fused_normalization": True, "enable_flash_attention": True,
-        "enable_jit_fused": True,
+        "gpu_margin_mem_ratio": 0.1, "placement_policy": "auto",
+        "enable_flash_attention": True, "enable_jit_fused": True,
     }  # fmt: skip
     for rank, lines in ((1, 0), (0, 1)):
         caplog.clear()
@@ -105,6 +104,23 @@ def test_all_options_that_change_nothing_are_in_one_line_of_rank_0(caplog, monke
         said = [r.message for r in caplog.records if "change nothing here" in r.message]
         assert len(said) == lines
     assert all(name in said[0] for name in given if name != "placement_policy")
+
+
+@pytest.mark.parametrize("name", ["enable_fused_normalization", "enable_all_optimization"])
+@pytest.mark.parametrize(
+    "make", [GeminiPlugin, lambda **given: HybridParallelPlugin(tp_size=1, pp_size=1, **given)]
+)
+def test_fused_norms_are_those_of_the_model_by_the_names_it_had(make, name):
+    module = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8))
+    model = wrapped(make(precision="fp32", **{name: True}), module)
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    with torch.no_grad():
+        assert torch.allclose(model(x), nn.LayerNorm(8)(module[0](x)), atol=1e-5)
+    assert isinstance(module[1], nn.LayerNorm) and type(module[1]) is not nn.LayerNorm
+    assert "1.weight" in model.state_dict()
+    other = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8))
+    wrapped(make(precision="fp32"), other)
+    assert type(other[1]) is nn.LayerNorm
 
 
 @pytest.mark.parametrize("plugin", [GeminiPlugin, LowLevelZeroPlugin, HybridParallelPlugin])
