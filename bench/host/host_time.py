@@ -48,7 +48,9 @@ class Instant(SimBackend):
     def copy(self, dst: Tensor, src: Tensor) -> CopyTicket:
         return Waited(self)
 
-    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
+    def copy_all(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], after: CopyTicket | None = None
+    ) -> CopyTicket:
         return Waited(self)
 
     def address(self, tensor: Tensor) -> int:

@@ -46,6 +46,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 Mover = Callable[[Tensor, Tensor], None]  # fills the first with the second
+Pairs = Sequence[tuple[Tensor, Tensor]]  # (dst, src)
 
 
 class Memory(Protocol):
@@ -75,8 +76,9 @@ class Memory(Protocol):
         not be written and `dst` not be used until the ticket says so."""
         ...
 
-    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
-        """`copy` of several (dst, src), all in one direction, as one."""
+    def copy_all(self, pairs: Pairs, after: CopyTicket | None = None) -> CopyTicket:
+        """`copy` of several, all in one direction, as one. after: a copy that they come behind, and
+        not behind the device's work: it ends the last use of each `dst` and write of each `src`."""
         ...
 
     def mover(self) -> Mover:
@@ -134,7 +136,7 @@ class DeviceMemory:
     def copy(self, dst: Tensor, src: Tensor) -> CopyTicket:
         return self.copy_all([(dst, src)])
 
-    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
+    def copy_all(self, pairs: Pairs, after: CopyTicket | None = None) -> CopyTicket:
         for dst, src in pairs:
             dst.copy_(src)
         return Copied()
@@ -194,14 +196,10 @@ class StreamMark:
             self._event = self._free.pop()
         except IndexError:
             self._event = torch.cuda.Event()
-        self.move(stream)
+        stream.record_event(self._event)
 
     def __del__(self) -> None:
         self._free.append(self._event)
-
-    def move(self, stream: torch.cuda.Stream) -> None:
-        """Move the mark: it comes after the work that this stream was given so far."""
-        stream.record_event(self._event)
 
     def order(self, stream: torch.cuda.Stream) -> None:
         """Let the next work of this stream come after the mark."""
@@ -244,17 +242,18 @@ class CudaMemory(DeviceMemory):
 
         return pinned(numel, dtype) if self._pin_memory else torch.empty(numel, dtype=dtype)
 
-    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
+    def copy_all(self, pairs: Pairs, after: CopyTicket | None = None) -> CopyTicket:
         to_host = not pairs[0][0].is_cuda
         stream = self._out if to_host else self._in
         # After the current stream's work so far: it made `src`, or still uses what `dst` replaces.
-        mark = StreamMark(torch.cuda.current_stream(self.device))
+        now = torch.cuda.current_stream(self.device)
+        mark = after.mark if isinstance(after, EventTicket) else StreamMark(now)
         mark.order(stream)
         with torch.cuda.stream(stream):
             for dst, src in pairs:
                 dst.copy_(src, non_blocking=True)
-        mark.move(stream)
-        return EventTicket(mark, self.device, to_host, list(pairs))
+        del mark  # its event marks the end of the copies
+        return EventTicket(StreamMark(stream), self.device, to_host, list(pairs))
 
     def mover(self) -> Mover:
         # The mark is taken once: a thread's copies come after the work of before the thread began,

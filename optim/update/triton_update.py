@@ -227,9 +227,7 @@ class TritonUpdater:
         state = {name: plane for name, plane in planes.items() if name != WEIGHT}
         staging = self.staging
         with named("update", "block", block.id):
-            staging.use(block.id)
-            staged = staging.planes(state)
-            staging.bring([(staged[name], state[name]) for name in state])
+            staged = staging.bring_state(block.id, state)
             # Only after the planes have come: views may read the master.
             key = None if views.borrowed([block]) else self._key(views)
             tables = self._table(

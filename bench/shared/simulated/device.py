@@ -26,7 +26,7 @@ from bench.shared.interpreter import one_kernel_at_a_time
 from gemini.optim.state.memory import Mover, copy_alone
 from gemini.tickets import CopyTicket
 
-from .copies import SeveralTickets, SimCopy, SimTicket, addresses, overlap
+from .copies import SeveralTickets, SimCopy, SimTicket, addresses, copies_of, overlap
 from .operators import Operators, SimMonitor
 from .pages import Place, SimPages, poison
 
@@ -150,7 +150,12 @@ class SimBackend:
             finally:
                 self._copier = before
 
-    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
+    def copy_all(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], after: CopyTicket | None = None
+    ) -> CopyTicket:
+        with self.copying():
+            for before in copies_of(after):
+                before.end()  # it comes before these on the device
         return SeveralTickets([self.copy(dst, src) for dst, src in pairs])
 
     def copy(self, dst: Tensor, src: Tensor) -> CopyTicket:

@@ -341,7 +341,7 @@ class ShardViews:
                 arrival.settle()
             return there
         grad = self._staging.grad(block.numel, there.dtype)
-        coming = self._staging.bring([(grad, there)])
+        coming = self._staging.bring([(grad, there)], arrival)
         if arrival is None:
             self._coming = coming
         return grad

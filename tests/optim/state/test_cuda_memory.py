@@ -10,6 +10,7 @@ import torch
 
 from optim.state import memory as memories
 from optim.state.memory import CudaMemory, DeviceMemory
+from optim.update.staging import DeviceStaging
 
 DEVICE = torch.device("cuda", 0)
 
@@ -137,6 +138,33 @@ def test_an_event_is_recorded_again_when_nobody_can_ask_for_what_it_marked(gpu):
     tickets[0].settle()
     assert log[-1] == "the host waits for an event of out"
     assert Event.num_made - before == 3
+
+
+def test_staging_comes_behind_the_last_use_of_its_own_set_and_not_behind_what_the_device_was_given(
+    gpu,
+):
+    log, _, memory = gpu
+    staging = DeviceStaging(memory, 2)
+    staging.planes = lambda like: {name: ends(gpu, to_host=False)[0] for name in like}
+    state = {"master": ends(gpu, to_host=False)[1]}
+    behind = []
+    for number in (0, 1, 2, 2):
+        log.clear()
+        staged = staging.bring_state(number, state)
+        behind.append(log[0])
+        staging.bring([ends(gpu, to_host=False)])  # its gradient
+        assert log[1:3] == ["in copies", "compute comes behind an event of in"]
+        assert log[3:5] == ["in comes behind an event of in", "in copies"]
+        leaving = staging.take_back([(state["master"], staged["master"])])
+    assert behind[:2] == ["in comes behind an event of compute"] * 2  # nothing has left these sets
+    assert behind[2:] == ["in comes behind an event of out"] * 2
+    log.clear()
+    staging.bring([ends(gpu, to_host=False)], leaving)  # what that copy has brought to the host
+    assert log[0] == "in comes behind an event of out"
+    staging.use(2)  # by a block whose state is on the device
+    log.clear()
+    staging.bring([ends(gpu, to_host=False)])
+    assert log[0] == "in comes behind an event of compute"
 
 
 @pytest.mark.parametrize(("to_host", "side"), [(True, "out"), (False, "in")])
