@@ -45,7 +45,7 @@ class Instant(SimBackend):
         super().__init__(updates_by_triton=True)
         self.shards_start_on_host = shards_on_host
 
-    def copy(self, dst: Tensor, src: Tensor) -> CopyTicket:
+    def copy(self, dst: Tensor, src: Tensor, behind: Sequence[CopyTicket] = ()) -> CopyTicket:
         return Waited(self)
 
     def copy_all(

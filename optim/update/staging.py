@@ -21,8 +21,9 @@ class DeviceStaging:
     A tensor that does not fit makes its kind grow, as gradients that were added up in fp32.
 
     count: sets, and blocks that may be under way at once; 0: as many as one needs.
-    waits: the host waits for copies to the device, so that the device never does: a thread updates
-        while the device computes for another. Else the device waits, and the host goes on.
+    waits: the host waits until the block that had a set has left it, before the next one comes: a
+        thread gives the streams no more blocks at once than there are sets, and what the device
+        computes for another thread finds no queue. Else only the device waits.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class DeviceStaging:
         self.waits = False
         self._memory = memory
         self._buffers: dict[str, list[Tensor]] = {}  # by what they are for, one of each set
+        self._outgrown: list[Tensor] = []  # in this step
         self._host = torch.empty(0)  # pinned, on the way to host memory that is not
         self.turn = 0  # whose buffers are given out
         self._leaving: list[CopyTicket | None] = [None] * self.count  # from each set
@@ -51,6 +53,7 @@ class DeviceStaging:
     def begin(self, *, waits: bool) -> None:
         """Begin a step, which a thread takes beside the device's computing, or not."""
         self.waits = waits
+        self._outgrown.clear()
 
     def end(self) -> None:
         """Order all copies from it before what the device does next, as its memory is freed."""
@@ -67,11 +70,13 @@ class DeviceStaging:
             self.arrive(leaving)
 
     def bring_state(self, number: int, state: Planes) -> Planes:
-        """`use` a set for a block, and bring it the block's state, which comes behind the copies
-        from this set alone: the device may be busy with others."""
+        """`use` a set for a block, and bring it the block's state."""
         self.turn = number % self.count
         staged = self.planes(state)
         leaving, self._leaving[self.turn] = self._leaving[self.turn], None
+        if self.waits and leaving is not None:
+            leaving.settle()
+        # behind the copies from this set alone: the device may be busy with others
         pairs = [(staged[name], plane) for name, plane in state.items()]
         self._coming = self._memory.copy_all(pairs, leaving)
         self.arrive(self._coming)
@@ -96,10 +101,7 @@ class DeviceStaging:
 
     def arrive(self, ticket: CopyTicket) -> None:
         """Let what is launched next come behind a copy."""
-        if self.waits:
-            ticket.settle()
-        else:
-            ticket.order()
+        ticket.order()
 
     def planes(self, like: Planes) -> Planes:
         """Planes shaped as `like`, one after the other; uninitialised."""
@@ -131,6 +133,7 @@ class DeviceStaging:
             turn = self.turn
             self.end()
             self.turn = turn
+            self._outgrown += found or ()  # a thread's stream may read them, and theirs not wait
             words = -(-nbytes // torch.float32.itemsize)
             make = self._memory.allocate
             self._buffers[kind] = [make(words, torch.float32) for _ in range(self.count)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -158,13 +158,13 @@ class SeveralTickets:
             copy.settle()
 
 
-def copies_of(ticket: CopyTicket | None) -> Iterator[SimCopy]:
-    """Copies of a ticket that have not ended."""
+def end_copies(ticket: CopyTicket | None) -> None:
+    """End the copies of a ticket: others come behind them on the device."""
     if isinstance(ticket, SeveralTickets):
         for part in ticket.parts:
-            yield from copies_of(part)
+            end_copies(part)
     elif isinstance(ticket, SimTicket) and not ticket.copy.has_ended:
-        yield ticket.copy
+        ticket.copy.end()
 
 
 def addresses(tensor: Tensor) -> range:

@@ -112,7 +112,8 @@ class ShardViews:
         }
 
     def let_go(self, shard: int) -> None:
-        """Drop the gradient of this shard: all of its blocks are updated."""
+        """Let readers of this shard come behind its update, and drop its gradient."""
+        self._memory.join()
         self._shards[shard].grad = None
 
     @property
