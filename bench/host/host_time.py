@@ -45,10 +45,12 @@ class Instant(SimBackend):
         super().__init__(updates_by_triton=True)
         self.shards_start_on_host = shards_on_host
 
-    def copy(self, dst: Tensor, src: Tensor) -> CopyTicket:
+    def copy(self, dst: Tensor, src: Tensor, behind: Sequence[CopyTicket] = ()) -> CopyTicket:
         return Waited(self)
 
-    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
+    def copy_all(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], after: CopyTicket | None = None
+    ) -> CopyTicket:
         return Waited(self)
 
     def address(self, tensor: Tensor) -> int:

@@ -40,9 +40,7 @@ class Float8Chunk(Chunk):
         if self.files is not None:
             self._read_file(own).wait()
         elif self.shard_on_host:
-            brought = self._memory.copy(own, self.shard_memory)
-            self.is_copied(brought)
-            brought.order()
+            self.bring(own).order()
         else:
             own = self.shard_memory
         return self._send(own)

@@ -8,7 +8,7 @@ W world size · S numel of a shard · payload [S * W] in the compute dtype
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,7 +35,7 @@ class ChunkMemory(Protocol):
     def free(self, tensor: Tensor) -> None: ...
     def refill(self, tensor: Tensor) -> None: ...
     def allocate_host(self, numel: int, dtype: torch.dtype) -> Tensor: ...
-    def copy(self, dst: Tensor, src: Tensor) -> CopyTicket: ...
+    def copy(self, dst: Tensor, src: Tensor, behind: Sequence[CopyTicket] = ()) -> CopyTicket: ...
     def after_copies(self) -> AbstractContextManager[None]: ...
 
 
@@ -352,14 +352,22 @@ class Chunk:
             return self._links.shards.all_gather(self.payload, own, self.spec.id)
         if not self.shard_on_host:
             return self._links.shards.all_gather(self.payload, self.shard_memory, self.spec.id)
-        brought = self._memory.copy(own, self.shard_memory)
-        self.is_copied(brought)
+        brought = self.bring(own)
         if alone:
             return brought
         # the collective's stream waits for the copy, and what the device computes does not
         with self._memory.after_copies():
             gather = self._links.shards.all_gather(self.payload, own, self.spec.id)
         return _Sent(brought, gather)
+
+    def bring(self, into: Tensor) -> CopyTicket:
+        """Begin to copy [S] from host memory, behind the copies of it that are under way: the
+        device does not wait for those."""
+        self.wait_updated()
+        assert self._shard is not None
+        brought = self._memory.copy(into, self._shard, self._copies)
+        self.is_copied(brought)
+        return brought
 
     def gather_again(self) -> None:
         """Begin to gather a payload that is never released: the shards have changed."""

@@ -46,6 +46,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 Mover = Callable[[Tensor, Tensor], None]  # fills the first with the second
+Pairs = Sequence[tuple[Tensor, Tensor]]  # (dst, src)
 
 
 class Memory(Protocol):
@@ -70,13 +71,14 @@ class Memory(Protocol):
         """Uninitialised [numel] in host memory, pinned where that speeds up copies."""
         ...
 
-    def copy(self, dst: Tensor, src: Tensor) -> CopyTicket:
-        """Begin to copy between tiers, after the work that the device was given so far. `src` must
-        not be written and `dst` not be used until the ticket says so."""
+    def copy(self, dst: Tensor, src: Tensor, behind: Sequence[CopyTicket] = ()) -> CopyTicket:
+        """Begin to copy between tiers, after the work that the device was given so far, and after
+        other copies. `src` must not be written and `dst` not be used until the ticket says so."""
         ...
 
-    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
-        """`copy` of several (dst, src), all in one direction, as one."""
+    def copy_all(self, pairs: Pairs, after: CopyTicket | None = None) -> CopyTicket:
+        """`copy` of several, all in one direction, as one. after: a copy that they come behind, and
+        not behind the device's work: it ends the last use of each `dst` and write of each `src`."""
         ...
 
     def mover(self) -> Mover:
@@ -90,9 +92,14 @@ class Memory(Protocol):
         before; what the device computes does not wait for them."""
         ...
 
-    def here(self) -> AbstractContextManager[None]:
-        """Context for another thread, once: what it launches there comes in the order of what the
-        thread that asked launches."""
+    def beside(self) -> AbstractContextManager[None]:
+        """Context for another thread, once: what it launches there comes behind what the device was
+        given so far, and runs beside what the thread that asked launches from now on."""
+        ...
+
+    def join(self) -> None:
+        """Let what the thread that asked launches from now on come behind what was launched in its
+        `beside`."""
         ...
 
     def address(self, tensor: Tensor) -> int:
@@ -131,10 +138,10 @@ class DeviceMemory:
     def allocate_host(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype)
 
-    def copy(self, dst: Tensor, src: Tensor) -> CopyTicket:
+    def copy(self, dst: Tensor, src: Tensor, behind: Sequence[CopyTicket] = ()) -> CopyTicket:
         return self.copy_all([(dst, src)])
 
-    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
+    def copy_all(self, pairs: Pairs, after: CopyTicket | None = None) -> CopyTicket:
         for dst, src in pairs:
             dst.copy_(src)
         return Copied()
@@ -145,8 +152,11 @@ class DeviceMemory:
     def after_copies(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def here(self) -> AbstractContextManager[None]:
+    def beside(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def join(self) -> None:
+        return
 
     def address(self, tensor: Tensor) -> int:
         assert tensor.device == self.device, (
@@ -194,14 +204,10 @@ class StreamMark:
             self._event = self._free.pop()
         except IndexError:
             self._event = torch.cuda.Event()
-        self.move(stream)
+        stream.record_event(self._event)
 
     def __del__(self) -> None:
         self._free.append(self._event)
-
-    def move(self, stream: torch.cuda.Stream) -> None:
-        """Move the mark: it comes after the work that this stream was given so far."""
-        stream.record_event(self._event)
 
     def order(self, stream: torch.cuda.Stream) -> None:
         """Let the next work of this stream come after the mark."""
@@ -220,8 +226,8 @@ FREE_EVENTS: dict[torch.device, list[torch.cuda.Event]] = defaultdict(list)
 
 
 class CudaMemory(DeviceMemory):
-    """Memory of CUDA: copies run on two streams of their own, one for each direction, so that both
-    are used at once."""
+    """Memory of CUDA: copies run on streams of their own, so that both directions are used at once,
+    and a gather for the next layer does not come behind the state of all others."""
 
     @staticmethod
     def pin(address: int, nbytes: int) -> Callable[[], object]:
@@ -232,7 +238,9 @@ class CudaMemory(DeviceMemory):
     def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
         super().__init__(device)
         self._pin_memory = pin_memory
-        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._in, self._out, self._gathers, self._beside = (
+            torch.cuda.Stream(device) for _ in range(4)
+        )
 
     def zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
         if on_host:
@@ -244,17 +252,28 @@ class CudaMemory(DeviceMemory):
 
         return pinned(numel, dtype) if self._pin_memory else torch.empty(numel, dtype=dtype)
 
-    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
-        to_host = not pairs[0][0].is_cuda
-        stream = self._out if to_host else self._in
+    def copy(self, dst: Tensor, src: Tensor, behind: Sequence[CopyTicket] = ()) -> CopyTicket:
+        stream = self._gathers if dst.is_cuda else self._out
+        with torch.cuda.stream(stream):
+            for other in behind:
+                other.order()
+        return self._begin(stream, [(dst, src)])
+
+    def copy_all(self, pairs: Pairs, after: CopyTicket | None = None) -> CopyTicket:
+        return self._begin(self._in if pairs[0][0].is_cuda else self._out, pairs, after)
+
+    def _begin(
+        self, stream: torch.cuda.Stream, pairs: Pairs, after: CopyTicket | None = None
+    ) -> CopyTicket:
         # After the current stream's work so far: it made `src`, or still uses what `dst` replaces.
-        mark = StreamMark(torch.cuda.current_stream(self.device))
+        now = torch.cuda.current_stream(self.device)
+        mark = after.mark if isinstance(after, EventTicket) else StreamMark(now)
         mark.order(stream)
         with torch.cuda.stream(stream):
             for dst, src in pairs:
                 dst.copy_(src, non_blocking=True)
-        mark.move(stream)
-        return EventTicket(mark, self.device, to_host, list(pairs))
+        del mark  # its event marks the end of the copies
+        return EventTicket(StreamMark(stream), self.device, stream == self._out, list(pairs))
 
     def mover(self) -> Mover:
         # The mark is taken once: a thread's copies come after the work of before the thread began,
@@ -265,7 +284,7 @@ class CudaMemory(DeviceMemory):
             if dst.is_cuda == src.is_cuda:
                 copy_alone(dst, src)
                 return
-            stream = self._in if dst.is_cuda else self._out
+            stream = self._gathers if dst.is_cuda else self._out
             asked.order(stream)
             with torch.cuda.stream(stream):
                 dst.copy_(src, non_blocking=True)
@@ -275,11 +294,16 @@ class CudaMemory(DeviceMemory):
 
     @contextmanager
     def after_copies(self) -> Iterator[None]:
-        with torch.cuda.stream(self._in):  # the stream that a collective waits for
+        with torch.cuda.stream(self._gathers):  # the stream that a collective waits for
             yield
 
-    def here(self) -> AbstractContextManager[None]:
-        return torch.cuda.stream(torch.cuda.current_stream(self.device))
+    def beside(self) -> AbstractContextManager[None]:
+        self._asked = torch.cuda.current_stream(self.device)
+        StreamMark(self._asked).order(self._beside)
+        return torch.cuda.stream(self._beside)
+
+    def join(self) -> None:
+        StreamMark(self._beside).order(self._asked)
 
 
 @dataclass(slots=True)

@@ -102,7 +102,8 @@ class Gates:
     def __init__(
         self, blocks: Sequence[Block], num_shards: int, let_go: Callable[[int], object]
     ) -> None:
-        """let_go: called with each shard, before its gate opens."""
+        """let_go: called with each shard, before its gate opens: its gradient is read no more, by
+        what is launched from then on."""
         self.gates = [Gate() for _ in range(num_shards)]
         self._shard_of = {block.id: block.shard for block in blocks}
         self._left = Counter(self._shard_of.values())

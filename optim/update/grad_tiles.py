@@ -17,6 +17,8 @@ from gemini.kernels_triton.tiles import GRAD, SegmentRow, segment_table, tile_ta
 from gemini.optim.state.memory import Memory
 from gemini.optim.state.pieces import GradSegment
 
+from .launch_tables import VARIANTS
+
 
 class _RunTiles(NamedTuple):
     """Tiles of a run, and its rows in the table of segments."""
@@ -51,6 +53,10 @@ class GradTiles:
         self._sums = torch.zeros(num_tiles, device=device)
         self._bad = torch.zeros(num_tiles, dtype=torch.int32, device=device)
         self._known: dict[int, tuple[int, int]] = {}  # address and bytes an element, in the rows
+        # of segments, by what was known; runs that are measured one by one have one each
+        self._kept: dict[object, Tensor] = {}
+        shape = VARIANTS * (len(runs) + 1), *self._rows.shape
+        self._free = list(torch.empty(shape, dtype=torch.int64, device=device).unbind())
         self._filled: set[int] = set()
 
     @property
@@ -84,7 +90,8 @@ class GradTiles:
         self._filled.intersection_update(runs)
 
     def _point_at(self, grads: Mapping[int, Tensor]) -> None:
-        """Point the table at these gradients; it is uploaded again if an address has changed."""
+        """Point the table at these gradients; it is uploaded if they have addresses that no table
+        of the last steps has."""
         moved = False
         for run, grad in grads.items():
             known = self._memory.address(grad), grad.element_size()
@@ -95,7 +102,13 @@ class GradTiles:
                 moved = True
         if not moved:
             return
-        if self._segments.is_cuda:  # the allocator keeps the pinned copy until it was read
-            self._segments = self._rows.pin_memory().to(self._segments.device, non_blocking=True)
-        else:
-            self._segments = self._rows.clone().to(self._segments.device)
+        key = tuple(sorted(self._known.items()))
+        kept = self._kept.pop(key, None)
+        if kept is None:
+            if not self._free:  # launches come in order: none reads it when it is written
+                self._free.append(self._kept.pop(next(iter(self._kept))))
+            kept = self._free.pop()
+            # the allocator keeps a pinned copy until it was read
+            rows = self._rows.pin_memory() if kept.is_cuda else self._rows.clone()
+            kept.copy_(rows, non_blocking=True)
+        self._kept[key] = self._segments = kept

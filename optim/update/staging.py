@@ -12,6 +12,7 @@ from gemini.optim.state.pieces import Planes
 from gemini.tickets import CopyTicket
 
 SETS = 3  # one travels in, one is updated, one travels out
+KINDS = ("state", "param", "grad")
 
 
 class DeviceStaging:
@@ -20,8 +21,9 @@ class DeviceStaging:
     A tensor that does not fit makes its kind grow, as gradients that were added up in fp32.
 
     count: sets, and blocks that may be under way at once; 0: as many as one needs.
-    waits: the host waits for copies to the device, so that the device never does: a thread updates
-        while the device computes for another. Else the device waits, and the host goes on.
+    waits: the host waits until the block that had a set has left it, before the next one comes: a
+        thread gives the streams no more blocks at once than there are sets, and what the device
+        computes for another thread finds no queue. Else only the device waits.
     """
 
     def __init__(
@@ -34,24 +36,24 @@ class DeviceStaging:
     ) -> None:
         self.count = count or SETS
         self.waits = False
-        self._states = _Buffers(memory, self.count)
-        self._params = _Buffers(memory, self.count)
-        self._grads = _Buffers(memory, self.count)
         self._memory = memory
+        self._buffers: dict[str, list[Tensor]] = {}  # by what they are for, one of each set
+        self._outgrown: list[Tensor] = []  # in this step
         self._host = torch.empty(0)  # pinned, on the way to host memory that is not
-        self._states.grow(state_bytes)
-        self._params.grow(param_bytes)
-        self._grads.grow(grad_bytes)
         self.turn = 0  # whose buffers are given out
         self._leaving: list[CopyTicket | None] = [None] * self.count  # from each set
+        self._coming: CopyTicket | None = None  # state to the set in use
+        for kind, nbytes in zip(KINDS, (state_bytes, param_bytes, grad_bytes), strict=True):
+            self._grow(kind, nbytes)
 
     @property
     def nbytes(self) -> int:
-        return self._states.nbytes + self._params.nbytes + self._grads.nbytes
+        return sum(buffer.nbytes for found in self._buffers.values() for buffer in found)
 
     def begin(self, *, waits: bool) -> None:
         """Begin a step, which a thread takes beside the device's computing, or not."""
         self.waits = waits
+        self._outgrown.clear()
 
     def end(self) -> None:
         """Order all copies from it before what the device does next, as its memory is freed."""
@@ -63,13 +65,32 @@ class DeviceStaging:
         that it has the same buffers in every step, in whatever order blocks come."""
         self.turn = number % self.count
         leaving, self._leaving[self.turn] = self._leaving[self.turn], None
+        self._coming = None
         if leaving is not None:
             self.arrive(leaving)
 
-    def bring(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
-        """Begin to copy each second tensor to the first, on the device, for what is launched
-        next."""
-        ticket = self._memory.copy_all(pairs)
+    def bring_state(self, number: int, state: Planes) -> Planes:
+        """`use` a set for a block, and bring it the block's state."""
+        self.turn = number % self.count
+        staged = self.planes(state)
+        leaving, self._leaving[self.turn] = self._leaving[self.turn], None
+        if self.waits and leaving is not None:
+            leaving.settle()
+        # behind the copies from this set alone: the device may be busy with others
+        pairs = [(staged[name], plane) for name, plane in state.items()]
+        self._coming = self._memory.copy_all(pairs, leaving)
+        self.arrive(self._coming)
+        return staged
+
+    def bring(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], arrival: CopyTicket | None = None
+    ) -> CopyTicket:
+        """Begin to copy each second tensor to the first, on the device, for what is launched next.
+
+        arrival: the copy that brought the second ones to the host.
+        """
+        # Behind the state, on the same stream, the set is free.
+        ticket = self._memory.copy_all(pairs, self._coming and (arrival or self._coming))
         self.arrive(ticket)
         return ticket
 
@@ -80,14 +101,11 @@ class DeviceStaging:
 
     def arrive(self, ticket: CopyTicket) -> None:
         """Let what is launched next come behind a copy."""
-        if self.waits:
-            ticket.settle()
-        else:
-            ticket.order()
+        ticket.order()
 
     def planes(self, like: Planes) -> Planes:
         """Planes shaped as `like`, one after the other; uninitialised."""
-        memory = self._states.of(self.turn, sum([plane.nbytes for plane in like.values()]))
+        memory = self._of("state", sum([plane.nbytes for plane in like.values()]))
         found, end = {}, 0
         for name, plane in like.items():
             start, end = end, end + plane.nbytes
@@ -96,11 +114,29 @@ class DeviceStaging:
 
     def param(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Buffer [numel] for parameters, uninitialised."""
-        return self._params.of(self.turn, numel * dtype.itemsize).view(dtype)
+        return self._of("param", numel * dtype.itemsize).view(dtype)
 
     def grad(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Buffer [numel] for a gradient, uninitialised."""
-        return self._grads.of(self.turn, numel * dtype.itemsize).view(dtype)
+        return self._of("grad", numel * dtype.itemsize).view(dtype)
+
+    def _of(self, kind: str, nbytes: int) -> Tensor:
+        """Bytes, uint8 [nbytes], of the buffer whose turn it is."""
+        self._grow(kind, nbytes)
+        return self._buffers[kind][self.turn].view(torch.uint8)[:nbytes]
+
+    def _grow(self, kind: str, nbytes: int) -> None:
+        """Grow buffers to at least `nbytes` bytes, in whole words."""
+        found = self._buffers.get(kind)
+        if nbytes and (not found or found[0].nbytes < nbytes):
+            # What the device still uses may become a buffer: copies to it come behind all that.
+            turn = self.turn
+            self.end()
+            self.turn = turn
+            self._outgrown += found or ()  # a thread's stream may read them, and theirs not wait
+            words = -(-nbytes // torch.float32.itemsize)
+            make = self._memory.allocate
+            self._buffers[kind] = [make(words, torch.float32) for _ in range(self.count)]
 
     def host(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Buffer [numel] in host memory, uninitialised; valid until the next call."""
@@ -108,29 +144,3 @@ class DeviceStaging:
         if self._host.numel() < words:
             self._host = self._memory.allocate_host(words, torch.float32)
         return self._host.view(dtype)[:numel]
-
-
-class _Buffers:
-    """`count` buffers of one size."""
-
-    def __init__(self, memory: Memory, count: int) -> None:
-        self._memory = memory
-        self._count = count
-        self._buffers: list[Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
-
-    def grow(self, nbytes: int) -> None:
-        """Grow buffers to at least `nbytes` bytes, in whole words."""
-        if nbytes and (not self._buffers or self._buffers[0].nbytes < nbytes):
-            words = -(-nbytes // torch.float32.itemsize)
-            self._buffers = [
-                self._memory.allocate(words, torch.float32) for _ in range(self._count)
-            ]
-
-    def of(self, turn: int, nbytes: int) -> Tensor:
-        """Bytes, uint8 [nbytes], of the buffer whose `turn` it is."""
-        self.grow(nbytes)
-        return self._buffers[turn].view(torch.uint8)[:nbytes]

@@ -46,7 +46,7 @@ from gemini.ranges import named
 from gemini.tickets import CopyTicket
 from gemini.units import ParamId
 
-from .launch_tables import LaunchTables, segments_of
+from .launch_tables import VARIANTS, LaunchTables, TableVariants, segments_of
 from .staging import DeviceStaging
 from .triton_source import kernel_source
 
@@ -110,14 +110,16 @@ class TritonUpdater:
         self._hyper_rows: list[tuple[float, ...]] = []
         self._uploads: list[Tensor] = []
         self._coefficients = torch.zeros(n, NUM_COEFFICIENTS, device=device)
-        self._tables: dict[object, LaunchTables] = {}
+        self._tables: dict[object, TableVariants] = {}
         self._sums = torch.empty(0, dtype=torch.float32, device=device)
         self._bad = torch.empty(0, dtype=torch.int32, device=device)
         self._norm_tiles: list[Tensor] = []  # [tiles, segments, sums, bad], for `begin` to finish
         self._votes: Tensor | None = None  # of all ranks, for `begin` to tally
         self._signature: object | None = None  # of the views of the last step
+        self._signatures: list[object] = []  # of the last steps, no two equal; the last one first
         self.staging = DeviceStaging(self._memory)
         self._moved = Traffic()
+        self.outcomes: list[tuple[Tensor, StreamMark | None]] = []  # memory of those that are gone
         self.steps = torch.zeros(n, dtype=torch.int64, device=device)
         self.present = torch.ones(n, dtype=torch.float64, device=device)
         self._active = list(range(n))
@@ -227,9 +229,7 @@ class TritonUpdater:
         state = {name: plane for name, plane in planes.items() if name != WEIGHT}
         staging = self.staging
         with named("update", "block", block.id):
-            staging.use(block.id)
-            staged = staging.planes(state)
-            staging.bring([(staged[name], state[name]) for name in state])
+            staged = staging.bring_state(block.id, state)
             # Only after the planes have come: views may read the master.
             key = None if views.borrowed([block]) else self._key(views)
             tables = self._table(
@@ -301,11 +301,16 @@ class TritonUpdater:
             )  # fmt: skip
 
     def _key(self, views: BlockViews) -> object | None:
-        """Signature of the views' memory: the object of the last step, if it is equal."""
+        """Signature of the views' memory: the object of an earlier step, if it is equal."""
         found = views.signature()
-        if found is not self._signature and found != self._signature:
+        if found is None:
+            return None
+        if found is not self._signature:
+            known = next((other for other in self._signatures if other == found), found)
+            others = [other for other in self._signatures if other is not known]
+            self._signatures = [known, *others[: VARIANTS - 1]]
             self._signature = found
-        return self._signature if found is not None else None
+        return self._signatures[0]
 
     def _launch_for(self, pieces: Sequence[Piece]) -> Launch:
         if self.launch is not None:
@@ -335,31 +340,40 @@ class TritonUpdater:
         key: object | None = None,
     ) -> LaunchTables:
         """Device tables of a launch; made again only where addresses or lengths changed."""
-        old = self._tables.get(name)
-        if old is not None and key is not None and (old.key is key or old.key == key):
-            return old
-        found = pieces() if callable(pieces) else pieces
-        keyed = segments_of(found, slab, self._memory, self._of_code)
-        if old is not None and old.keyed == keyed:
-            old.key = key
-            return old
-        self._tables[name] = LaunchTables(
-            keyed, launch_for(found), self._device, before=old, key=key
-        )
-        return self._tables[name]
+        variants = self._tables.get(name)
+        if variants is None:
+            variants = self._tables[name] = TableVariants()
+        tables = variants.known(key)
+        if tables is None:
+            found = pieces() if callable(pieces) else pieces
+            keyed = segments_of(found, slab, self._memory, self._of_code)
+            tables = variants.of(keyed, launch_for(found), self._device, key)
+        return tables
 
 
 class DeviceOutcome:
-    """Outcome of a step, still on the device; reading it waits for the device once."""
+    """Outcome of a step, still on the device; reading it waits for the device once.
+
+    Its memory goes back to the updater when it is dropped: a copy to it comes behind the last.
+    """
 
     def __init__(self, updater: TritonUpdater, names: Sequence[str] | None) -> None:
-        control = updater.control
+        control, self._free = updater.control, updater.outcomes
         self._mark: StreamMark | None = None
-        self._control = torch.empty_like(control, device="cpu", pin_memory=control.is_cuda)
+        try:
+            self._control, last = self._free.pop()
+        except IndexError:
+            pin = control.is_cuda
+            self._control, last = torch.empty_like(control, device="cpu", pin_memory=pin), None
+        if last is not None:
+            last.order(torch.cuda.current_stream(control.device))
         self._control.copy_(control, non_blocking=True)
         if control.is_cuda:
             self._mark = StreamMark(torch.cuda.current_stream(control.device))
         self._names = names  # of the counters; None where nothing was measured here
+
+    def __del__(self) -> None:
+        self._free.append((self._control, self._mark))
 
     def ready(self) -> bool:
         return self._mark is None or self._mark.ready()

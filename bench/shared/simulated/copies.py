@@ -113,49 +113,58 @@ class SimTicket:
     """Of one copy, which is lost where nobody waits before this is dropped."""
 
     def __init__(self, device: Device, copy: SimCopy) -> None:
-        self._device, self._copy = device, copy
+        self._device, self.copy = device, copy
 
     def ready(self) -> bool:
-        return self._copy.has_ended
+        return self.copy.has_ended
 
     def order(self) -> None:
         with self._device.copying():
-            self._copy.order()
+            self.copy.order()
 
     def wait(self) -> None:
         self.order()
-        if self._copy.to_host:
+        if self.copy.to_host:
             self.settle()
 
     def settle(self) -> None:
         with self._device.copying():
-            self._copy.settle()
+            self.copy.settle()
 
     def __del__(self) -> None:
-        if not self._copy.ordered:
-            self._device.lost(self._copy)
+        if not self.copy.ordered:
+            self._device.lost(self.copy)
 
 
 class SeveralTickets:
     """Several copies that are waited for as one."""
 
-    def __init__(self, copies: Sequence[CopyTicket]) -> None:
-        self._copies = copies
+    def __init__(self, parts: Sequence[CopyTicket]) -> None:
+        self.parts = parts
 
     def ready(self) -> bool:
-        return all(copy.ready() for copy in self._copies)
+        return all(copy.ready() for copy in self.parts)
 
     def order(self) -> None:
-        for copy in self._copies:
+        for copy in self.parts:
             copy.order()
 
     def wait(self) -> None:
-        for copy in self._copies:
+        for copy in self.parts:
             copy.wait()
 
     def settle(self) -> None:
-        for copy in self._copies:
+        for copy in self.parts:
             copy.settle()
+
+
+def end_copies(ticket: CopyTicket | None) -> None:
+    """End the copies of a ticket: others come behind them on the device."""
+    if isinstance(ticket, SeveralTickets):
+        for part in ticket.parts:
+            end_copies(part)
+    elif isinstance(ticket, SimTicket) and not ticket.copy.has_ended:
+        ticket.copy.end()
 
 
 def addresses(tensor: Tensor) -> range:

@@ -26,7 +26,7 @@ from bench.shared.interpreter import one_kernel_at_a_time
 from gemini.optim.state.memory import Mover, copy_alone
 from gemini.tickets import CopyTicket
 
-from .copies import SeveralTickets, SimCopy, SimTicket, addresses, overlap
+from .copies import SeveralTickets, SimCopy, SimTicket, addresses, end_copies, overlap
 from .operators import Operators, SimMonitor
 from .pages import Place, SimPages, poison
 
@@ -150,11 +150,17 @@ class SimBackend:
             finally:
                 self._copier = before
 
-    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
+    def copy_all(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], after: CopyTicket | None = None
+    ) -> CopyTicket:
+        with self.copying():
+            end_copies(after)
         return SeveralTickets([self.copy(dst, src) for dst, src in pairs])
 
-    def copy(self, dst: Tensor, src: Tensor) -> CopyTicket:
+    def copy(self, dst: Tensor, src: Tensor, behind: Sequence[CopyTicket] = ()) -> CopyTicket:
         with self.copying():
+            for before in behind:
+                end_copies(before)
             return SimTicket(self, self._begun(dst, src))
 
     def mover(self) -> Mover:
@@ -195,9 +201,12 @@ class SimBackend:
                 late.deliver() if self.updates_by_triton else late.end()
         return copy
 
-    def here(self) -> AbstractContextManager[None]:
+    def beside(self) -> AbstractContextManager[None]:
         """See `optim.state.memory.Memory`: what any thread launches comes in order of time."""
         return nullcontext()
+
+    def join(self) -> None:
+        """See `optim.state.memory.Memory`."""
 
     @contextmanager
     def after_copies(self) -> Iterator[None]:

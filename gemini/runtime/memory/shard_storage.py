@@ -238,6 +238,7 @@ class ShardStorage:
 
     def step_goes_on(self) -> None:
         """Note that a step goes on after `step()`: parameters are read as it writes them."""
+        self.all_leave()  # another thread would order the end of these copies before its own work
         self._goes_on = True
         if self.params is not None:
             self.params.reads_latest = True

@@ -4,8 +4,8 @@
               waits until it is updated (`gemini.runtime.schedule.updating`)
     settle    wait for the end; where a disk failed, undo the step and raise the error
 
-A thread updates everything (`optim.step.tail`). What it launches on a device comes in the order of
-what the thread that trains launches: a chunk whose update is launched may be read.
+A thread updates everything (`optim.step.tail`). What it launches on a device runs beside what the
+thread that trains launches; before a gate opens, the latter comes behind it (`Memory.join`).
 
 In the tail all ranks vote, in a process group of its own, on whether every disk did its part. Until
 then nothing counts on any rank. A rank whose disk failed goes on to the vote, so that none hangs.
@@ -76,7 +76,7 @@ class StepTail:
         agree, in_memory = partial(vote, parts.tail_communicator, raise_failures), alone
         if parts.plan.blocks_on(Tier.HOST):
             in_memory = partial(vote, parts.tail_communicator, raise_what_tore)
-        tail = Tail(step, agree, gates, signals, in_memory, parts.backend.here())
+        tail = Tail(step, agree, gates, signals, in_memory, parts.backend.beside())
 
         self._tail, self._state, self._forget = tail, tiered_state, forget
         self._signals = signals

@@ -112,7 +112,8 @@ class ShardViews:
         }
 
     def let_go(self, shard: int) -> None:
-        """Drop the gradient of this shard: all of its blocks are updated."""
+        """Let readers of this shard come behind its update, and drop its gradient."""
+        self._memory.join()
         self._shards[shard].grad = None
 
     @property
@@ -341,7 +342,7 @@ class ShardViews:
                 arrival.settle()
             return there
         grad = self._staging.grad(block.numel, there.dtype)
-        coming = self._staging.bring([(grad, there)])
+        coming = self._staging.bring([(grad, there)], arrival)
         if arrival is None:
             self._coming = coming
         return grad

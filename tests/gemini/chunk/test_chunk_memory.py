@@ -38,7 +38,7 @@ class Memory:
     def refill(self, tensor):
         self.log.append("refill")
 
-    def copy(self, dst, src):
+    def copy(self, dst, src, behind=()):
         dst.copy_(src)
         return Logged(self.log)
 
@@ -278,7 +278,7 @@ def test_a_shard_of_the_host_is_sent_behind_its_copy_and_both_are_waited_for_lat
     log = []
 
     class Beside(Memory):
-        def copy(self, dst, src):
+        def copy(self, dst, src, behind=()):
             log.append(("copies", dst.data_ptr()))
             dst.copy_(src)
             return Told("copy")

@@ -34,9 +34,9 @@ class CountingBackend(SimBackend):
         super().__init__(seed)
         self.copied = Counter()
 
-    def copy(self, dst, src):
+    def copy(self, dst, src, behind=()):
         self.copied[dst.untyped_storage()._cdata] += src.nbytes
-        return super().copy(dst, src)
+        return super().copy(dst, src, behind)
 
 
 def in_pages(plan, kind, src, dst, moves=None):

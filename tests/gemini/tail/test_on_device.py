@@ -170,22 +170,29 @@ def test_gradients_die_when_their_step_has_ended_and_the_loop_drops_them(update)
     optimizer.close()
 
 
-def test_the_thread_of_a_tail_launches_where_the_trainer_does_and_its_device_waits_for_no_copy():
-    """It waits for what comes itself: the stream that computes would hold up the forward."""
-    backend, threads = device(by_triton=True), []
+def test_a_tail_launches_beside_the_trainer_who_comes_behind_an_update_before_its_gate_opens():
+    backend, threads, opened = device(by_triton=True), [], []
 
     @contextmanager
-    def here():
+    def beside():
         threads.append(threading.current_thread().name)
         yield
 
-    backend.here = here
+    backend.beside = beside
+    backend.join = lambda: opened.append([gate.ready() for gate in gates()])
     model, optimizer = wrapped("tail", backend, StaticPlacement(1.0, 1.0))
+
+    def gates():
+        return [chunk.updating for chunk in model.engine.chunks if chunk.updating is not None]
+
     step(model, optimizer, 0)
     model(batch(1)).float().pow(2).mean().backward()
-    starved = backend.starved
+    opened.clear()
     optimizer.step()
     optimizer.last_report.behind.wait()
-    assert backend.starved == starved
     assert threads == ["optim-tail"] * 2
+    assert [ready.count(True) for ready in opened] == list(range(len(model.engine.chunks)))
+    assert (
+        model.engine.target.executor.staging.waits
+    )  # for a set to be free: no queue of all blocks
     optimizer.close()

@@ -32,9 +32,9 @@ class Watched(SimBackend):
         self.shards_start_on_host = False
         self.copies = []
 
-    def copy(self, dst, src):
+    def copy(self, dst, src, behind=()):
         self.copies.append((dst.data_ptr(), src.data_ptr(), src.nbytes))
-        return super().copy(dst, src)
+        return super().copy(dst, src, behind)
 
 
 def made(placement, precision="bf16"):

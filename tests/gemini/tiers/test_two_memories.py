@@ -18,7 +18,7 @@ from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.files import tensor_files
 from optim import HybridAdam, NvmeConfig
-from optim.update import triton_update
+from optim.update import launch_tables
 from optim.update.launch_tables import LaunchTables
 from tests.support.apart import Apart
 from tests.support.device.placed import HOMES, NAMES, Forked, SpareLayer, batch, device, wrapped
@@ -164,7 +164,7 @@ def test_the_tables_of_launches_are_made_once(monkeypatch):
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    monkeypatch.setattr(triton_update, "LaunchTables", Counted)
+    monkeypatch.setattr(launch_tables, "LaunchTables", Counted)
     model, optimizer = wrapped(Forked(), device(by_triton=True), (True, True, True))
     counts = []
     for step, uses_spare in enumerate((True, True, True, False, True)):

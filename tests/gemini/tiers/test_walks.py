@@ -17,6 +17,7 @@ from gemini.placement.tiers import Tier
 from kernels_triton import ops
 from optim import HybridAdam, HybridLion, HybridSGD, NvmeConfig
 from optim.plain.views import Order
+from optim.update.launch_tables import LaunchTables
 from tests.support.device.placed import HOMES, NAMES, Forked, place_gradients
 from tests.support.walking import META, MetaBackend, Walk
 
@@ -196,10 +197,13 @@ def test_parameters_gradients_and_state_in_files_stay_on_their_devices(walking):
 @pytest.mark.parametrize("homes", HOMES[1:4], ids=NAMES[1:4])
 def test_a_table_on_the_host_is_found(homes, walking, monkeypatch):
     """That the walk can fail."""
-    monkeypatch.setattr(
-        "optim.update.launch_tables.segment_table",
-        lambda rows, device: torch.zeros(len(rows), 6, dtype=torch.int64, device="cpu"),
-    )
+
+    class OnHost(LaunchTables):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.segments = torch.zeros(self.segments.shape, dtype=torch.int64, device="cpu")
+
+    monkeypatch.setattr("optim.update.launch_tables.LaunchTables", OnHost)
     params, _, state = homes
     model, optimizer = wrapped(StaticPlacement(1.0, float(state), float(params)), homes)
     with pytest.raises(AssertionError, match="is given memory of"):

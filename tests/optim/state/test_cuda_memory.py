@@ -10,6 +10,7 @@ import torch
 
 from optim.state import memory as memories
 from optim.state.memory import CudaMemory, DeviceMemory
+from optim.update.staging import DeviceStaging
 
 DEVICE = torch.device("cuda", 0)
 
@@ -58,7 +59,7 @@ class Memory:
 @pytest.fixture
 def gpu(monkeypatch):
     """(log, current streams, memory): the last stream is the current one."""
-    log, names = [], iter(["in", "out"])
+    log, names = [], iter(["in", "out", "gathers", "beside"])
     streams = [Stream(log, "compute")]
 
     @contextmanager
@@ -89,7 +90,7 @@ def ends(gpu, *, to_host):
     return Memory(log, streams, not to_host), Memory(log, streams, to_host)
 
 
-@pytest.mark.parametrize(("to_host", "side"), [(True, "out"), (False, "in")])
+@pytest.mark.parametrize(("to_host", "side"), [(True, "out"), (False, "gathers")])
 def test_a_copy_runs_beside_computing_on_a_stream_for_each_direction(to_host, side, gpu):
     log, _, memory = gpu
     ticket = memory.copy(*ends(gpu, to_host=to_host))
@@ -139,7 +140,47 @@ def test_an_event_is_recorded_again_when_nobody_can_ask_for_what_it_marked(gpu):
     assert Event.num_made - before == 3
 
 
-@pytest.mark.parametrize(("to_host", "side"), [(True, "out"), (False, "in")])
+def test_a_gather_comes_behind_the_copies_of_its_shard_and_what_computes_does_not(gpu):
+    """Nor does a gather come behind the state of other layers, which is on another stream."""
+    log, _, memory = gpu
+    leaves = memory.copy(*ends(gpu, to_host=True))
+    memory.copy_all([ends(gpu, to_host=False)])
+    log.clear()
+    memory.copy(*ends(gpu, to_host=False), behind=[leaves])
+    assert log == [
+        "gathers comes behind an event of out", "gathers comes behind an event of compute",
+        "gathers copies",
+    ]  # fmt: skip
+
+
+def test_staging_comes_behind_the_last_use_of_its_own_set_and_not_behind_what_the_device_was_given(
+    gpu,
+):
+    log, _, memory = gpu
+    staging = DeviceStaging(memory, 2)
+    staging.planes = lambda like: {name: ends(gpu, to_host=False)[0] for name in like}
+    state = {"master": ends(gpu, to_host=False)[1]}
+    behind = []
+    for number in (0, 1, 2, 2):
+        log.clear()
+        staged = staging.bring_state(number, state)
+        behind.append(log[0])
+        staging.bring([ends(gpu, to_host=False)])  # its gradient
+        assert log[1:3] == ["in copies", "compute comes behind an event of in"]
+        assert log[3:5] == ["in comes behind an event of in", "in copies"]
+        leaving = staging.take_back([(state["master"], staged["master"])])
+    assert behind[:2] == ["in comes behind an event of compute"] * 2  # nothing has left these sets
+    assert behind[2:] == ["in comes behind an event of out"] * 2
+    log.clear()
+    staging.bring([ends(gpu, to_host=False)], leaving)  # what that copy has brought to the host
+    assert log[0] == "in comes behind an event of out"
+    staging.use(2)  # by a block whose state is on the device
+    log.clear()
+    staging.bring([ends(gpu, to_host=False)])
+    assert log[0] == "in comes behind an event of compute"
+
+
+@pytest.mark.parametrize(("to_host", "side"), [(True, "out"), (False, "gathers")])
 def test_blocks_of_files_move_beside_computing_behind_what_it_was_given_when_they_were_asked_for(
     to_host, side, gpu
 ):
@@ -167,7 +208,7 @@ def test_a_collective_comes_behind_the_copies_that_were_begun_and_computing_does
     memory.copy(*ends(gpu, to_host=False))
     log.clear()
     with memory.after_copies():
-        assert streams[-1].name == "in"
+        assert streams[-1].name == "gathers"
     assert streams[-1].name == "compute" and log == []
 
 
@@ -193,14 +234,32 @@ def test_host_memory_is_registered_in_its_own_size_and_not_by_torchs_allocator(g
     assert registered == []
 
 
-def test_what_another_thread_launches_comes_in_the_order_of_who_asked_for_it(gpu):
-    """Whatever stream that computes on: a thread begins on another."""
+def test_another_thread_launches_beside_the_one_that_asked_which_comes_behind_it_by_a_join(gpu):
+    """Whatever stream that computes on, and whichever the thread is in when it joins."""
     log, streams, memory = gpu
-    where = memory.here()
+    streams[0].name = "the user's"
+    where = memory.beside()
+    assert log == ["beside comes behind an event of the user's"]
     asked, streams[:] = streams[-1], [Stream(log, "of the thread")]
     with where:
-        assert streams[-1] is asked
-        memory.copy(*ends(gpu, to_host=False)).order()
-    assert streams[-1].name == "of the thread"
-    assert log[0] == "in comes behind an event of compute"
-    assert log[-1] == "compute comes behind an event of in"
+        assert streams[-1].name == "beside"
+        memory.copy_all([ends(gpu, to_host=False)]).order()
+    log.clear()
+    memory.join()
+    assert log == [f"{asked.name} comes behind an event of beside"]
+
+
+def test_a_thread_gives_streams_no_more_blocks_than_there_are_sets(gpu):
+    log, _, memory = gpu
+    staging = DeviceStaging(memory, 2)
+    staging.planes = lambda like: {name: ends(gpu, to_host=False)[0] for name in like}
+    state = {"master": ends(gpu, to_host=False)[1]}
+    for waits in (True, False):
+        staging.begin(waits=waits)
+        for number in range(6):
+            log.clear()
+            staged = staging.bring_state(number, state)
+            must = waits and number >= 2
+            assert ("the host waits for an event of out" in log) == must
+            assert not must or log.index("the host waits for an event of out") == 0
+            staging.take_back([(state["master"], staged["master"])])
