@@ -160,7 +160,11 @@ def main() -> None:
             )
             assembly = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             found = Counter(m[1] for line in assembly.splitlines() if (m := ACCESS.match(line)))
-            entry = {"accesses": found}
+            plain = [line for line in assembly.splitlines() if not line.lstrip().startswith("@")]
+            entry = {
+                "accesses": found,
+                "unmasked": Counter(m[1] for line in plain if (m := ACCESS.match(line))),
+            }
             if "cubin" in compiled.asm:
                 entry["resources"] = resources(compiled.asm["cubin"])
             else:  # the assembler says it in the text
