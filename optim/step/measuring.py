@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from gemini.dtypes import DTYPES
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import MASTER
+from gemini.optim.state.memory import StreamMark
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.optim.state.tiered_state import TieredState
@@ -131,10 +132,15 @@ def run(
     measures: Mapping[int, Measure],
     inputs: StepInputs,
 ) -> None:
-    """Show this rank's part of parameters to their measures. Reads all state once, or none."""
+    """Show this rank's part of parameters to their measures. Reads all state once, or none.
+
+    A device computes on what has a gradient there, wherever its state is; the host waits for it
+    once, at the end, and for each block that is on disk, whose buffer is used again.
+    """
     from gemini.optim.rules.measures import Tile
 
     dtype = DTYPES[state.layout.dtype]  # of updates
+    on_disk = {block.id for block in state.nvme.blocks} if of_state and state.nvme else set()
 
     def look(block: Block, planes: Planes) -> None:
         for part in block.segments:
@@ -146,23 +152,45 @@ def run(
             weight = planes[MASTER][here] if MASTER in planes else None
             if of_state and weight is None:
                 weight = cover.param(block, part)
-            place = grad.device if weight is None else weight.device
+            place = grad.device
             for tile in _tiles(part):
-                entering = grad[tile].to(place, dtype).mul(inputs.factor)
+                entering = grad[tile].to(dtype).mul(inputs.factor)
                 measures[part.param].add(
                     Tile(
                         entering.clamp(-inputs.limit, inputs.limit),
                         part.param_offset + tile.start,
-                        None if weight is None else weight[tile].to(dtype),
-                        [plane[tile] for plane in others],
+                        None if weight is None else _at(weight[tile], place).to(dtype),
+                        [_at(plane[tile], place) for plane in others],
                     )
                 )
+            if block.id in on_disk and place.type == "cuda":
+                StreamMark(torch.cuda.current_stream(place)).settle()
 
     if of_state:
         state.visit(look)
     else:
         for block in state.space.blocks:
             look(block, {})
+    _read(measures.values())
+
+
+def _at(values: Tensor, place: torch.device) -> Tensor:
+    return values.to(place, non_blocking=True)
+
+
+def _read(measures: Iterable[Measure]) -> None:
+    """Bring what measures found on a device to the host: one copy, for which the host waits."""
+    away = [one for one in measures if any(found.is_cuda for found in one.sums)]
+    if not away:
+        return
+    every = [found.view(-1) for one in away for found in one.sums]
+    there = torch.cat([found.to(every[0].device) for found in every])
+    here = torch.empty_like(there, device="cpu", pin_memory=True)
+    here.copy_(there, non_blocking=True)
+    StreamMark(torch.cuda.current_stream(there.device)).settle()
+    values = iter(here.split([found.numel() for found in every]))
+    for one in away:
+        one.sums = [next(values).view(found.shape) for found in one.sums]
 
 
 def _tiles(part: BlockSegment) -> list[slice]:

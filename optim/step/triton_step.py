@@ -152,7 +152,7 @@ class DeviceStep(Executor):
             if grad.numel()
         ]
         if not norms:
-            return torch.zeros((), dtype=torch.float64, device=self.counts.device)
+            return torch.zeros((), dtype=torch.float64, device=self._memory.device)
         together = torch.stack(norms)
         return together.max() if norm_type == math.inf else (together**norm_type).sum()
 
@@ -272,6 +272,11 @@ class OperatorStep(DeviceStep):
     """Executor for rules that need more than an element at a time."""
 
     path = "torch"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # The host reads and raises them in every step: on the device it would wait for each.
+        self.counts = torch.zeros(len(self.counts), dtype=self.counts.dtype)
 
     def updater_of(
         self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
