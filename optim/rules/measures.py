@@ -77,10 +77,10 @@ class Norms(Measure):
         assert param is not None
         planes = rule.given(tile.planes, hyper, tile.first, param)
         direction = rule.moved_along(param, tile.grad, planes, hyper, self.asked.step)
-        self.sums += [_squares(param), _squares(direction)]  # of a tile, 0-d each
+        self.sums.append(torch.stack([_squares(param), _squares(direction)]))  # of a tile
 
     def found(self) -> Tensor:
-        tiles = torch.stack(self.sums).tolist() if self.sums else []
+        tiles = torch.cat([*self.sums, torch.zeros(2, dtype=torch.float64)]).tolist()
         sums = [math.fsum(tiles[::2]), math.fsum(tiles[1::2])]
         return torch.tensor(sums, dtype=torch.float64)
 

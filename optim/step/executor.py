@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gemini.optim.update.staging import DeviceStaging
 
     from .executors import MatrixUpdates
+    from .measuring import ByKernels
 
     AnyUpdater: TypeAlias = Updater | MatrixUpdater
 
@@ -49,6 +50,7 @@ class Executor:
     path: str
     control_vector: ControlVector
     counts: Tensor
+    norms_by_kernels: ByKernels | None = None  # what a rule's norms are measured by on a device
     _matrices: MatrixUpdates | None = None
     _rounding_seed: int | None = None
     _outcome = Outcome()  # of the step that was begun last

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from gemini.optim.update.cpu_update import StepInputs
 
 if TYPE_CHECKING:
     from gemini.optim.rules.measures import Measure
+
+# Runs the norms of a rule on a device; its arguments are those of `run` but the first.
+ByKernels: TypeAlias = Callable[[TieredState, "Cover", Mapping[int, "Measure"], StepInputs], None]
 
 TILE_NUMEL = 1 << 18  # by position in a parameter, so that its cuts change little
 
@@ -100,10 +103,11 @@ class Measuring:
         hyper: Sequence[Any],
         steps: Sequence[int],
         inputs: StepInputs,
+        by_kernels: ByKernels | None = None,
     ) -> list[Any]:
         """Hyperparameters by parameter, None where a step leaves one alone, with what measures
-        found. inputs: factor and limit of gradients. Collective."""
-        from gemini.optim.rules.measures import MeasuredParam
+        found. inputs: factor and limit of gradients. by_kernels: a device's norms. Collective."""
+        from gemini.optim.rules.measures import MeasuredParam, Norms
 
         rule, dtype = self._rule, DTYPES[state.layout.dtype]
         found = [None if one is None else rule.begun(one, dtype) for one in hyper]
@@ -120,6 +124,8 @@ class Measuring:
                 if kind.is_of(shape):
                     measures[i] = kind(asked)
             measure = partial(run, kind.of_state, state, cover, measures, inputs)
+            if kind is Norms and by_kernels is not None:
+                measure = partial(by_kernels, state, cover, measures, inputs)
             for i, sums in cover.add_up(measures, measure).items():
                 found[i] = measures[i].told(sums)
         return found
@@ -131,8 +137,11 @@ def run(
     cover: Cover,
     measures: Mapping[int, Measure],
     inputs: StepInputs,
+    blocks: Sequence[Block] | None = None,
 ) -> None:
     """Show this rank's part of parameters to their measures. Reads all state once, or none.
+
+    blocks: of which alone the state is shown; None: all.
 
     A device computes on what has a gradient there, wherever its state is; the host waits for it
     once, at the end, and for each block that is on disk, whose buffer is used again.
@@ -167,30 +176,31 @@ def run(
                 StreamMark(torch.cuda.current_stream(place)).settle()
 
     if of_state:
-        state.visit(look)
+        state.visit(look, blocks)
     else:
         for block in state.space.blocks:
             look(block, {})
-    _read(measures.values())
+    away = [one for one in measures.values() if any(found.is_cuda for found in one.sums)]
+    here = iter(to_host([found for one in away for found in one.sums]))
+    for one in away:
+        one.sums = [next(here) for _ in one.sums]
 
 
 def _at(values: Tensor, place: torch.device) -> Tensor:
     return values.to(place, non_blocking=True)
 
 
-def _read(measures: Iterable[Measure]) -> None:
-    """Bring what measures found on a device to the host: one copy, for which the host waits."""
-    away = [one for one in measures if any(found.is_cuda for found in one.sums)]
-    if not away:
-        return
-    every = [found.view(-1) for one in away for found in one.sums]
-    there = torch.cat([found.to(every[0].device) for found in every])
+def to_host(found: Sequence[Tensor]) -> list[Tensor]:
+    """fp64 tensors in host memory: one copy for all on a device, for which the host waits."""
+    if not any(one.is_cuda for one in found):
+        return list(found)
+    device = next(one.device for one in found if one.is_cuda)
+    there = torch.cat([one.to(device).view(-1) for one in found])
     here = torch.empty_like(there, device="cpu", pin_memory=True)
     here.copy_(there, non_blocking=True)
-    StreamMark(torch.cuda.current_stream(there.device)).settle()
-    values = iter(here.split([found.numel() for found in every]))
-    for one in away:
-        one.sums = [next(values).view(found.shape) for found in one.sums]
+    StreamMark(torch.cuda.current_stream(device)).settle()
+    parts = here.split([one.numel() for one in found])
+    return [part.view(one.shape) for part, one in zip(parts, found, strict=True)]
 
 
 def _tiles(part: BlockSegment) -> list[slice]:

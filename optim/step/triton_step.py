@@ -194,6 +194,18 @@ class TritonStep(DeviceStep):
     _before: tuple[Tensor, Tensor] | None = None  # counts and control, for `undo`
     _known: Outcome | None = None  # of the step begun last; None: the device knows
 
+    def __init__(self, rule: UpdateRule, *args: Any) -> None:
+        super().__init__(rule, *args)
+        if not rule.measures or rule.layout.is_quantised:
+            return
+        from gemini.optim.rules.measures import NormRule
+
+        if isinstance(rule, NormRule):
+            from .direction_norms import DirectionNorms
+
+            norms = DirectionNorms(rule, self._memory, lambda: self.staging)
+            self.norms_by_kernels = norms.run
+
     def next_steps(self) -> Sequence[int]:
         return [0] * len(self.counts)
 

@@ -28,6 +28,7 @@ from kernels_triton.norm import (
     norm_kernel,
     tally_kernel,
 )  # fmt: skip
+from kernels_triton.update.directions import SUM_AT_ONCE, direction_kernel, segment_kernel
 from kernels_triton.update.frame import COUNTERS_AT_ONCE, prologue_kernel, update_kernel
 from kernels_triton.update.made import KERNELS
 from optim.update.triton_update import kernel_of
@@ -99,6 +100,7 @@ def sources():
             }  # fmt: skip
             name = f"prologue-{rule.name}{'-votes' if votes else ''}"
             yield name, source(prologue_kernel, pointers, constants), 4
+    yield from directions(launch)
     for norm in (0, 1, 2, -1):
         for writes in (False, True) if norm == 2 else (False,):
             pointers = {
@@ -119,6 +121,32 @@ def sources():
         yield f"finish-{norm}", source(finish_kernel, pointers, constants), 4
         pointers = {"votes": "*fp64", "num_ranks": "i32", "control": "*fp64"}
         yield f"tally-{norm}", source(tally_kernel, pointers, {"NORM": norm}), 4
+
+
+def directions(launch):
+    """Kernels of a rule's norms; its directions are a kernel's formula."""
+    rule = CASES["lamb"].rule()
+    rule.name, rule.formula = f"{rule.name}-direction", rule.direction
+    kernel = KERNELS[kernel_of(rule)]
+    for param, grad, master, split in (
+        (tl.bfloat16, tl.bfloat16, True, False),
+        (tl.float32, tl.float32, False, False),
+        (tl.bfloat16, tl.bfloat16, False, True),
+    ):
+        pointers = {
+            "tiles": "*i32", "segments": "*i64", "coefficients": "*fp32", "squares": "*fp64",
+            "master": "*i16" if split else "*fp32",
+            **{f"state{i}": "*fp32" for i in range(3)}, "factor": "fp32", "limit": "fp32",
+        }  # fmt: skip
+        constants = {
+            "DIRECTION": kernel.formula, "NUM_PLANES": 2, "PARAM_DTYPE": param, "GRAD_DTYPE": grad,
+            "HAS_MASTER": master, "SPLIT": split, "KEEPER": kernel.form.keeper,
+            "BLOCK": launch.block,
+        }  # fmt: skip
+        name = f"direction-lamb-{param}-{grad}{'-split' * split}"
+        yield name, source(direction_kernel, pointers, constants), launch.num_warps
+    pointers = {"squares": "*fp64", "ends": "*i64", "out": "*fp64"}
+    yield "segment", source(segment_kernel, pointers, {"AT_ONCE": SUM_AT_ONCE}), 4
 
 
 def source(kernel, arguments, constants):

@@ -35,7 +35,7 @@ def test_full_tiles_are_read_and_written_128_bits_at_a_time(report):
             continue
         if "/update-" in name or "/pack-" in name:
             wide = ["ld.global.v4.b32", "st.global.v4.b32"]
-        elif "/norm-" in name:
+        elif "/norm-" in name or "/direction-" in name:
             wide = ["ld.global.v4.b32"]
         else:
             continue
@@ -71,6 +71,7 @@ REGISTERS = {
     "prologue-nadam": (128, 128, 128, 96),  # one program, with logarithms
     "prologue-schedule_free": (128, 128, 128, 124),
     "pack": (123, 124, 160, 80),
+    "segment": (80, 80, 80, 64),  # a program for a segment: few
     "norm--1": (61, 87, 80, 64),
     "": (64, 64, 64, 64),  # norm, prologue, finish, tally
 }
@@ -101,7 +102,7 @@ def test_planes_and_gradients_are_read_4_elements_at_a_time(report):
 def test_full_tiles_have_no_access_of_16_bits(report):
     """Those are masked. A remainder whose alignment was folded away came 2 bytes at a time."""
     for name, entry in report.items():
-        if name.startswith("sm_") and "/update-" in name:
+        if name.startswith("sm_") and ("/update-" in name or "/direction-" in name):
             narrow = [access for access in entry["unmasked"] if "16" in access.split(".")[-1]]
             assert entry["unmasked"] and not narrow, (name, entry["unmasked"])
 
