@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gemini.optim.state.pieces import Piece, Planes, plane_part
 from gemini.optim.state.space import Block, BlockSegment
-from gemini.optim.step.measuring import Cover
+from gemini.optim.step.measuring import Cover, to_host
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId
 
@@ -133,7 +133,9 @@ class PlainViews(Cover):
     def largest(self, param: int) -> float:
         if not self._largest:  # of all, for which a device is waited for once
             norms = {i: _magnitude(grad) for i, grad in self._grad.items() if grad.numel()}
-            self._largest = dict(zip(norms, torch.stack([*norms.values()]).tolist(), strict=True))
+            self._largest = dict(
+                zip(norms, to_host([torch.stack([*norms.values()])])[0].tolist(), strict=True)
+            )
         return self._largest[param]
 
     # -- for an update --

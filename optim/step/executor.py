@@ -85,9 +85,13 @@ class Executor:
         """Updater of a step that updates the parameters in `active`."""
         raise NotImplementedError
 
+    def step_counts(self) -> list[int]:
+        """Number of updates of every counter; may wait for the device."""
+        return [int(count) for count in self.counts.tolist()]
+
     def next_steps(self) -> Sequence[int]:
         """Number of the coming step of every counter; zeros where the device counts."""
-        return [int(count) + 1 for count in self.counts.tolist()]
+        return [count + 1 for count in self.step_counts()]
 
     def begin(
         self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 ByKernels: TypeAlias = Callable[[TieredState, "Cover", Mapping[int, "Measure"], StepInputs], None]
 
 TILE_NUMEL = 1 << 18  # by position in a parameter, so that its cuts change little
+DEVICE_TILE_NUMEL = (
+    1 << 20
+)  # a block at most: an operator is a launch there, and waits for no cache
 
 
 class Cover:
@@ -162,7 +165,7 @@ def run(
             if of_state and weight is None:
                 weight = cover.param(block, part)
             place = grad.device
-            for tile in _tiles(part):
+            for tile in _tiles(part, DEVICE_TILE_NUMEL if grad.is_cuda else TILE_NUMEL):
                 entering = grad[tile].to(dtype).mul(inputs.factor)
                 measures[part.param].add(
                     Tile(
@@ -191,7 +194,8 @@ def _at(values: Tensor, place: torch.device) -> Tensor:
 
 
 def to_host(found: Sequence[Tensor]) -> list[Tensor]:
-    """fp64 tensors in host memory: one copy for all on a device, for which the host waits."""
+    """Tensors of one dtype in host memory: one copy for all on a device, for which the host
+    waits."""
     if not any(one.is_cuda for one in found):
         return list(found)
     device = next(one.device for one in found if one.is_cuda)
@@ -203,8 +207,8 @@ def to_host(found: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(one.shape) for part, one in zip(parts, found, strict=True)]
 
 
-def _tiles(part: BlockSegment) -> list[slice]:
+def _tiles(part: BlockSegment, numel: int) -> list[slice]:
     """Tiles of a segment, cut at multiples of the tile in its parameter."""
-    first = -part.param_offset % TILE_NUMEL
-    edges = [0, *range(first or TILE_NUMEL, part.numel, TILE_NUMEL), part.numel]
+    first = -part.param_offset % numel
+    edges = [0, *range(first or numel, part.numel, numel), part.numel]
     return [slice(a, b) for a, b in pairwise(edges)]

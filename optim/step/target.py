@@ -86,7 +86,7 @@ class Target:
     @property
     def step_counts(self) -> list[int]:
         """Number of updates of each parameter; may wait for the device."""
-        return [int(count) for count in self._executor.counts.tolist()]
+        return self._executor.step_counts()
 
     @property
     def _executor_groups(self) -> Sequence[int | None]:

@@ -138,6 +138,30 @@ def test_kernels_measure_norms_as_operators_do_wherever_state_is(place):
         assert torch.allclose(value, found[1][name], rtol=ULP[precision], atol=1e-8)
 
 
+def test_the_host_reads_the_counts_of_a_device_once_while_it_decides(on_triton, monkeypatch):
+    """And again after they were loaded: no copy is older than what it stands for."""
+    reads = []
+
+    def read(found):
+        reads.append(len(found))
+        return measuring.to_host(found)
+
+    monkeypatch.setattr("optim.step.triton_step.to_host", read)
+    params, wanted = make_params(), make_params()
+    optimizer, other = HybridLamb(params, lr=1e-2), HybridLamb(wanted, lr=1e-2)
+    train(params, optimizer, 3)
+    assert reads == [1]
+    counts = optimizer.state_dict()["state"][0]["step"]
+    assert int(counts) == 3
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    del reads[:]
+    for step in range(2):
+        give_gradients(wanted, step)
+        other.step()
+    assert reads == [1]
+    assert [int(one["step"]) for one in other.state_dict()["state"].values()] == [5] * len(wanted)
+
+
 # -- over shards ---------------------------------------------------------------------------------
 
 
