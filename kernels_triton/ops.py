@@ -7,9 +7,16 @@ call; those of an engine are passed as well, a few tensors, so that their mutati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from gemini.kernels_triton.update.directions import (
+    SUM_AT_ONCE,
+    direction_kernel,
+    segment_kernel,
+)
 from gemini.kernels_triton.update.frame import (
     COUNTERS_AT_ONCE,
     NUM_COEFFICIENTS,
@@ -186,6 +193,53 @@ def update_now(
 
 # A registered operator costs 0.1 ms a call, so streamed blocks call `update_now` itself.
 update = torch.library.custom_op("gemini::update", update_now, mutates_args=("planes", "params"))
+
+
+def direction_squares(
+    rule: str,
+    tiles: Tensor,
+    segments: Tensor,
+    ends: Tensor,
+    ranges: Sequence[tuple[tuple[torch.dtype, torch.dtype], int, int]],
+    coefficients: Tensor,
+    planes: list[Tensor],
+    factor: float,
+    limit: float,
+    block: int,
+    num_warps: int,
+) -> Tensor:
+    """Squares fp64 [n, 2] of weights and directions of every segment; see `direction_kernel`.
+
+    rule: a key of `KERNELS`, whose formula gives the direction in place of the parameter.
+    ends: int64 [n], 1 + the last tile of each segment. ranges: of tiles, by the dtypes of parameter
+    and gradient. planes: as of `update_now`, of fp32.
+    """
+    form = KERNELS[rule].form
+    has_master = len(planes) == len(form.stored) + 1
+    is_split = has_master and planes[0].dtype == torch.int16
+    state = planes[1:] if has_master else planes
+    _check("tiles", tiles, torch.int32, 2)
+    _check("segments", segments, torch.int64, NUM_COLUMNS)
+    _check("ends", ends, torch.int64, None)
+    _check("coefficients", coefficients, torch.float32, NUM_COEFFICIENTS)
+    for i, plane in enumerate(state):
+        _check(f"planes[{i}]", plane, torch.float32, None)
+    _check_device(tiles=tiles, segments=segments, ends=ends, coefficients=coefficients)
+    squares = torch.empty(tiles.shape[0], 2, dtype=torch.float64, device=tiles.device)
+    out = torch.empty(len(ends), 2, dtype=torch.float64, device=tiles.device)
+    if not len(ends):
+        return out
+    with on(tiles.device):
+        for (param_dtype, grad_dtype), lo, hi in ranges:
+            direction_kernel[(hi - lo,)](
+                tiles[lo:hi], segments, coefficients, squares[lo:hi], planes[0],
+                state[0], state[min(1, len(state) - 1)], state[-1], factor, limit,
+                KERNELS[rule].formula, form.num_planes, TRITON_DTYPES[param_dtype],
+                TRITON_DTYPES[grad_dtype], has_master and not is_split, is_split, form.keeper,
+                block, num_warps=num_warps, **_EXACT,
+            )  # fmt: skip
+        segment_kernel[(len(ends),)](squares, ends, out, SUM_AT_ONCE, **_EXACT)
+    return out
 
 
 @torch.library.custom_op("gemini::grad_norm", mutates_args=("sums", "bad", "control"))

@@ -53,21 +53,23 @@ class Lines(Measure):
 
     def __init__(self, asked: MeasuredParam) -> None:
         super().__init__(asked)
-        self._sums = LineSums(stack_of(asked.shape), asked.largest())
+        self._lines = LineSums(stack_of(asked.shape), asked.largest())
+        self.sums = [self._lines.values]
 
     @classmethod
     def is_of(cls, shape: Sequence[int]) -> bool:
         return has_lines(shape)
 
     def add(self, tile: Tile) -> None:
-        self._sums.add(tile.grad, tile.first)
+        self._lines.add(tile.grad, tile.first)
+        self.sums = [self._lines.values]
 
     def found(self) -> Tensor:
-        return self._sums.values
+        return self.sums[0]
 
     def told(self, found: Tensor) -> Any:
-        asked, sums = self.asked, self._sums
-        sums.values.copy_(found)
+        asked, sums = self.asked, self._lines
+        sums.values = found
         share = asked.step**asked.hyper.beta2_decay  # of this step's squares in the averages
         lines = []
         for (name, line), mean in zip(list(asked.carried.items()), sums.means(), strict=True):

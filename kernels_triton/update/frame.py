@@ -290,9 +290,6 @@ def _update_tile(
     g = tl.maximum(g, -limit, propagate_nan=tl.PropagateNan.ALL)
     g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
     if SPLIT:
-        # The compiler knows no alignment of this address beyond the parameter's: 4 a thread again.
-        address = tl.where(param_address != 0, master.to(tl.int64), param_address)
-        master = pointer(address, 0, tl.int16, param_alignment)
         low = load_bits(master, i, mask, MASKED)
         high = load_bits(param, i, mask, MASKED)
         p = ((high << 16) + low).to(tl.float32, bitcast=True)
@@ -377,17 +374,20 @@ def update_kernel(
         codes = (state0 + offset, state1 + offset, state2 + offset)
         shared = (shared0 + offset // 8, shared1 + offset // 8, shared2 + offset // 8)
         drawn = (seed, counter, first)
+        of_master = master + offset
+        if SPLIT:  # told 8 of its 16 bytes of alignment, the compiler reads 4 elements a thread
+            of_master = tl.multiple_of(of_master, 8)
         if (remaining >= BLOCK) & (((param_address | grad_address) & 15) == 0):
             _update_tile(
                 param_address, grad_address, start, remaining,
-                master + offset, codes, shared, coefficient_row, factor, limit, drawn,
+                of_master, codes, shared, coefficient_row, factor, limit, drawn,
                 FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER,
                 UNDER_ROOT, KIND, STOCHASTIC, BLOCK, False,
             )  # fmt: skip
         else:
             _update_tile(
                 param_address, grad_address, start, remaining,
-                master + offset, codes, shared, coefficient_row, factor, limit, drawn,
+                of_master, codes, shared, coefficient_row, factor, limit, drawn,
                 FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER,
                 UNDER_ROOT, KIND, STOCHASTIC, BLOCK, True,
             )  # fmt: skip

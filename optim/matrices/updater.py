@@ -127,6 +127,7 @@ class MatrixUpdater:
         self._taken: dict[BlockId, _Taken] = {}
         self._runs: dict[int, list[Run]] = {}  # by parameter
         self._kept: dict[int, dict[int, Tensor]] = {}  # of blocks in memory, by first element
+        self._leaving: list[CopyTicket] = []  # momenta on their way to host memory
 
     @property
     def name(self) -> str:
@@ -162,7 +163,7 @@ class MatrixUpdater:
         waits_for = self._waits_for(block, views)
         if not waits_for:
             return update_apart(self._site, self._rule, block, planes, views, on_host=True)
-        self._take_in(block, planes, views, on_host=True)
+        self._take_in(block, planes, views, on_host=True, settles=True)
         for i in sorted(waits_for):
             self._to_come[i].discard(block.id)
         return None
@@ -189,6 +190,18 @@ class MatrixUpdater:
 
     def update_in_memory(self, blocks: Sequence[Resting], views: BlockViews) -> Iterator[Returning]:
         """Update the blocks in memory; yields each when it is done."""
+        try:
+            yield from self._update_in_memory(blocks, views)
+        except BaseException:
+            for copies in self._leaving:  # what a load writes over must not change behind it
+                copies.settle()
+            raise
+        finally:
+            self._leaving.clear()
+
+    def _update_in_memory(
+        self, blocks: Sequence[Resting], views: BlockViews
+    ) -> Iterator[Returning]:
         self._taken.clear()
         self._runs.clear()
         come: dict[int, list[Resting]] = {}  # by their first bucket
@@ -227,7 +240,9 @@ class MatrixUpdater:
         *,
         on_host: bool,
         looks_only: bool = False,
+        settles: bool = False,
     ) -> None:
+        """settles: the host waits until the momentum is back in its memory."""
         site = self._site
         matrices = [part for part in block.segments if part.param in self._bucket_of]
         directions = site.zeros(block.numel, self._dtype_of([p.param for p in matrices]))
@@ -243,8 +258,11 @@ class MatrixUpdater:
                 taken_in.append(replace(piece, planes=(momentum,), hyper=intake))
         site.update(self._rule, taken_in, self._in)
         copies = None if looks_only else site.take_back(momenta, here, block, views)
-        if copies is not None:
-            copies.settle()  # the block is brought again, from there
+        if copies is not None and settles:
+            copies.settle()  # a failed step gives the buffer of the disk to others
+        elif copies is not None:
+            copies.order()  # the block is brought again, from there
+            self._leaving.append(copies)
         for part in matrices:
             run = directions[part.offset : part.offset + part.numel]
             self._runs.setdefault(part.param, []).append((part.param_offset, run))

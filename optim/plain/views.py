@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gemini.optim.state.pieces import Piece, Planes, plane_part
 from gemini.optim.state.space import Block, BlockSegment
-from gemini.optim.step.measuring import Cover
+from gemini.optim.step.measuring import Cover, to_host
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId
 
@@ -112,6 +112,7 @@ class PlainViews(Cover):
         self._orders = orders
         self._flat = {i: orders[i].flat(params[i].detach()) for i in self.active}
         self._grad = {i: dense_grad(params[i], orders[i]) for i in self.active}
+        self._largest: dict[int, float] = {}
         self.hyper: Sequence[Any] = ()
         self._step = {i: steps[i] for i in self.active}
 
@@ -130,7 +131,12 @@ class PlainViews(Cover):
         return _part(self._grad, part)
 
     def largest(self, param: int) -> float:
-        return float(torch.linalg.vector_norm(self._grad[param], math.inf))
+        if not self._largest:  # of all, for which a device is waited for once
+            norms = {i: _magnitude(grad) for i, grad in self._grad.items() if grad.numel()}
+            self._largest = dict(
+                zip(norms, to_host([torch.stack([*norms.values()])])[0].tolist(), strict=True)
+            )
+        return self._largest[param]
 
     # -- for an update --
 
@@ -204,6 +210,11 @@ class PlainViews(Cover):
 
     def end(self) -> None:
         """Nothing is kept."""
+
+
+def _magnitude(grad: Tensor) -> Tensor:
+    largest: Tensor = torch.linalg.vector_norm(grad, math.inf)
+    return largest.double()
 
 
 def _part(flat: Mapping[int, Tensor], part: BlockSegment) -> Tensor:

@@ -54,7 +54,8 @@ def boxes(stack: Stack, first: int, numel: int) -> Iterator[tuple[slice, Box]]:
 class LineSums:
     """Sums of squares of some elements of a stack along its rows and its columns; [Note: exact].
 
-    values: [2 * matrices * (rows + columns)] fp64 of the host, to be added to that of others.
+    values: [2 * matrices * (rows + columns)] fp64, where the first elements were, to be added to
+    that of others.
     """
 
     def __init__(self, stack: Stack, largest: float) -> None:
@@ -62,6 +63,7 @@ class LineSums:
         self.stack = stack
         matrices, rows, columns = stack
         self.values = torch.zeros(2 * matrices * (rows + columns), dtype=torch.float64)
+        self._is_begun = False
         most = max(rows, columns)
         # x + 3 * top has the last bit top * 2^-51, for |x| <= top; four times the sum of a line
         top = math.ldexp(1.0, math.frexp(most * largest * largest)[1] + 3)
@@ -77,6 +79,9 @@ class LineSums:
 
     def add(self, values: Tensor, first: int) -> None:
         """Add elements [first, first + n), [n] of any float type and place."""
+        if not self._is_begun:
+            self._is_begun = True
+            self.values = torch.zeros_like(self.values, device=values.device)
         of_rows, of_columns = self._lines
         squares = values.double().square()
         for here, (matrices, rows, columns) in boxes(self.stack, first, values.numel()):
@@ -84,8 +89,8 @@ class LineSums:
             for level, rounder in enumerate(self._rounders):
                 part = left.add(rounder).sub_(rounder)
                 left = left - part
-                of_rows[level, matrices, rows] += part.sum(2).cpu()
-                of_columns[level, matrices, columns] += part.sum(1).cpu()
+                of_rows[level, matrices, rows] += part.sum(2).to(of_rows.device)
+                of_columns[level, matrices, columns] += part.sum(1).to(of_rows.device)
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Means of squares: of every row [matrices, rows] and of every column [matrices,
@@ -108,7 +113,7 @@ class Factors:
     def variance(self, first: int, numel: int, device: torch.device) -> Tensor:
         """Variances [numel] of elements from `first`; ones after the last."""
         if device not in self._there:
-            self._there[device] = self.rows.to(device), self.columns.to(device)
+            self._there[device] = _sent(self.rows, device), _sent(self.columns, device)
         of_rows, of_columns = self._there[device]
         found = torch.empty(numel, dtype=of_rows.dtype, device=device)
         inside = min(numel, math.prod(self.stack) - first)  # a gap of zeros follows a parameter
@@ -118,3 +123,8 @@ class Factors:
             shape = torch.broadcast_shapes(row.shape, column.shape)
             torch.mul(row, column, out=found[here].view(shape))
         return found
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the host on a device; the host does not wait."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -38,12 +38,17 @@ class MeasuredParam(NamedTuple):
 
 
 class Measure:
-    """Sums over one parameter in one step."""
+    """Sums over one parameter in one step.
+
+    sums: fp64 tensors of what `add` was shown, where they were computed; those of all measures come
+    to the host in one copy, before `found`. Empty for a measure that keeps none on a device.
+    """
 
     of_state: ClassVar[bool] = False  # it looks at weights and planes: all state is read once more
 
     def __init__(self, asked: MeasuredParam) -> None:
         self.asked = asked
+        self.sums: list[Tensor] = []
 
     @classmethod
     def is_of(cls, shape: Sequence[int]) -> bool:
@@ -67,19 +72,16 @@ class Norms(Measure):
 
     of_state = True
 
-    def __init__(self, asked: MeasuredParam) -> None:
-        super().__init__(asked)
-        self._squares: list[tuple[float, float]] = []
-
     def add(self, tile: Tile) -> None:
         rule, hyper, param = self.asked.rule, self.asked.hyper, tile.param
         assert param is not None
         planes = rule.given(tile.planes, hyper, tile.first, param)
         direction = rule.moved_along(param, tile.grad, planes, hyper, self.asked.step)
-        self._squares.append((_squares(param), _squares(direction)))
+        self.sums.append(torch.stack([_squares(param), _squares(direction)]))  # of a tile
 
     def found(self) -> Tensor:
-        sums = [math.fsum(of_one) for of_one in zip(*self._squares, strict=True)] or [0.0, 0.0]
+        tiles = torch.cat([*self.sums, torch.zeros(2, dtype=torch.float64)]).tolist()
+        sums = [math.fsum(tiles[::2]), math.fsum(tiles[1::2])]
         return torch.tensor(sums, dtype=torch.float64)
 
     def told(self, found: Tensor) -> Any:
@@ -88,9 +90,9 @@ class Norms(Measure):
         return asked.rule.trusting(asked.hyper, weight, direction, math.prod(asked.shape))
 
 
-def _squares(values: Tensor) -> float:
+def _squares(values: Tensor) -> Tensor:
     wide = values.double()
-    return float(torch.dot(wide, wide))
+    return torch.dot(wide, wide)
 
 
 class NormRule(UpdateRule):
@@ -112,7 +114,8 @@ class NormRule(UpdateRule):
         self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: Any, step: int
     ) -> Tensor:
         """Direction [n] of an update that is not made: nothing is changed."""
-        c = self.named(values_of(self, hyper, step, param.dtype).to(param.device))
+        # in host memory, as an update has them: numbers of a launch, and no copies to a device
+        c = self.named(values_of(self, hyper, step, param.dtype))
         given = dict(zip(self.layout.names, planes, strict=True))
         found: Tensor = self.direction(param, grad, c, **given)[0]
         return found

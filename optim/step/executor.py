@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gemini.optim.update.staging import DeviceStaging
 
     from .executors import MatrixUpdates
+    from .measuring import ByKernels
 
     AnyUpdater: TypeAlias = Updater | MatrixUpdater
 
@@ -49,6 +50,7 @@ class Executor:
     path: str
     control_vector: ControlVector
     counts: Tensor
+    norms_by_kernels: ByKernels | None = None  # what a rule's norms are measured by on a device
     _matrices: MatrixUpdates | None = None
     _rounding_seed: int | None = None
     _outcome = Outcome()  # of the step that was begun last
@@ -83,9 +85,13 @@ class Executor:
         """Updater of a step that updates the parameters in `active`."""
         raise NotImplementedError
 
+    def step_counts(self) -> list[int]:
+        """Number of updates of every counter; may wait for the device."""
+        return [int(count) for count in self.counts.tolist()]
+
     def next_steps(self) -> Sequence[int]:
         """Number of the coming step of every counter; zeros where the device counts."""
-        return [int(count) + 1 for count in self.counts.tolist()]
+        return [count + 1 for count in self.step_counts()]
 
     def begin(
         self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip

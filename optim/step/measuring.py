@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from gemini.dtypes import DTYPES
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import MASTER
+from gemini.optim.state.memory import StreamMark
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.optim.state.tiered_state import TieredState
@@ -21,7 +22,13 @@ from gemini.optim.update.cpu_update import StepInputs
 if TYPE_CHECKING:
     from gemini.optim.rules.measures import Measure
 
+# Runs the norms of a rule on a device; its arguments are those of `run` but the first.
+ByKernels: TypeAlias = Callable[[TieredState, "Cover", Mapping[int, "Measure"], StepInputs], None]
+
 TILE_NUMEL = 1 << 18  # by position in a parameter, so that its cuts change little
+DEVICE_TILE_NUMEL = (
+    1 << 20
+)  # a block at most: an operator is a launch there, and waits for no cache
 
 
 class Cover:
@@ -99,10 +106,11 @@ class Measuring:
         hyper: Sequence[Any],
         steps: Sequence[int],
         inputs: StepInputs,
+        by_kernels: ByKernels | None = None,
     ) -> list[Any]:
         """Hyperparameters by parameter, None where a step leaves one alone, with what measures
-        found. inputs: factor and limit of gradients. Collective."""
-        from gemini.optim.rules.measures import MeasuredParam
+        found. inputs: factor and limit of gradients. by_kernels: a device's norms. Collective."""
+        from gemini.optim.rules.measures import MeasuredParam, Norms
 
         rule, dtype = self._rule, DTYPES[state.layout.dtype]
         found = [None if one is None else rule.begun(one, dtype) for one in hyper]
@@ -119,6 +127,8 @@ class Measuring:
                 if kind.is_of(shape):
                     measures[i] = kind(asked)
             measure = partial(run, kind.of_state, state, cover, measures, inputs)
+            if kind is Norms and by_kernels is not None:
+                measure = partial(by_kernels, state, cover, measures, inputs)
             for i, sums in cover.add_up(measures, measure).items():
                 found[i] = measures[i].told(sums)
         return found
@@ -130,11 +140,19 @@ def run(
     cover: Cover,
     measures: Mapping[int, Measure],
     inputs: StepInputs,
+    blocks: Sequence[Block] | None = None,
 ) -> None:
-    """Show this rank's part of parameters to their measures. Reads all state once, or none."""
+    """Show this rank's part of parameters to their measures. Reads all state once, or none.
+
+    blocks: of which alone the state is shown; None: all.
+
+    A device computes on what has a gradient there, wherever its state is; the host waits for it
+    once, at the end, and for each block that is on disk, whose buffer is used again.
+    """
     from gemini.optim.rules.measures import Tile
 
     dtype = DTYPES[state.layout.dtype]  # of updates
+    on_disk = {block.id for block in state.nvme.blocks} if of_state and state.nvme else set()
 
     def look(block: Block, planes: Planes) -> None:
         for part in block.segments:
@@ -146,27 +164,51 @@ def run(
             weight = planes[MASTER][here] if MASTER in planes else None
             if of_state and weight is None:
                 weight = cover.param(block, part)
-            place = grad.device if weight is None else weight.device
-            for tile in _tiles(part):
-                entering = grad[tile].to(place, dtype).mul(inputs.factor)
+            place = grad.device
+            for tile in _tiles(part, DEVICE_TILE_NUMEL if grad.is_cuda else TILE_NUMEL):
+                entering = grad[tile].to(dtype).mul(inputs.factor)
                 measures[part.param].add(
                     Tile(
                         entering.clamp(-inputs.limit, inputs.limit),
                         part.param_offset + tile.start,
-                        None if weight is None else weight[tile].to(dtype),
-                        [plane[tile] for plane in others],
+                        None if weight is None else _at(weight[tile], place).to(dtype),
+                        [_at(plane[tile], place) for plane in others],
                     )
                 )
+            if block.id in on_disk and place.type == "cuda":
+                StreamMark(torch.cuda.current_stream(place)).settle()
 
     if of_state:
-        state.visit(look)
+        state.visit(look, blocks)
     else:
         for block in state.space.blocks:
             look(block, {})
+    away = [one for one in measures.values() if any(found.is_cuda for found in one.sums)]
+    here = iter(to_host([found for one in away for found in one.sums]))
+    for one in away:
+        one.sums = [next(here) for _ in one.sums]
 
 
-def _tiles(part: BlockSegment) -> list[slice]:
+def _at(values: Tensor, place: torch.device) -> Tensor:
+    return values.to(place, non_blocking=True)
+
+
+def to_host(found: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of one dtype in host memory: one copy for all on a device, for which the host
+    waits."""
+    if not any(one.is_cuda for one in found):
+        return list(found)
+    device = next(one.device for one in found if one.is_cuda)
+    there = torch.cat([one.to(device).view(-1) for one in found])
+    here = torch.empty_like(there, device="cpu", pin_memory=True)
+    here.copy_(there, non_blocking=True)
+    StreamMark(torch.cuda.current_stream(device)).settle()
+    parts = here.split([one.numel() for one in found])
+    return [part.view(one.shape) for part, one in zip(parts, found, strict=True)]
+
+
+def _tiles(part: BlockSegment, numel: int) -> list[slice]:
     """Tiles of a segment, cut at multiples of the tile in its parameter."""
-    first = -part.param_offset % TILE_NUMEL
-    edges = [0, *range(first or TILE_NUMEL, part.numel, TILE_NUMEL), part.numel]
+    first = -part.param_offset % numel
+    edges = [0, *range(first or numel, part.numel, numel), part.numel]
     return [slice(a, b) for a, b in pairwise(edges)]

@@ -86,7 +86,7 @@ class Target:
     @property
     def step_counts(self) -> list[int]:
         """Number of updates of each parameter; may wait for the device."""
-        return [int(count) for count in self._executor.counts.tolist()]
+        return self._executor.step_counts()
 
     @property
     def _executor_groups(self) -> Sequence[int | None]:
@@ -205,7 +205,10 @@ class Target:
         if self._rule.measures:
             numbers = [count + 1 for count in self.step_counts]
             cover, inputs = show()
-            by_param = self._measuring.told(self._tiered_state, cover, by_param, numbers, inputs)
+            by_param = self._measuring.told(
+                self._tiered_state, cover, by_param, numbers, inputs,
+                self._executor.norms_by_kernels,
+            )  # fmt: skip
             rows = zip(by_param, self._group_of, strict=True)
             hypers = [one or hypers[group or 0] for one, group in rows]
         return by_param, hypers

@@ -29,6 +29,7 @@ from gemini.tickets import Done, Ticket
 
 from .executor import Executor
 from .gradients import Bits, GradientRun, Measured, bits_of, checksum
+from .measuring import to_host
 
 if TYPE_CHECKING:
     from gemini.optim.update.grad_tiles import GradTiles
@@ -152,7 +153,7 @@ class DeviceStep(Executor):
             if grad.numel()
         ]
         if not norms:
-            return torch.zeros((), dtype=torch.float64, device=self.counts.device)
+            return torch.zeros((), dtype=torch.float64, device=self._memory.device)
         together = torch.stack(norms)
         return together.max() if norm_type == math.inf else (together**norm_type).sum()
 
@@ -193,6 +194,41 @@ class TritonStep(DeviceStep):
     path = "triton"
     _before: tuple[Tensor, Tensor] | None = None  # counts and control, for `undo`
     _known: Outcome | None = None  # of the step begun last; None: the device knows
+    _read: tuple[int, list[int]] | None = None  # version of `counts`, and what they are
+
+    def __init__(self, rule: UpdateRule, *args: Any) -> None:
+        super().__init__(rule, *args)
+        if not rule.measures or rule.layout.is_quantised:
+            return
+        from gemini.optim.rules.measures import NormRule
+
+        if isinstance(rule, NormRule):
+            from .direction_norms import DirectionNorms
+
+            norms = DirectionNorms(rule, self._memory, lambda: self.staging)
+            self.norms_by_kernels = norms.run
+
+    def step_counts(self) -> list[int]:
+        """See `Executor.step_counts`. Waits for the device, unless the host has read the counts
+        and has decided on all steps since."""
+        version = self.counts._version
+        if self._read is None or self._read[0] != version:
+            (now,) = to_host([self.counts])
+            self._read = version, now.tolist()
+        return list(self._read[1])
+
+    def _counted(self, before: list[int] | None, active: Sequence[int]) -> None:
+        """Note what the prologue has counted, in a step on which the host decided."""
+        if before is not None:
+            for counter in active:
+                before[counter] += 1
+            self._read = self.counts._version, before
+
+    def _known_counts(self) -> list[int] | None:
+        """Counts that the host knows without asking the device."""
+        if self._read is None or self._read[0] != self.counts._version:
+            return None
+        return list(self._read[1])
 
     def next_steps(self) -> Sequence[int]:
         return [0] * len(self.counts)
@@ -201,16 +237,18 @@ class TritonStep(DeviceStep):
         self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
     ) -> AnyUpdater:
         before, scale = self._now(), self.control_vector.read().scale
+        counts = self._known_counts()
         norm = clip.norm(power_sum) / scale
         self._updater.set_limits(clip.with_max_norm(norm))
         self._updater.set_measure(power_sum)
         updater = self.begin_unread(hypers, active)
+        self._counted(counts, active)
         self._before, self._known = before, Outcome(grad_norm=norm, loss_scale=scale)
         return updater
 
     def begin_unread(self, hypers: Sequence[Any], active: Sequence[int]) -> Updater:
         """Begin with the measures of `submit_measure`: the device decides on clip and skip."""
-        self._before = self._known = None
+        self._before = self._known = self._read = None
         self._updater.set_present(active)
         self._updater.begin(hypers, with_norm=True)
         return self._updater
@@ -233,7 +271,10 @@ class TritonStep(DeviceStep):
             self.control_vector.scale.fill_(1.0)
         else:
             self._updater.set_amp(amp.grad_scale, amp.found_inf)
+        counts = self._known_counts() if amp is None else None
+        self._read = None
         self._updater.begin(hypers, with_norm=amp is not None)
+        self._counted(counts, active)
         return self._updater
 
     def outcome(self) -> Ticket[Outcome]:
@@ -272,6 +313,11 @@ class OperatorStep(DeviceStep):
     """Executor for rules that need more than an element at a time."""
 
     path = "torch"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # The host reads and raises them in every step: on the device it would wait for each.
+        self.counts = torch.zeros(len(self.counts), dtype=self.counts.dtype)
 
     def updater_of(
         self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]

@@ -29,6 +29,7 @@ from kernels_triton.norm import (
     norm_kernel,
     tally_kernel,
 )  # fmt: skip
+from kernels_triton.update.directions import SUM_AT_ONCE, direction_kernel, segment_kernel
 from kernels_triton.update.frame import COUNTERS_AT_ONCE, prologue_kernel, update_kernel
 from kernels_triton.update.made import KERNELS
 from optim.update.triton_update import kernel_of
@@ -100,6 +101,7 @@ def sources():
             }  # fmt: skip
             name = f"prologue-{rule.name}{'-votes' if votes else ''}"
             yield name, source(prologue_kernel, pointers, constants), 4
+    yield from directions(launch)
     for norm in (0, 1, 2, -1):
         for writes in (False, True) if norm == 2 else (False,):
             pointers = {
@@ -158,6 +160,32 @@ def sources_of_rows():
     )
 
 
+def directions(launch):
+    """Kernels of a rule's norms; its directions are a kernel's formula."""
+    rule = CASES["lamb"].rule()
+    rule.name, rule.formula = f"{rule.name}-direction", rule.direction
+    kernel = KERNELS[kernel_of(rule)]
+    for param, grad, master, split in (
+        (tl.bfloat16, tl.bfloat16, True, False),
+        (tl.float32, tl.float32, False, False),
+        (tl.bfloat16, tl.bfloat16, False, True),
+    ):
+        pointers = {
+            "tiles": "*i32", "segments": "*i64", "coefficients": "*fp32", "squares": "*fp64",
+            "master": "*i16" if split else "*fp32",
+            **{f"state{i}": "*fp32" for i in range(3)}, "factor": "fp32", "limit": "fp32",
+        }  # fmt: skip
+        constants = {
+            "DIRECTION": kernel.formula, "NUM_PLANES": 2, "PARAM_DTYPE": param, "GRAD_DTYPE": grad,
+            "HAS_MASTER": master, "SPLIT": split, "KEEPER": kernel.form.keeper,
+            "BLOCK": launch.block,
+        }  # fmt: skip
+        name = f"direction-lamb-{param}-{grad}{'-split' * split}"
+        yield name, source(direction_kernel, pointers, constants), launch.num_warps
+    pointers = {"squares": "*fp64", "ends": "*i64", "out": "*fp64"}
+    yield "segment", source(segment_kernel, pointers, {"AT_ONCE": SUM_AT_ONCE}), 4
+
+
 def source(kernel, arguments, constants, multiples=()):
     """multiples: whole numbers that are multiples of 16, as Triton finds out at a launch."""
     names = [*arguments, *constants]
@@ -201,7 +229,11 @@ def main() -> None:
             )
             assembly = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             found = Counter(m[1] for line in assembly.splitlines() if (m := ACCESS.match(line)))
-            entry = {"accesses": found}
+            plain = [line for line in assembly.splitlines() if not line.lstrip().startswith("@")]
+            entry = {
+                "accesses": found,
+                "unmasked": Counter(m[1] for line in plain if (m := ACCESS.match(line))),
+            }
             if "cubin" in compiled.asm:
                 entry["resources"] = resources(compiled.asm["cubin"])
             else:  # the assembler says it in the text

@@ -10,13 +10,14 @@ from torch import nn
 
 from bench.shared.models import seeded
 from bench.shared.threads import run_threads
-from gemini import GeminiDDP
+from gemini import GeminiDDP, StaticPlacement
 from optim import HybridAdam, HybridLamb, NvmeConfig
 from optim.elementwise import ElementwiseOptimizer
 from optim.rules.measures import Measure
 from optim.rules.rule import UpdateRule
 from optim.rules.state_layout import Plane, StateLayout
 from optim.step import measuring
+from tests.support.device.placed import Forked, batch, device
 from tests.support.plain_training import (
     ON_DISK,
     give_gradients,
@@ -88,6 +89,77 @@ def test_norms_do_not_depend_on_where_a_parameter_is_cut(monkeypatch):
         optimizer.step()
         sums.append(given.detach().clone())
     assert torch.equal(sums[0], sums[1]) and torch.equal(sums[1], sums[2])
+
+
+# -- on a device ---------------------------------------------------------------------------------
+
+
+PLACES = {
+    "resident": (StaticPlacement(1.0, 0.0, 0.0), "bf16"),
+    "state on the host": (StaticPlacement(1.0, 1.0, 0.0), "fp32"),
+    "all on the host": (StaticPlacement(1.0, 1.0, 1.0), "bf16"),
+    "half on NVMe": (StaticPlacement(1.0, 0.0, 0.0), "fp32"),
+}
+ULP = {"fp32": 1e-6, "bf16": 2.0**-7}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_kernels_measure_norms_as_operators_do_wherever_state_is(place):
+    """Up to an ulp: torch's square root in fp32 is not correctly rounded everywhere."""
+    found = []
+    policy, precision = PLACES[place]
+    for by_kernels in (True, False):
+        backend = device(by_triton=True)
+        model = GeminiDDP(
+            Forked(), backend, policy, precision=precision, min_chunk_size_m=0.004, max_norm=1.0
+        )
+        optimizer = HybridLamb(
+            model.parameters(), lr=1e-2, weight_decay=0.1, nvme=NvmeConfig(block_numel=1024),
+            nvme_offload_fraction=0.5 if place == "half on NVMe" else 0.0,
+        )  # fmt: skip
+        executor = model.engine.target.executor
+        real, calls = executor.norms_by_kernels, []
+        assert real is not None
+
+        def measure(*asked, real=real, calls=calls):
+            calls.append(len(asked[2]))
+            real(*asked)
+
+        executor.norms_by_kernels = measure if by_kernels else None
+        for number in range(3):
+            model(batch(number), number != 1).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert calls == ([6, 4, 6] if by_kernels else [])
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+        optimizer.close()
+        backend.check()
+    for name, value in found[0].items():
+        assert torch.allclose(value, found[1][name], rtol=ULP[precision], atol=1e-8)
+
+
+def test_the_host_reads_the_counts_of_a_device_once_while_it_decides(on_triton, monkeypatch):
+    """And again after they were loaded: no copy is older than what it stands for."""
+    reads = []
+
+    def read(found):
+        reads.append(len(found))
+        return measuring.to_host(found)
+
+    monkeypatch.setattr("optim.step.triton_step.to_host", read)
+    params, wanted = make_params(), make_params()
+    optimizer, other = HybridLamb(params, lr=1e-2), HybridLamb(wanted, lr=1e-2)
+    train(params, optimizer, 3)
+    assert reads == [1]
+    counts = optimizer.state_dict()["state"][0]["step"]
+    assert int(counts) == 3
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    del reads[:]
+    for step in range(2):
+        give_gradients(wanted, step)
+        other.step()
+    assert reads == [1]
+    assert [int(one["step"]) for one in other.state_dict()["state"].values()] == [5] * len(wanted)
 
 
 # -- over shards ---------------------------------------------------------------------------------
