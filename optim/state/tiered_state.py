@@ -446,8 +446,9 @@ class TieredState:
     def settle(self) -> None:
         """Wait for copies of the last step before the host reads or writes host slabs."""
         leaving, self._leaving = self._leaving, []
-        for ticket in leaving:
-            ticket.settle()
+        for ticket in reversed(leaving):  # they end in order: one wait is for all before it, too
+            if not ticket.ready():
+                ticket.settle()
 
     def movable(self) -> Sequence[Tensor]:
         """State in memory. Staging buffers are emptied, and read again by the next step."""

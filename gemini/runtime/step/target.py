@@ -392,7 +392,7 @@ class ShardTarget(ShardState):
         assert steps_kept is not None
         parts.manager.release_all()
         try:
-            shards = Shards(self._chunks)
+            shards = Shards(self._chunks, parts.backend)
             steps_kept.nvme.rewind(steps)
             state.visit(shards.follow_master)
             steps_kept.nvme.load_weights(commits, shards.follow)

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
 from gemini.optim.rules.state_layout import MASTER
+from gemini.optim.state.memory import Memory
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import SplitMasters
 from gemini.placement.sizes import StateBytes, moves_less_split
+from gemini.tickets import CopyTicket
 
 
 class Shards:
-    """Shards, block by block in storage order; at most one that lives in a file is in memory."""
+    """Shards, block by block in storage order; at most one that lives in a file is in memory.
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self._chunks = chunks
+    memory: of the device, if what they follow is in host memory; pinned blocks of it travel.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], memory: Memory | None = None) -> None:
+        self._chunks, self._memory = chunks, memory
+        self._host = torch.empty(0)  # pinned, of one block
+        self._sent: CopyTicket | None = None  # of the last block, from there
         self._loaded: tuple[Chunk, Tensor] | None = None
         self._changed = False
 
@@ -46,7 +54,16 @@ class Shards:
 
     def follow(self, block: Block, values: Tensor) -> None:
         """A block's part of its shard takes [n] values, rounded."""
-        self.of(block)[block.elements].copy_(values)
+        chunk, into = self._chunks[block.shard], self.of(block)[block.elements]
+        if self._memory is None or chunk.shard_on_host or chunk.files is not None:
+            into.copy_(values)
+        else:
+            if self._sent is not None:
+                self._sent.settle()
+            if self._host.numel() < block.numel or self._host.dtype != into.dtype:
+                self._host = self._memory.allocate_host(block.numel, into.dtype)
+            self._sent = self._memory.copy(into, self._host[: block.numel].copy_(values))
+            self._sent.order()
         self._changed = True
 
     def end(self) -> None:
