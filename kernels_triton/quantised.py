@@ -101,7 +101,8 @@ def _wide(of_groups, BLOCK: tl.constexpr):
 
 @triton.jit
 def _positive(bits, random, live, BLOCK: tl.constexpr):
-    """Codes of fp32 values that never are negative, by their bits, and what their groups share."""
+    """Codes of fp32 values that never are negative, by their bits; what their groups share; and the
+    bits to which they are decoded."""
     fine, coarse = (bits + (random << 4)) >> 20, (bits + (random << 5)) >> 21
     fine_base, below = _window(fine, live, 3, 30, 2, BLOCK)
     coarse_base, _ = _window(coarse, live, 2, 62, 2, BLOCK)
@@ -109,10 +110,15 @@ def _positive(bits, random, live, BLOCK: tl.constexpr):
     kept = tl.where(is_fine, 3, 2)
     base = tl.where(is_fine, fine_base, coarse_base)
     upper = tl.where(_wide(kept, BLOCK) == 3, fine, coarse)
-    code = tl.minimum(tl.maximum(upper - _wide(base << kept, BLOCK), 1), 253)
+    first = _wide(base << kept, BLOCK)
+    code = tl.minimum(tl.maximum(upper - first, 1), 253)
+    # decoded here, as 0, inf and NaN are known by what they were and need not be told by codes
+    found = (code + first) << _wide(23 - kept, BLOCK)
     code = tl.where(bits == 0, 0, code)
     code = tl.where(bits < _INF, code, tl.where(bits == _INF, 255, 254))
-    return code, tl.where(below == 255, 0, (base >> 1) + ((kept - 2) << 7))
+    found = tl.where(bits == 0, 0, found)
+    found = tl.where(bits < _INF, found, tl.where(bits == _INF, _INF, _NAN))
+    return code, tl.where(below == 255, 0, (base >> 1) + ((kept - 2) << 7)), found
 
 
 @triton.jit
@@ -159,9 +165,8 @@ def store_plane(
         group = tl.arange(0, BLOCK // _GROUP)
         other = ((random & 0xFF) << 8) | (random >> 8)
         if POSITIVE:
-            code, of_group = _positive(bits, random, live, BLOCK)
+            code, of_group, found = _positive(bits, random, live, BLOCK)
             out = code.to(tl.uint8)
-            found = _positive_bits(code, _wide(of_group, BLOCK))
             root = tl.sqrt_rn(found.to(tl.float32, bitcast=True))
         else:
             if UNDER_ROOT:
