@@ -102,8 +102,9 @@ test-oldest: .venv-oldest/ok
 		tests/kernels_triton tests/optim tests/gemini/chunk
 
 # Without a GPU, on torch's CUDA build over a stub of CUDA (tests/cuda_stub), in an environment of its
-# own, of which 2.6 GiB are to download; needs g++. `steps` without `--check` writes
-# bench/results/cuda-stub.json anew.
+# own, of which 2.6 GiB are to download; needs g++. Two halves over the same cases: counts of a steady
+# iteration (`steps` without `--check` writes bench/results/cuda-stub.json anew), and accesses that
+# nothing orders (`hazards`). Before a release, too.
 CUDA := .venv-cuda/bin/python
 .venv-cuda/ok: pyproject.toml constraints.txt
 	python3 -m venv .venv-cuda
@@ -117,6 +118,7 @@ test-cuda: .venv-cuda/ok
 	$(CUDA) -m tests.cuda_stub pytest -q -m "gpu and not values" tests/kernels_triton tests/optim/update
 	$(CUDA) -m tests.cuda_stub bench.adam --device cuda --numel 16384 --rounds 1 --launch 1024/4
 	$(CUDA) -m tests.cuda_stub tests.cuda_stub.steps --check
+	$(CUDA) -m tests.cuda_stub tests.cuda_stub.hazards
 
 test-gpu:
 	python3 -m pytest -q -m gpu

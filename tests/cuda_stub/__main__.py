@@ -2,6 +2,7 @@
 
     .venv-cuda/bin/python -m tests.cuda_stub pytest -m "gpu and not values" tests/optim/update
     .venv-cuda/bin/python -m tests.cuda_stub tests.cuda_stub.steps --check
+    .venv-cuda/bin/python -m tests.cuda_stub tests.cuda_stub.hazards
 
 torch's own allocators, streams, events and debug mode run as on a GPU, Triton compiles for sm_90,
 and no kernel does anything: exceptions, waits, copies and launches are real, values are not.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +21,12 @@ FRAMES = 3  # of ours, in the place of a wait
 
 @dataclass
 class Asked:
-    """Launches, copies, bytes, events and waits, by what each is. `waits`: by function of ours."""
+    """Launches, copies, bytes, events and waits, by what each is. `waits`: by function of ours, of
+    the loop. `apart`: those of threads of ours, which hold nobody up."""
 
     counts: dict[str, int] = field(default_factory=dict)
     waits: Counter[str] = field(default_factory=Counter)
+    apart: Counter[str] = field(default_factory=Counter)
 
 
 @contextmanager
@@ -34,7 +37,9 @@ def asked() -> Iterator[Asked]:
 
     @ctypes.CFUNCTYPE(None, ctypes.c_char_p)
     def observer(what: bytes) -> None:
-        found.waits[f"{what.decode()} in {_place()}"] += 1
+        thread = threading.current_thread()
+        is_ours = type(thread) is threading.Thread  # and not of torch's backward
+        (found.apart if is_ours else found.waits)[f"{what.decode()} in {place()}"] += 1
 
     stub.stub_reset()
     stub.stub_observe(observer)
@@ -53,7 +58,7 @@ def counted(row: Row) -> Row:
     return {**{what: n for what, n in row.items() if isinstance(n, int)}, "launches": launches}
 
 
-def _place() -> str:
+def place() -> str:
     """The innermost functions of ours; not their lines, which move."""
     frame, names = sys._getframe(1), []
     while frame is not None and len(names) < FRAMES:

@@ -1,15 +1,18 @@
 // A CUDA runtime without a device, for LD_PRELOAD: device memory is the host's, copies are made when
-// they are asked for, kernels do nothing. It counts what it is asked for, and tells `observer` of each
-// wait. All else that torch links to does nothing and succeeds: build.py writes that.
+// they are asked for, kernels do nothing. It counts what it is asked for, tells `observer` of each
+// wait, and keeps a log of accesses and of what orders them (races.py reads it). All else that torch
+// links to does nothing and succeeds: build.py writes that.
 
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -22,7 +25,12 @@ struct State {
   std::recursive_mutex mutex;
   std::map<std::string, long> counts;
   Blocks device, pinned;
-  std::set<cudaEvent_t> ended;  // that the host has seen to be so, since they were recorded
+  // Work is numbered in each stream. An event is done if the host knows of its work that it is.
+  std::map<void*, long> given, known;
+  std::map<void*, std::pair<void*, long>> recorded;  // events: their streams and numbers
+  bool late = false;  // no event is done until somebody has waited for it, or for its stream
+  bool logs = false;
+  std::string log;
   size_t used = 0;
   uintptr_t handle = 0;  // the last one that was given out
   void (*observer)(const char*) = nullptr;
@@ -44,6 +52,58 @@ void count(const std::string& what, long times = 1) {
 void notice(const std::string& what) {
   count(what);
   if (auto observer = state().observer) observer(what.c_str());
+}
+
+// Set by the recorder: which of its notes says where the calls of this thread come from.
+thread_local long place = -1;
+
+// One line of the log: what, stream, address or event, bytes, thread, place. With the mutex held.
+void put(const char* what, void* stream, const void* at = nullptr, size_t bytes = 0) {
+  if (!state().logs) return;
+  static thread_local long thread = syscall(SYS_gettid);
+  std::string line = what;
+  for (unsigned long number : {(unsigned long)stream, (unsigned long)at, (unsigned long)bytes})
+    line += "\t" + std::to_string(number);
+  state().log += line + "\t" + std::to_string(thread) + "\t" + std::to_string(place) + "\n";
+}
+
+void begin_work(void* stream) {
+  Lock lock(state().mutex);
+  ++state().given[stream];
+}
+
+bool is_done(cudaEvent_t event) {
+  auto found = state().recorded.find(event);
+  if (found == state().recorded.end()) return true;
+  auto [stream, number] = found->second;
+  return state().known[stream] >= number;
+}
+
+void learn(cudaEvent_t event) {
+  auto found = state().recorded.find(event);
+  if (found != state().recorded.end()) {
+    auto [stream, number] = found->second;
+    long& known = state().known[stream];
+    if (known < number) known = number;
+  }
+  put("ended", nullptr, event);
+}
+
+void learn_stream(void* stream) {
+  Lock lock(state().mutex);
+  state().known[stream] = state().given[stream];
+  put("settled", stream);
+}
+
+void learn_all() {
+  Lock lock(state().mutex);
+  state().known = state().given;
+  put("idle", nullptr);
+}
+
+void launched(void* stream) {
+  begin_work(stream);
+  count("launches of torch");
 }
 
 bool contains(const Blocks& blocks, const void* address) {
@@ -77,7 +137,7 @@ size_t release(Blocks& blocks, void* address) {
   return bytes;
 }
 
-void copy(void* dst, const void* src, size_t bytes, bool blocking) {
+void copy(void* dst, const void* src, size_t bytes, bool blocking, void* stream) {
   bool to_device = on_device(dst), from_device = on_device(src);
   std::string kind = to_device ? (from_device ? "D2D" : "H2D") : (from_device ? "D2H" : "H2H");
   if (to_device != from_device) {
@@ -87,7 +147,17 @@ void copy(void* dst, const void* src, size_t bytes, bool blocking) {
   }
   count("copy " + kind);
   count("bytes " + kind, bytes);
-  if (blocking) notice("wait blocking copy");
+  {
+    Lock lock(state().mutex);
+    begin_work(stream);
+    put("work", stream);
+    if (from_device || pinned(src)) put("read", stream, src, bytes);
+    if (to_device || pinned(dst)) put("write", stream, dst, bytes);
+  }
+  if (blocking) {
+    if (!to_device || pinned(src)) learn_stream(stream);  // else it is staged, and goes on
+    notice("wait blocking copy");
+  }
   memmove(dst, src, bytes);
 }
 
@@ -124,6 +194,29 @@ const char* stub_counts() {
   said.clear();
   for (auto& [what, times] : state().counts) said += what + "\t" + std::to_string(times) + "\n";
   return said.c_str();
+}
+
+void stub_late(int on) { state().late = on; }
+
+// Starts a log, or ends it.
+void stub_log(int on) {
+  Lock lock(state().mutex);
+  if (on) state().log.clear();
+  state().logs = on;
+}
+
+const char* stub_logged() { return state().log.c_str(); }
+
+// Sets the place of this thread's calls, and returns the last one.
+long stub_place(long note) { return std::exchange(place, note); }
+
+// Work of a kernel on a stream, or of the host: what it touches. The host's matters in pinned memory.
+void stub_touch(void* stream, int by_host, int n, void** at, size_t* bytes, int* writes) {
+  Lock lock(state().mutex);
+  if (!by_host) begin_work(stream);
+  put(by_host ? "host" : "work", stream);
+  for (int i = 0; i < n; ++i)
+    if (!by_host || pinned(at[i])) put(writes[i] ? "write" : "read", stream, at[i], bytes[i]);
 }
 
 // -- the device --
@@ -203,7 +296,8 @@ cudaError_t cudaMalloc(void** address, size_t bytes) {
 
 cudaError_t cudaFree(void* address) {
   if (address != nullptr) {
-    notice("wait free");  // it synchronises the device
+    learn_all();  // it synchronises the device
+    notice("wait free");
     Lock lock(state().mutex);
     state().used -= release(state().device, address);
   }
@@ -215,7 +309,16 @@ cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
   return allocate(state().pinned, address, bytes);
 }
 
-cudaError_t cudaFreeHost(void* address) { return release(state().pinned, address), cudaSuccess; }
+void unpin(void* address) {
+  auto found = state().pinned.find(static_cast<char*>(address));
+  if (found != state().pinned.end()) put("unpin", nullptr, address, found->second);
+}
+
+cudaError_t cudaFreeHost(void* address) {
+  Lock lock(state().mutex);
+  unpin(address);
+  return release(state().pinned, address), cudaSuccess;
+}
 
 cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
   count("allocations registered");
@@ -226,6 +329,7 @@ cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
 
 cudaError_t cudaHostUnregister(void* address) {
   Lock lock(state().mutex);
+  unpin(address);
   state().pinned.erase(static_cast<char*>(address));
   return cudaSuccess;
 }
@@ -246,19 +350,23 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* a
 cudaError_t cudaGetSymbolAddress(void** address, const void*) { return cudaMalloc(address, kPage); }
 
 cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind) {
-  return copy(dst, src, bytes, true), cudaSuccess;
+  return copy(dst, src, bytes, true, nullptr), cudaSuccess;
 }
 
-cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  return copy(dst, src, bytes, false), cudaSuccess;
+cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind,
+                            cudaStream_t stream) {
+  return copy(dst, src, bytes, false, stream), cudaSuccess;
 }
 
 cudaError_t cudaMemset(void* dst, int value, size_t bytes) {
   return memset(dst, value, bytes), cudaSuccess;
 }
 
-cudaError_t cudaMemsetAsync(void* dst, int value, size_t bytes, cudaStream_t) {
-  count("launches of torch");
+cudaError_t cudaMemsetAsync(void* dst, int value, size_t bytes, cudaStream_t stream) {
+  launched(stream);
+  Lock lock(state().mutex);
+  put("work", stream);
+  put("write", stream, dst, bytes);
   return memset(dst, value, bytes), cudaSuccess;
 }
 
@@ -283,7 +391,9 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
   if (id) *id = 0;
   return *status = cudaStreamCaptureStatusNone, cudaSuccess;
 }
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  Lock lock(state().mutex);
+  put("order", stream, event);
   return count("events waited for by streams"), cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return count("events made"), give(event); }
@@ -291,24 +401,30 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return cuda
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {
   return *ms = 1.0f, cudaSuccess;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return notice("wait stream"), cudaSuccess; }
-cudaError_t cudaDeviceSynchronize() { return notice("wait device"), cudaSuccess; }
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  return learn_stream(stream), notice("wait stream"), cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize() { return learn_all(), notice("wait device"), cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   Lock lock(state().mutex);
-  return state().ended.erase(event), cudaSuccess;
+  put("record", stream, event);
+  // a number of its own: what products of matrices run on is not known, so they have none
+  return state().recorded[event] = {stream, ++state().given[stream]}, cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   Lock lock(state().mutex);
-  return state().ended.insert(event), cudaSuccess;
+  if (state().late && !is_done(event)) return cudaErrorNotReady;
+  return learn(event), cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   bool waits;
   {
     Lock lock(state().mutex);
-    waits = state().ended.insert(event).second;
+    waits = !is_done(event);
+    learn(event);
   }
   if (waits) notice("wait event");
   return cudaSuccess;
@@ -316,14 +432,14 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 
 // -- kernels --
 
-cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
-  return count("launches of torch"), cudaSuccess;
+cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  return launched(stream), cudaSuccess;
 }
-cudaError_t __cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
-  return count("launches of torch"), cudaSuccess;
+cudaError_t __cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  return launched(stream), cudaSuccess;
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {
-  return count("launches of torch"), cudaSuccess;
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
+  return launched(config->stream), cudaSuccess;
 }
 cudaError_t __cudaGetKernel(void** kernel, const void* function) {
   return *kernel = const_cast<void*>(function), cudaSuccess;

@@ -41,13 +41,17 @@ def said_by_all(comm: Communicator, value: Any) -> list[Any]:
 
 
 @contextmanager
-def one_of_many(world_size: int, rank: int = 0) -> Iterator[None]:
-    """In a group whose collectives do nothing."""
+def one_of_many(
+    world_size: int, rank: int = 0, *, backend: str = "fake", store: dist.Store | None = None
+) -> Iterator[None]:
+    """In a group whose collectives do nothing, or are the backend's."""
     with (
         patch.object(Communicator, "gather_objects", said_by_all),
         patch.object(meeting, "MeetingPoint", Alike),
     ):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        dist.init_process_group(
+            backend, store=store or FakeStore(), rank=rank, world_size=world_size
+        )
         try:
             yield
         finally:
