@@ -51,14 +51,12 @@ class _Group(dist.ProcessGroup):
         return tensor.view(self._world_size, -1)
 
     def _begin(self, work: Callable[[], object], *tensors: Tensor) -> _Work:
-        mark = StreamMark(torch.cuda.current_stream())
-        mark.order(self._stream)
+        StreamMark(torch.cuda.current_stream()).order(self._stream)
         with torch.cuda.stream(
             self._stream
         ):  # an operator, so that a recorder sees what it touches
             work()
-        mark.move(self._stream)
-        return _Work(mark, *tensors)
+        return _Work(StreamMark(self._stream), *tensors)
 
     def _allgather_base(self, output: Tensor, shard: Tensor, options: Any = None) -> _Work:
         def gather() -> None:
