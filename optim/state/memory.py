@@ -121,10 +121,9 @@ class DeviceMemory:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    # an allocator reuses memory in stream order, and copies of it were ordered before
     def free(self, tensor: Tensor) -> None:
         """Give the memory of a whole storage back; `refill` makes it again, with other values."""
-        # kernels of the current stream may still read it: an allocator reuses memory in stream
-        # order, and every copy that touched it was ordered before that stream
         tensor.untyped_storage().resize_(0)
 
     def refill(self, tensor: Tensor) -> None:

@@ -411,8 +411,7 @@ class TieredState:
         return resident, [block for block in blocks if block.id not in self._slab_of]
 
     def update_in_memory(self, updater: Updater, views: BlockViews) -> Iterator[Block]:
-        """Update blocks that are not on disk, in the order of `in_memory`: each when it is asked
-        for, to the end. An error that ends it is `torn`."""
+        """Update blocks in the order of `in_memory`, each when it is asked for; see `torn_by`."""
         return self.torn_by(self._update_in_memory(updater, views))
 
     def torn_by(self, updates: Iterator[Block]) -> Iterator[Block]:

@@ -66,7 +66,7 @@ class GradTiles:
 
     def measure(self, grads: Mapping[int, Tensor], norm_type: float, control: Tensor) -> None:
         """Launch the sums of these runs [n], by a kernel for each dtype."""
-        self._point_at(grads)
+        self.point_at(grads)
         ranges: list[tuple[torch.dtype, int, int]] = []
         for run in sorted(grads, key=lambda run: self._places[run].tiles.start):
             dtype, tiles = grads[run].dtype, self._places[run].tiles
@@ -89,7 +89,7 @@ class GradTiles:
             self._bad[tiles].zero_()
         self._filled.intersection_update(runs)
 
-    def _point_at(self, grads: Mapping[int, Tensor]) -> None:
+    def point_at(self, grads: Mapping[int, Tensor]) -> None:
         """Point the table at these gradients; it is uploaded if they have addresses that no table
         of the last steps has."""
         moved = False

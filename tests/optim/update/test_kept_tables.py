@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
+from kernels_triton.control_fields import NORM
 from kernels_triton.launch import Launch
 from kernels_triton.tiles import GRAD, PARAM, SegmentRow
 from optim.state.memory import CpuMemory
@@ -81,29 +82,29 @@ def test_a_norm_reads_tables_of_gradients_that_take_turns_and_uploads_none_again
     for turn in range(8):
         for run in range(3):
             grad = places[turn % 2][run]
-            tiles._point_at({run: grad})
+            tiles.point_at({run: grad})
             assert tiles.tables[1][run, GRAD] == grad.data_ptr()
         seen.append(tiles.tables[1].data_ptr())
     assert seen[2:] == seen[2:4] * 3 and seen[2] != seen[3]
     for _ in range(grad_tiles.VARIANTS * 4 + 1):  # in memory of those that were used least lately
         grad = torch.zeros(64)
         places.append([grad])
-        tiles._point_at({1: grad})
+        tiles.point_at({1: grad})
         assert tiles.tables[1][1, GRAD] == grad.data_ptr()
         assert tiles.tables[1][0, GRAD] == places[1][0].data_ptr()
 
 
 def test_an_outcome_that_is_gone_leaves_its_memory_to_the_next():
-    updater = SimpleNamespace(control=torch.arange(32.0, dtype=torch.float64), outcomes=[])
+    updater = SimpleNamespace(control=torch.zeros(32, dtype=torch.float64), outcomes=[])
     first = DeviceOutcome(updater, None)
     second = DeviceOutcome(updater, None)
-    memory = {kept._control.data_ptr() for kept in (first, second)}
-    assert len(memory) == 2
     assert updater.outcomes == []
     del first, second
-    for _ in range(3):
-        updater.control += 1
+    memory = {kept.data_ptr() for kept, _ in updater.outcomes}
+    assert len(memory) == 2
+    for norm in (1.0, 2.0, 3.0):
+        updater.control[NORM] = norm
         again = DeviceOutcome(updater, None)
-        assert again._control.data_ptr() in memory and torch.equal(again._control, updater.control)
+        assert len(updater.outcomes) == 1 and again.wait().grad_norm == norm
         del again
-    assert len(updater.outcomes) == 2
+    assert {kept.data_ptr() for kept, _ in updater.outcomes} == memory

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
@@ -23,10 +22,11 @@ class Shards:
     memory: of the device, if what they follow is in host memory; pinned blocks of it travel.
     """
 
+    _host: Tensor | None = None  # pinned, of one block
+    _sent: CopyTicket | None = None  # of the last block, from there
+
     def __init__(self, chunks: Sequence[Chunk], memory: Memory | None = None) -> None:
         self._chunks, self._memory = chunks, memory
-        self._host = torch.empty(0)  # pinned, of one block
-        self._sent: CopyTicket | None = None  # of the last block, from there
         self._loaded: tuple[Chunk, Tensor] | None = None
         self._changed = False
 
@@ -60,9 +60,10 @@ class Shards:
         else:
             if self._sent is not None:
                 self._sent.settle()
-            if self._host.numel() < block.numel or self._host.dtype != into.dtype:
-                self._host = self._memory.allocate_host(block.numel, into.dtype)
-            self._sent = self._memory.copy(into, self._host[: block.numel].copy_(values))
+            host = self._host
+            if host is None or host.numel() < block.numel or host.dtype != into.dtype:
+                host = self._host = self._memory.allocate_host(block.numel, into.dtype)
+            self._sent = self._memory.copy(into, host[: block.numel].copy_(values))
             self._sent.order()
         self._changed = True
 
