@@ -238,6 +238,8 @@ def direction_squares(
                 TRITON_DTYPES[grad_dtype], has_master and not is_split, is_split, form.keeper,
                 block, num_warps=num_warps, **_EXACT,
             )  # fmt: skip
+        if len(ends) == tiles.shape[0]:  # every segment is a tile
+            return squares
         segment_kernel[(len(ends),)](squares, ends, out, SUM_AT_ONCE, **_EXACT)
     return out
 

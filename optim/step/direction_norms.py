@@ -150,7 +150,7 @@ class DirectionNorms:
         old = self._launches.get(name)
         if old is not None and old.tables.keyed == keyed:
             return old
-        largest = max(piece.param.numel() for piece in pieces)
+        largest = max(segment.numel for _, segment in keyed)
         launch = choose_launch(UPDATE_BYTES, is_interpreted(), largest)
         device = self._memory.device
         before = None if old is None else old.tables

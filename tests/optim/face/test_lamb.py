@@ -17,6 +17,7 @@ from optim.rules.measures import Measure
 from optim.rules.rule import UpdateRule
 from optim.rules.state_layout import Plane, StateLayout
 from optim.step import measuring
+from optim.step.direction_norms import DirectionNorms
 from tests.support.device.placed import Forked, batch, device
 from tests.support.plain_training import (
     ON_DISK,
@@ -118,12 +119,13 @@ def test_kernels_measure_norms_as_operators_do_wherever_state_is(place):
             nvme_offload_fraction=0.5 if place == "half on NVMe" else 0.0,
         )  # fmt: skip
         executor = model.engine.target.executor
-        real, calls = executor.norms_by_kernels, []
-        assert real is not None
+        assert executor.norms_by_kernels is None  # but on a GPU
+        rule, calls = optimizer.rule_for(optimizer.param_groups), []
+        norms = DirectionNorms(rule, backend, lambda executor=executor: executor.staging)
 
-        def measure(*asked, real=real, calls=calls):
+        def measure(*asked, norms=norms, calls=calls):
             calls.append(len(asked[2]))
-            real(*asked)
+            norms.run(*asked)
 
         executor.norms_by_kernels = measure if by_kernels else None
         for number in range(3):
