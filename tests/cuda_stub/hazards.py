@@ -48,12 +48,12 @@ def _unordered(self: EventTicket) -> None:
     self.ends.clear()
 
 
-def _before_anything(copy_all: Callable[..., Any]) -> Callable[..., Any]:
+def _before_anything(begin: Callable[..., Any]) -> Callable[..., Any]:
     """Copies do not wait for what the device was given before them."""
 
-    def copies(self: CudaMemory, pairs: Any) -> Any:
+    def copies(*given: Any, **more: Any) -> Any:
         with patch.object(StreamMark, "order", lambda mark, stream: None):
-            return copy_all(self, pairs)
+            return begin(*given, **more)
 
     return copies
 
@@ -78,7 +78,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "copies do not come after the work that they follow": (
         "state on the host",
-        _planted(CudaMemory, "copy_all", _before_anything(CudaMemory.copy_all)),
+        _planted(CudaMemory, "_begin", _before_anything(CudaMemory._begin)),
     ),
     "a disk writes what a copy has not brought": (
         "state on NVMe", _planted(EventTicket, "settle", _unsettled),
@@ -106,9 +106,10 @@ def say(name: str, found: Found) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.cuda_stub tests.cuda_stub.hazards")
     parser.add_argument("--case", choices=CASES, help="this one, and no fault")
+    parser.add_argument("--faults", action="store_true", help="planted faults alone")
     args = parser.parse_args()
     failed = []
-    for name in [args.case] if args.case else CASES:
+    for name in [args.case] if args.case else () if args.faults else CASES:
         found = in_a_process(lambda name=name: races_of(CASES[name]))
         say(name, found)
         failed += [name] if found else []
