@@ -17,7 +17,8 @@ from tests.support import spine
 # serial step: a tail, which was refused there, has gates and what they let go (17). The five lines
 # run 1057 lines more: homes that follow measurements, shared memory, forecasts, hints about
 # misspelt arguments, casts. Wrapping asks for the speeds that the doctor kept: 41
-# lines.
+# lines. On a device a tail has a stream of its own, gathers have one, launch tables are kept, and
+# norms of Lamb are kernels: 2900 tokens, two classes.
 BARS = {
     "block": (90, 75),
     "block, step": (34, 25),
@@ -30,15 +31,15 @@ BARS = {
     "device, files": (27, 15),
     "device, waits of step()": (0, 0),  # 3 a block
     "types": (18, 15),
-    "classes": (90, 85),
+    "classes": (92, 85),
     "protocols": (7, 8),
-    "five lines, resident: lines": (9209, 7600),
+    "five lines, resident: lines": (9218, 7600),
     "five lines, resident: files": (125, 80),
-    "five lines, nvme: lines": (10_899, 8600),
+    "five lines, nvme: lines": (10_907, 8600),
     "five lines, nvme: files": (140, 85),
     "five lines: files loaded": (131, 120),
-    "tokens": (70_806, 58_000),
-    "lines": (11_053, 9000),
+    "tokens": (73_676, 58_000),
+    "lines": (11_411, 9000),
 }
 
 

@@ -239,7 +239,7 @@ _ROOTS = (
 
 def _root(values: Tensor) -> Tensor:
     """Square root of what is decoded, correctly rounded, as torch's of fp32 is not everywhere."""
-    return _ROOTS.index_select(0, values.view(torch.int32) >> (23 - FINE[0]))
+    return _ROOTS.to(values.device).index_select(0, values.view(torch.int32) >> (23 - FINE[0]))
 
 
 def _encode_under_root(values: Tensor, codes: Tensor, root: Tensor, up: Tensor) -> None:

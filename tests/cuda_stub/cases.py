@@ -101,7 +101,6 @@ class Case:
     rows: tuple[int, ...] = (ROWS,)  # of inputs, one iteration after the other
     passes: int = 1  # forward and backward of a step
     then: Then = nothing
-    closes: bool = True  # the optimizer, at the end
     own_stream: bool = False  # the loop runs on a stream of its user's
     waits: str = ""  # why a steady iteration waits, copies what is not pinned, or makes events
 
@@ -128,7 +127,7 @@ REWINDS = "a rewind brings back what files keep, block by block"
 CASES = {
     "resident": Case(RESIDENT),
     # until `quantised.decoded` has its table of roots where the state is: now its close() raises
-    "resident, 8 bits": Case(RESIDENT, BITS, closes=False),
+    "resident, 8 bits": Case(RESIDENT, BITS),
     "resident, bf16 state": Case(RESIDENT, {"state": "bf16"}),
     "resident, no masters": Case(RESIDENT, engine={"master_weights": False}),
     "resident, fp16": Case(RESIDENT, engine={"precision": "fp16"}),
@@ -259,5 +258,4 @@ def training(case: Case) -> Iterator[Loop]:
             then(x)
 
         yield Loop(iteration, lambda: optimizer.last_report.behind.wait())
-        if case.closes:
-            optimizer.close()
+        optimizer.close()
