@@ -59,13 +59,17 @@ class SegmentRow:
     first: int = 0  # its first element, in its parameter
 
 
-def segment_table(segments: Sequence[SegmentRow], device: torch.device) -> Tensor:
-    """Table of segments, int64 [n, 6]."""
+def segment_table(
+    segments: Sequence[SegmentRow], device: torch.device, memory: Tensor | None = None
+) -> Tensor:
+    """Table of segments, int64 [n, 6], in `memory` if it is given."""
     rows = [[s.param, s.grad, s.state, s.numel, s.counter, s.first] for s in segments]
     table = torch.tensor(rows, dtype=torch.int64).reshape(-1, NUM_COLUMNS)
     if device.type == "cuda":
-        return table.pin_memory().to(device, non_blocking=True)
-    return table.to(device)
+        table = table.pin_memory()
+    if memory is not None:
+        return memory.copy_(table, non_blocking=True)
+    return table.to(device, non_blocking=True)
 
 
 def tile_table(numels: Sequence[int], block: int, device: torch.device) -> Tensor:

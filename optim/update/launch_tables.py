@@ -46,8 +46,7 @@ class LaunchTables:
             self.tiles: Tensor = before.tiles
         else:
             self.tiles = tile_table(self.numels, launch.block, device)
-        table = segment_table(rows, device)
-        self.segments = table if memory is None else memory.copy_(table)
+        self.segments = segment_table(rows, device, memory)
         self.ranges: list[tuple[Dtypes, int, int]] = []  # of tiles
         end = 0
         for dtypes, segment in keyed:
