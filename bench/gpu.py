@@ -78,7 +78,10 @@ def sections(out: Path, *, dry: bool) -> list[Section]:
             ON_GPU + "a_step_of_an_engine_never_waits", is_gate=True,
         ),
         *map(kernels, SHAPES[:1] if dry else SHAPES),
-        tests("tests", 55, "tests/kernels_triton", ON_GPU + "the_report_of_a_step_is_read_later"),
+        tests(
+            "tests", 55, "tests/kernels_triton", "tests/gemini/fused/test_kernels.py",
+            ON_GPU + "the_report_of_a_step_is_read_later",
+        ),
         tests("graph", 12, ON_GPU + "a_step_is_captured_in_a_graph_and_replayed"),
         tests(
             "profiler", 12,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemini.arguments import by_name
 from gemini.kernels_triton.launch import is_interpreted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,6 +87,7 @@ class Fused:
     left: tuple[str, ...]
 
 
+@by_name
 def fuse(module: nn.Module, *, norms: bool = True, loss: bool = True) -> Fused:
     """Give a module's norms fused kernels, and a causal model of transformers a fused loss.
 

@@ -163,18 +163,20 @@ def test_a_tail_is_said_where_there_is_one_and_what_it_hides():
     with run(SCHEDULES["plain"], "tail") as (model, optimizer, _):
         last, planned = optimizer.last_report.behind.wait(), model.engine.planning.result
         cost, prices = planned.overlapped["tail"], priced_in_words(planned.seconds_by_update)
-        assert model.explain("layers.0.1.weight").splitlines()[-4:] == [
+        assert model.explain("layers.0.1.weight").splitlines()[-5:] == [
             "update: behind the next forward",
             prices,
+            "speeds of predictions: usual ones",
             f"predicted of the update: {cost}",
             f"measured of the last update: {said(last.seconds, last.waited_seconds)}",
         ]
         assert cost.update_seconds > 0 and "s hidden during the next forward" in str(cost)
     with run(SCHEDULES["plain"], "serial") as (model, _, _):
         cost = model.engine.planning.result.overlapped["tail"]
-        assert model.explain("layers.0.1.weight").splitlines()[-2:] == [
+        assert model.explain("layers.0.1.weight").splitlines()[-3:] == [
             f'update: serial; with update="tail" it would be predicted to take {cost}',
             priced_in_words(model.engine.planning.result.seconds_by_update),
+            "speeds of predictions: usual ones",
         ]
     with run(SCHEDULES["plain"], "serial", fraction=0.0) as (model, _, _):
         assert "update:" not in model.explain("layers.0.1.weight")
