@@ -146,6 +146,7 @@ def _rank(
     poison_memory()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     try:
+        dist.barrier()  # one that ends at once would close what another still connects
         return work(rank, *args)
     finally:
         dist.destroy_process_group()
