@@ -112,8 +112,8 @@ def fuse(module: nn.Module, *, norms: bool = True, loss: bool = True) -> Fused:
         module.loss_function = causal_lm_loss  # type: ignore[assignment]
     if (done or has_loss) and not (torch.cuda.is_available() or is_interpreted()):
         log.warning("there is no GPU: fused norms and losses run their own operators")
-    if left:
-        log.info("norms that are left as they are: %s", ", ".join(left))
+    if left or (norms and not done):
+        log.warning("norms that run their own operators: %s", ", ".join(left) or "there are none")
     return Fused(tuple(done), has_loss, tuple(left))
 
 
@@ -309,6 +309,7 @@ class _RowNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        _check_once()
         from gemini.kernels_triton import rows
 
         x, weight, mean, scale = ctx.saved_tensors
@@ -349,6 +350,7 @@ class _RowLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        _check_once()
         from gemini.kernels_triton import rows
 
         logits, targets, sums = ctx.saved_tensors
@@ -360,6 +362,16 @@ class _RowLoss(torch.autograd.Function):
                 DTYPE=_dtype(logits), BLOCK=rows.LOSS_BLOCK, num_warps=8,
             )  # fmt: skip
         return grad, None, None, None
+
+
+def _check_once() -> None:
+    # A kernel's result has no graph, so a second derivative would leave it out without a word;
+    # torch's `once_differentiable` looks at the gradients alone, and not at what was saved.
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "fused norms and losses have no second derivative (create_graph=True); expected a "
+            "module without gemini.fuse"
+        )
 
 
 def _on(x: Tensor) -> Any:

@@ -139,6 +139,14 @@ def test_another_index_is_ignored():
     assert torch.allclose(grad.double(), exact, atol=1e-7)
 
 
+def test_a_second_derivative_is_refused_and_not_wrong():
+    x, weight = leaf(2, 4, dtype=torch.float32), leaf(4, dtype=torch.float32)
+    losses = rms_norm(x, weight, 1e-6).sum(), cross_entropy(x, torch.tensor([0, 3], device=DEVICE))
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="have no second derivative"):
+            torch.autograd.grad(loss, x, create_graph=True)
+
+
 ROWS, ZEROS = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
 
 

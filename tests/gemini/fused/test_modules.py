@@ -117,7 +117,7 @@ class WideRMSNorm(OtherRMSNorm):
         self.more = nn.Parameter(torch.ones(8))
 
 
-def test_what_gives_something_else_is_left_and_named():
+def test_what_gives_something_else_is_left_and_named(caplog):
     module = nn.ModuleDict(
         {"other": OtherRMSNorm(), "wide": WideRMSNorm(), "plain": nn.LayerNorm(8),
          "bare": nn.LayerNorm(8, elementwise_affine=False), "two": nn.LayerNorm((2, 4)),
@@ -126,6 +126,10 @@ def test_what_gives_something_else_is_left_and_named():
     kinds = {name: type(child) for name, child in module.items()}
     done = fuse(module)
     assert done == Fused(("plain", "rms"), False, ("other", "wide", "bare", "two"))
+    assert caplog.messages == ["norms that run their own operators: other, wide, bare, two"]
+    caplog.clear()
+    assert fuse(nn.Linear(2, 2)) == Fused((), False, ())  # asked, and not done: that is said
+    assert caplog.messages == ["norms that run their own operators: there are none"]
     for name in (*done.left, "linear"):
         assert type(module[name]) is kinds[name]
     x = torch.linspace(-1, 1, 24).view(3, 8)
