@@ -48,7 +48,7 @@ def test_work_is_added_up_by_tier_and_what_passes_its_budget_is_said():
     for name in ("c", "d"):
         budget.pytest_runtest_logreport(Report(name, "ci", process=each))
     (said,) = budget.over()
-    assert re.fullmatch(r"'ci' has \d+ of work, \d+ are allowed", said)
+    assert re.fullmatch(r"'ci' has \d+\.\d of work, \d+ are allowed", said)
     assert set(TIERS) < set(limit)
 
 

@@ -105,7 +105,7 @@ class Budget:
     def over(self) -> list[str]:
         sums = {tier: sum(work.values()) for tier, work in self._work.items()}
         return [
-            f"{tier!r} has {total:.0f} of work, {self._limits[tier]['all']} are allowed"
+            f"{tier!r} has {total:.1f} of work, {self._limits[tier]['all']} are allowed"
             for tier, total in sums.items()
             if total > self._limits[tier]["all"]
         ]
