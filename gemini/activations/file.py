@@ -104,6 +104,8 @@ class SavedFile:
     @property
     def used_bytes(self) -> int:
         """Bytes of the file in which copies lie, whole pages."""
+        while self._writes and self._writes[0][0].ready():
+            self._end_one_write()
         return self._space.end - self._space.free_bytes
 
     def _opened(self) -> tuple[OpenFile, ThreadEngine, BufferPool]:
@@ -165,11 +167,6 @@ class SavedFile:
         if copy.is_dropped and not copy.num_pending:
             self._give_back(copy)
 
-    def poll(self) -> None:
-        """Take buffers of writes that have ended."""
-        while self._writes and self._writes[0][0].ready():
-            self._end_one_write()
-
     def ended(self, copy: FileCopy, *, wait: bool = False) -> bool:
         """Whether a copy is on the disk. Raises NvmeError where a write of it failed."""
         while copy.num_pending and (wait or self._writes[0][0].ready()):
@@ -191,12 +188,15 @@ class SavedFile:
 
     # -- reading --
 
-    def read(self, copy: FileCopy) -> FileRead:
-        """Begin to read a copy into fresh memory. Raises NvmeError where it was not written."""
+    def read(self, copy: FileCopy, landing: Tensor | None = None) -> FileRead:
+        """Begin to read a copy into whole pages of the host; None: fresh ones. Raises NvmeError
+        where it was not written."""
         file, engine, _ = self._opened()
         self.ended(copy, wait=True)
-        landing = page_aligned(copy.nbytes)
-        view = memoryview(landing.numpy())  # type: ignore[arg-type]
+        if landing is None:
+            landing = page_aligned(copy.nbytes)
+        whole = landing[: align_up(copy.nbytes, PAGE_BYTES)]
+        view = memoryview(whole.numpy())  # type: ignore[arg-type]
         self.read_bytes += copy.nbytes
         return FileRead(landing, engine.read(Transfer(file, copy.offset, view, False)))
 

@@ -34,9 +34,9 @@ class LowerTier(Protocol):
 
     def moved(self) -> Moved: ...
 
-    def save(self, storage: UntypedStorage) -> Copy:
-        """Begin to copy a storage, as it is now; it must stay until `is_saved`. Raises NvmeError,
-        before anything is copied, where there is no room."""
+    def save(self, storage: UntypedStorage) -> Copy | None:
+        """Begin to copy a storage, as it is now; it must stay until `is_saved`. None: memory has no
+        room for it. Raises NvmeError, before anything is copied, where a disk has none."""
         ...
 
     def is_saved(self, copy: Copy, *, wait: bool = False) -> bool:

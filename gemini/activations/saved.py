@@ -33,14 +33,14 @@ class Death:
 
     __slots__ = ("arrival", "copy", "is_here", "is_leaving", "nbytes", "number")
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: SavedStorage) -> None:
         self.number, self.nbytes = record.number, record.nbytes
         self.copy, self.arrival = record.copy, record.arrival
         self.is_here = record.storage is not None or record.arrival is not None
         self.is_leaving = record.is_leaving
 
 
-class Record:
+class SavedStorage:
     """One storage that graphs have saved, once.
 
     number: by order of saving. storage: while it is in the device's memory. copy: on a tier below,
@@ -117,7 +117,7 @@ class Handle:
 
     __slots__ = ("dtype", "guard", "is_read", "offset", "record", "size", "stride", "version")
 
-    def __init__(self, record: Record, tensor: Tensor, guard: Tensor) -> None:
+    def __init__(self, record: SavedStorage, tensor: Tensor, guard: Tensor) -> None:
         self.record, self.dtype = record, tensor.dtype
         self.size, self.stride = tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()

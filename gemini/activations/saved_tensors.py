@@ -22,14 +22,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from gemini.units import MIB
 
 from .lower import LowerTier
-from .saved import Death, Handle, Kept, Record, guard_of
+from .saved import Death, Handle, Kept, SavedStorage, guard_of
 
 LEAST_BYTES = 256 << 10  # storages below stay: a transfer has its price
 AHEAD_BYTES = 64 * MIB  # read before backward asks
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class SavedTraffic:
     """Bytes of saved tensors that left the device's memory, and came back, since the last forward
     began."""
 
@@ -69,14 +69,15 @@ class SavedTensors:
         self._lock = threading.RLock()
         self._dead: deque[Death] = deque()
         self._count = 0
-        self._alive: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
+        self._alive: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         # by storage: it, and its record
-        self._known: dict[int, tuple[weakref.ref[UntypedStorage], weakref.ref[Record]]] = {}
+        self._known: dict[int, tuple[weakref.ref[UntypedStorage], weakref.ref[SavedStorage]]] = {}
         self._here: list[int] = []  # heap of records in memory that may leave; some have left
-        self._done: deque[weakref.ref[Record]] = deque()  # read, with a copy below
-        self._leaving: deque[weakref.ref[Record]] = deque()  # copies under way, in their order
+        self._done: deque[weakref.ref[SavedStorage]] = deque()  # read, with a copy below
+        self._leaving: deque[weakref.ref[SavedStorage]] = deque()  # copies under way
         self._away: list[int] = []  # records below alone, by number
         self._live_bytes = self._resident_bytes = 0
+        self.largest_bytes = 0  # of a storage, so far
         self._leaving_bytes = self._arriving_bytes = 0
         self._buffers: set[int] = set()  # storages of the module's buffers
         self._moved_before = lower.moved()
@@ -103,10 +104,15 @@ class SavedTensors:
         return self._lower.staging_bytes
 
     @property
-    def traffic(self) -> Traffic:
+    def in_flight_bytes(self) -> int:
+        """Bytes beyond the bound that a forward may have on their way out."""
+        return self._lower.in_flight_bytes
+
+    @property
+    def traffic(self) -> SavedTraffic:
         """Bytes that moved since the last forward began."""
         moved = zip(self._lower.moved(), self._moved_before, strict=True)
-        return Traffic(*(now - before for now, before in moved))
+        return SavedTraffic(*(now - before for now, before in moved))
 
     def keep_at_most(self, nbytes: int | None) -> None:
         """Let at most `nbytes` stay in the device's memory; None: all."""
@@ -157,7 +163,7 @@ class SavedTensors:
             self._shrink(self._limit(), in_flight=self._lower.in_flight_bytes)
         return handle
 
-    def _record_of(self, tensor: Tensor, guard: Tensor) -> Record:
+    def _record_of(self, tensor: Tensor, guard: Tensor) -> SavedStorage:
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is not None and known[0]() is storage:
@@ -165,11 +171,12 @@ class SavedTensors:
             if record is not None and record.has(tensor):
                 return record
         self._count += 1
-        record = Record(self._count, storage, guard, self._dead)
+        record = SavedStorage(self._count, storage, guard, self._dead)
         self._alive[record.number] = record
         self._known[storage._cdata] = self._forgotten_with(storage), weakref.ref(record)
         heapq.heappush(self._here, record.number)
         self._live_bytes += record.nbytes
+        self.largest_bytes = max(self.largest_bytes, record.nbytes)
         self._resident_bytes += record.nbytes
         return record
 
@@ -204,19 +211,18 @@ class SavedTensors:
 
     # -- leaving --
 
-    def _shrink(self, limit: float, *, in_flight: int, spared: Record | None = None) -> None:
+    def _shrink(self, limit: float, *, in_flight: int, spared: SavedStorage | None = None) -> None:
         """Let the oldest leave until what stays is within the limit. in_flight: bytes beyond it
         that may still be on their way."""
         self._let_go_of_copied()
         while self._resident_bytes - self._leaving_bytes > limit:
             victim = self._next_to_leave(spared)
-            if victim is None:
+            if victim is None or not self._leave(victim):
                 break
-            self._leave(victim)
         while self._leaving and self._resident_bytes > limit + in_flight:
             self._let_go_of_copied(wait=True)
 
-    def _next_to_leave(self, spared: Record | None) -> Record | None:
+    def _next_to_leave(self, spared: SavedStorage | None) -> SavedStorage | None:
         """What nobody is known to read again, and need not be written; else the oldest."""
         while self._done:
             record = self._done.popleft()()
@@ -236,21 +242,27 @@ class SavedTensors:
         return record
 
     @staticmethod
-    def _may_leave(record: Record) -> bool:
+    def _may_leave(record: SavedStorage) -> bool:
         return record.storage is not None and not record.is_leaving
 
-    def _leave(self, record: Record) -> None:
+    def _leave(self, record: SavedStorage) -> bool:
+        """Let a record leave; False: no tier has room for it."""
         assert record.storage is not None
         if record.copy is not None:
             self._let_go(record)
-            return
+            return True
+        copy = None
         try:
-            record.begin_copy(self._lower.save(record.storage))
-        except BaseException:
-            heapq.heappush(self._here, record.number)
-            raise
+            copy = self._lower.save(record.storage)
+        finally:
+            if copy is None:
+                heapq.heappush(self._here, record.number)
+        if copy is None:
+            return False
+        record.begin_copy(copy)
         self._leaving.append(weakref.ref(record))
         self._leaving_bytes += record.nbytes
+        return True
 
     def _let_go_of_copied(self, *, wait: bool = False) -> None:
         """Let go of storages whose copies have ended. wait: at least of the oldest.
@@ -276,7 +288,7 @@ class SavedTensors:
             self._leaving_bytes -= record.nbytes
             self._let_go(record)
 
-    def _stay(self, record: Record) -> None:
+    def _stay(self, record: SavedStorage) -> None:
         """Keep the storage of the oldest that was leaving: its copy is worth nothing."""
         del self._leaving[0]
         self._leaving_bytes -= record.nbytes
@@ -285,14 +297,14 @@ class SavedTensors:
         record.copy, record.is_leaving = None, False
         heapq.heappush(self._here, record.number)
 
-    def _let_go(self, record: Record) -> None:
+    def _let_go(self, record: SavedStorage) -> None:
         record.storage = None
         self._resident_bytes -= record.nbytes
         bisect.insort(self._away, record.number)
 
     # -- coming back --
 
-    def _come_back(self, record: Record) -> None:
+    def _come_back(self, record: SavedStorage) -> None:
         """Wait for a record that is below, unless somebody has kept its storage."""
         kept = record.origin()
         if record.arrival is None and kept is not None:
@@ -314,7 +326,7 @@ class SavedTensors:
             raise
         heapq.heappush(self._here, record.number)
 
-    def _begin_to_come(self, record: Record) -> None:
+    def _begin_to_come(self, record: SavedStorage) -> None:
         assert record.copy is not None
         room = max(self._limit(), self._ahead_bytes) - record.nbytes
         self._shrink(max(room, 0), in_flight=0, spared=record)

@@ -198,11 +198,14 @@ RAISE = {"changed in place", "small one changed in place", "parameter changed"}
 HALF_FITS = {"checkpoint", "reentrant", "selective", "convolution, BatchNorm"}
 
 
-def gradients(make, call, saved=None):
-    """Loss and gradients of a case, or the begin of its error."""
+def gradients(make, call, saved=None, backend=None):
+    """Loss and gradients of a case, or the begin of its error. backend: has module and input."""
     torch.manual_seed(0)
     module = make()
     x = torch.randn(4, 64, 128, requires_grad=True)
+    for tensor in (x, *module.parameters(), *module.buffers()):
+        if backend is not None:
+            backend.put(tensor, "device")
     torch.manual_seed(1)
     try:
         if saved is None:
