@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -22,7 +22,7 @@ from gemini.memtracer.trace import Trace
 from gemini.optim.rules.clipping import asked_norm
 from gemini.optim.target import changes, reads
 from gemini.placement.homes.budgets import first_that_fits
-from gemini.placement.policy import Placement, parse_placement
+from gemini.placement.policy import Placement, check_lower_tier, parse_placement, spills
 from gemini.placement.timetable.updates import TAIL, current_update
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
@@ -65,6 +65,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from gemini.runtime.autograd.saved import SavedCalls
     from gemini.runtime.gradients.by_name import ChangeGradient
     from gemini.runtime.pipeline.together import PipelineOwner
 
@@ -164,7 +165,7 @@ class GeminiDDP(ModuleFace):
         specs = padded(own_specs, comm)
         configurations = _configurations(chunks, specs)
         order = None if trace is None else _order_of(trace, specs, ignored)
-        backend = _backend(device)
+        backend = _backend(device, placement)
 
         def planned(sized: ChunkConfiguration) -> tuple[ChunkConfiguration, ChunkLayout, Planning]:
             num_shards, num_replicas = connections.num_shards, connections.num_replicas
@@ -200,6 +201,7 @@ class GeminiDDP(ModuleFace):
         self._broadcast_buffers()
         self.engine.module_check = ModuleCheck(module, ignored)
         self.engine.calls.hook(module, wrapping.gather_whole)
+        self._saved = self._saved_calls() if spills(placement) else None
         self.__class__ = face_of(type(self), type(module))  # type: ignore[assignment]
 
     def _cast_by(self, precision: PrecisionPolicy, in_fp32: Sequence[nn.Module]) -> None:
@@ -241,7 +243,7 @@ class GeminiDDP(ModuleFace):
         attempt = calls.attempt(self.module, (args, kwargs)) if depth == 0 else None
         while True:
             try:
-                with calls.tracking(self.module):
+                with self._around_forward():
                     outputs = self.module(*args, **kwargs)
             except BaseException as error:
                 calls.forward_failed(depth)
@@ -252,6 +254,15 @@ class GeminiDDP(ModuleFace):
             # outside of the handler, whose traceback keeps what the forward had made
             calls.again(attempt, given)
             attempt = None
+
+    def _around_forward(self) -> AbstractContextManager[None]:
+        tracked = self.engine.calls.tracking(self.module)
+        return tracked if self._saved is None else self._saved.around(self.module, tracked)
+
+    def _saved_calls(self) -> SavedCalls:
+        from gemini.runtime.autograd.saved import SavedCalls
+
+        return SavedCalls(self.engine, self.module, self.engine.calls.owns_memory_of)
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
@@ -480,13 +491,18 @@ def _values(
     return values
 
 
-def _backend(device: torch.device | str | Backend | None) -> Backend:
-    if not isinstance(device, str | torch.device | None):
-        return device
-    if device is None:
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
-    return make_backend(torch.device(device))
+def _backend(device: torch.device | str | Backend | None, placement: Placement) -> Backend:
+    if isinstance(device, str | torch.device | None):
+        if device is None:
+            cuda = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
+        device = make_backend(torch.device(device))
+    check_lower_tier(placement, has_host_tier=device.has_host_tier)
+    if spills(placement) and placement.nvme_dir is not None:
+        from gemini.nvme import check_folder
+
+        check_folder(placement.nvme_dir)
+    return device
 
 
 def _joined(mesh: Any, split: Sequence[str]) -> PipelineOwner:

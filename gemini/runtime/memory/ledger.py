@@ -38,6 +38,7 @@ class MemoryLedger:
         self._state: TieredState | None = None
         self._staging_bytes: Callable[[], int] = int
         self._kept_bytes: Callable[[], int] = int
+        self._saved_staging_bytes: Callable[[], int] = int
         self.limited = False  # `note` has budgets to compare with
         self._overruns: Overruns | None = None
         self.judges = True  # `note` compares with budgets
@@ -55,6 +56,11 @@ class MemoryLedger:
     def hold(self, nbytes: Callable[[], int]) -> None:
         """Count gradients on the device that the loop has dropped and a tail still needs."""
         self._kept_bytes = nbytes
+
+    def count_saved(self, staging_bytes: Callable[[], int]) -> None:
+        """Count the host memory through which activations leave the device; these themselves are no
+        model data."""
+        self._saved_staging_bytes = staging_bytes
 
     @property
     def gradient_bytes(self) -> int:
@@ -77,7 +83,7 @@ class MemoryLedger:
         account, storage, state = self._account, self.storage, self._state
         device = account.payloads + account.device_shards + account.gradients
         device += self._staging_bytes() + self._kept_bytes()
-        host, nvme = account.host_shards, 0
+        host, nvme = account.host_shards + self._saved_staging_bytes(), 0
         apart = 0  # only where the host is another memory
         if storage is not None:
             device += storage.leaving_bytes
@@ -106,6 +112,7 @@ class MemoryLedger:
         found[self._host, "parameters"] += account.host_shards
         found[Tier.DEVICE, "gradients"] = account.gradients + self._kept_bytes()
         found[Tier.DEVICE, "staging"] = self._staging_bytes()
+        found[self._host, "staging"] += self._saved_staging_bytes()
         self._add_storage(found)
         state = self._state
         if state is not None:
