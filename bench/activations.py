@@ -43,11 +43,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import gemini
 from bench.predict import EXACT_MALLOC
 from bench.support.machine import MALLOC_ENVIRONMENT, write_result
 from gemini import AutoPlacement, GeminiDDP
-from gemini.memtracer.monitor import peak_rss_bytes, reset_peak_rss
+from gemini.integrations import chunk_loss
+from gemini.memtracer.monitor import peak_rss_bytes, process_peak_rss_bytes, reset_peak_rss
 from gemini.nvme import default_folder
 from gemini.units import MIB
 
@@ -89,7 +89,7 @@ def built(job: Job) -> nn.Module:
     if "checkpointing" in job.row:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if "chunked" in job.row:
-        gemini.integrations.chunk_loss(model, CHUNK_TOKENS)
+        chunk_loss(model, CHUNK_TOKENS)
     return model
 
 
@@ -120,7 +120,7 @@ def measured(job: Job) -> dict[str, Any]:
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
     torch.manual_seed(3)
-    reset_peak_rss()
+    reset_peak_rss(forget=True)
     base, cpu, wall = peak_rss_bytes(), time.process_time(), time.perf_counter()
     if ours:
         model.zero_grad()
@@ -129,8 +129,8 @@ def measured(job: Job) -> dict[str, Any]:
     loss.backward()
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     found = {
-        "added_peak_mib": (peak_rss_bytes() - base) / MIB,
-        "cpu_seconds": cpu, "wall_seconds": wall, "loss": float(loss),
+        "added_peak_mib": (process_peak_rss_bytes() - base) / MIB,
+        "cpu_seconds": cpu, "wall_seconds": wall, "loss": float(loss.detach()),
         "digest": digest(gradients_of(model)),
     }  # fmt: skip
     saved = model.engine.saved_tensors if ours else None

@@ -301,11 +301,11 @@ def _status_bytes(field: bytes) -> int:
     return int(status[start + len(field) :].split(None, 1)[0]) * 1024
 
 
-def reset_peak_rss() -> int:
-    """Begin VmHWM anew at what is resident now. Returns what it was; `process_peak_rss_bytes`
-    remembers."""
+def reset_peak_rss(*, forget: bool = False) -> int:
+    """Begin VmHWM anew at what is resident now. Returns what it was, which
+    `process_peak_rss_bytes` remembers. forget: that begins anew too."""
     global _highest_bytes
     peak = peak_rss_bytes()
-    _highest_bytes = max(_highest_bytes, peak)
+    _highest_bytes = 0 if forget else max(_highest_bytes, peak)
     _CLEAR_REFS.write_text(_RESET_PEAK, encoding="utf-8")
     return peak
