@@ -14,8 +14,8 @@ spill               AutoPlacement(device_budget=, nvme_dir=, activations="spill"
 spill, chunked      with the loss 512 tokens at a time (`gemini.integrations.chunk_loss`)
 spill, checkpointing
 
-added_peak_mib: VmHWM of forward and backward over the resident size before them, when gradients
-exist already. of_plain: that over plain's. digest: of all gradients; equal where nothing else than
+added_peak_mib: VmHWM of forward and backward over the resident size before them, with all gradients.
+of_plain: that over plain's. digest: of all gradients; equal where nothing else than
 the place of activations differs. cpu_seconds: of the process, in forward and backward. Dropout
 draws the same numbers in all rows.
 
@@ -115,15 +115,11 @@ def measured(job: Job) -> dict[str, Any]:
     if job.row == "save_on_cpu":
         around = torch.autograd.graph.save_on_cpu
     short = ids[:, :8]
-    model(input_ids=short, labels=short).loss.backward()  # gradients exist, libraries are there
-    if not ours:
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param)
+    model(input_ids=short, labels=short).loss.backward()  # libraries are there
+    model.zero_grad()
     torch.manual_seed(3)
     reset_peak_rss(forget=True)
     base, cpu, wall = peak_rss_bytes(), time.process_time(), time.perf_counter()
-    if ours:
-        model.zero_grad()
     with around():
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
