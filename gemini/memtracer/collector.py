@@ -126,10 +126,14 @@ class MemStatsCollector:
         """Count these saved bytes from the next iteration on."""
         self._saved = saved
 
-    def saved_changed(self) -> None:
+    def saved_changed(self, moved: bool = False) -> None:
         """Note that bytes were saved, or are read. So the most of what is saved and of the rest are
-        known where no call begins or ends meanwhile."""
-        if self.collecting:
+        known where no call begins or ends meanwhile. moved: since it was noted last, bytes have
+        left the device or come back, and what was in use meanwhile does not count."""
+        if self.collecting and moved:
+            self.after_change()
+            self._saved_before = self._count_saved()
+        elif self.collecting:
             self._end_part()
 
     def _pause(self, paused: bool) -> None:
