@@ -44,6 +44,8 @@ class SavedTensors:
 
     room: bytes that may stay now, where nobody has said so by `keep_at_most`.
     leave_alone: whether a tensor's memory is somebody's who keeps it anyway.
+    changed: called when something was saved, or is read; and with True when what then had to leave
+        or to come back has begun to.
 
     Between forward and backward, bytes in memory are at most what may stay; during a forward also
     what is on its way out (at most `in_flight_bytes`) and the tensor that was saved last; during a
@@ -57,11 +59,12 @@ class SavedTensors:
         *,
         room: Callable[[], int | None] = lambda: None,
         leave_alone: Callable[[Tensor], bool] = lambda tensor: False,
+        changed: Callable[[bool], None] = lambda moved: None,
         least_bytes: int = LEAST_BYTES,
         ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         self._lower, self._device = lower, device
-        self._room, self._leave_alone = room, leave_alone
+        self._room, self._leave_alone, self._changed = room, leave_alone, changed
         self._least_bytes, self._ahead_bytes = least_bytes, ahead_bytes
         self._is_told = False  # by `keep_at_most`
         self._keep: int | None = None
@@ -118,6 +121,10 @@ class SavedTensors:
         """Let at most `nbytes` stay in the device's memory; None: all."""
         self._keep, self._is_told = nbytes, True
 
+    def keep_what_fits(self) -> None:
+        """Let as many bytes stay as there is room for now."""
+        self._is_told = False
+
     # -- hooks --
 
     @contextmanager
@@ -134,7 +141,9 @@ class SavedTensors:
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
         with self._lock:
+            self._changed(False)
             self._shrink(self._limit(), in_flight=0)
+            self._changed(True)
 
     def _limit(self) -> float:
         keep = self._keep if self._is_told else self._room()
@@ -160,7 +169,9 @@ class SavedTensors:
         with self._lock:
             self._reap()
             handle = Handle(self._record_of(tensor, guard), tensor, guard)
+            self._changed(False)
             self._shrink(self._limit(), in_flight=self._lower.in_flight_bytes)
+            self._changed(True)
         return handle
 
     def _record_of(self, tensor: Tensor, guard: Tensor) -> SavedStorage:
@@ -197,6 +208,7 @@ class SavedTensors:
         record = packed.record
         with self._lock:
             self._reap()
+            self._changed(False)
             if record.storage is None:
                 self._come_back(record)
             if not packed.is_read:
@@ -207,6 +219,7 @@ class SavedTensors:
             assert record.storage is not None
             tensor = packed.tensor(record.storage)
             self._look_ahead(record.number)
+            self._changed(True)
         return tensor
 
     # -- leaving --

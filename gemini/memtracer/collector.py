@@ -66,7 +66,10 @@ class MemStatsCollector:
         self._model_bytes = model_bytes
         self._look = look
         self._saved = saved
-        self._saved_before = 0, 0  # saved bytes as the period began, and those not on the device
+        # as the period began, or since bytes were saved or read: saved bytes, and those of them
+        # that are not on the device
+        self._saved_before = 0, 0
+        self._most_saved = self._most_rest = 0  # in this period, up to then
         self.traces: dict[tuple[Kind, str], Trace] = {}
         # iterations that differed from their trace, or passed a budget
         self.deviations: list[Departure] = []
@@ -90,7 +93,7 @@ class MemStatsCollector:
         for monitor in self._monitors:
             monitor.start()
             monitor.period()
-        self._used = 0
+        self._used = self._most_rest = self._most_saved = 0
         self._saved_before = self._count_saved()
         self._model_at_begin = self._model_before = self._model_bytes()
         self._started = time.perf_counter()
@@ -118,6 +121,20 @@ class MemStatsCollector:
                 monitor.period()
             self._pause(False)
             self._model_before = self._model_bytes()
+
+    def count_saved(self, saved: SavedBytes) -> None:
+        """Count these saved bytes from the next iteration on."""
+        self._saved = saved
+
+    def saved_changed(self, moved: bool = False) -> None:
+        """Note that bytes were saved, or are read. So the most of what is saved and of the rest are
+        known where no call begins or ends meanwhile. moved: since it was noted last, bytes have
+        left the device or come back, and what was in use meanwhile does not count."""
+        if self.collecting and moved:
+            self.after_change()
+            self._saved_before = self._count_saved()
+        elif self.collecting:
+            self._end_part()
 
     def _pause(self, paused: bool) -> None:
         """Tell trackers whether new storages are model data."""
@@ -163,19 +180,27 @@ class MemStatsCollector:
 
     def _end_period(self) -> None:
         now = time.perf_counter()
-        used, self._used = max(self._used, self._reading()), 0
-        (live, away), (live_now, away_now) = self._saved_before, self._count_saved()
-        used += max(away, away_now)
-        self._saved_before = live_now, away_now
+        self._end_part()
         if self._moments:
             self._moments[-1] = replace(
                 self._moments[-1],
-                non_model_bytes=Bytes(used),
+                non_model_bytes=Bytes(self._most_rest + self._most_saved),
                 seconds=now - self._started,
-                saved_bytes=min(live, live_now, used),
+                saved_bytes=self._most_saved,
             )
+        self._most_rest = self._most_saved = 0
         self._model_before = self._model_bytes()
         self._started = time.perf_counter()
+
+    def _end_part(self) -> None:
+        """End a part of a period, in which saved bytes were no fewer than at one of its ends."""
+        used, self._used = max(self._used, self._reading()), 0
+        (live, away), (live_now, away_now) = self._saved_before, self._count_saved()
+        used += max(away, away_now)
+        saved = min(live, live_now, used)
+        self._saved_before = live_now, away_now
+        self._most_rest = max(self._most_rest, used - saved)
+        self._most_saved = max(self._most_saved, saved)
 
     def _count_saved(self) -> tuple[int, int]:
         """Bytes saved for backward, and how many of them are not on the device."""

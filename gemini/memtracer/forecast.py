@@ -117,6 +117,13 @@ def with_bytes_added(trace: Trace, nbytes: int | Sequence[int]) -> Trace:
     return _with_bytes(trace, most, _saved(trace), keep_seconds=True)
 
 
+def without_saved(trace: Trace) -> Trace:
+    """Trace of which nobody has counted what is saved: all of it stays."""
+    if not trace.peak_saved_bytes:
+        return trace
+    return replace(trace, moments=tuple(replace(m, saved_bytes=0) for m in trace.moments))
+
+
 def forward_of(trace: Trace) -> Trace:
     """Trace of an evaluation that asks for what the forward of training does."""
     moments = tuple(moment for moment in trace.moments if moment.phase == "forward")

@@ -231,7 +231,7 @@ class Draft:
 
         price_of_all, best_order = tried(None, ORDERS)
         if price_of_all > 0:  # not all is on the device
-            found += self._all_but_saved()
+            found += self._all_but_saved(spilling)
             host = int(self.problem.budgets.host) if self.problem.has_host_tier else 0
             most = max(self.saved_bytes)
             on_host: tuple[int, ...] = 0, host
@@ -253,14 +253,16 @@ class Draft:
             raise min(refused, key=severity)
         return min(found, key=lambda one: one[0])[2]
 
-    def _all_but_saved(self) -> Iterator[tuple[float, str, Homes]]:
+    def _all_but_saved(self, spilling: Spilling) -> Iterator[tuple[float, str, Homes]]:
         """Homes with all model data on the device, and with as many saved bytes as that leaves room
         for; none where that cannot be."""
         self.keep(None)
         missing, everything = self._missing(), Homes.all_on(Tier.DEVICE, self.problem.chunks)
         if missing is None or self.problem.ceiling is not None:
             return
+        self.keep(spilling.homes(spilling.least_room, max(self.saved_bytes), 0))
         try:
+            self.check_room(everything)
             everything.saved = self.saved_beside(everything)
             self.keep(everything.saved)
             check_nvme(self.problem, everything)
@@ -338,12 +340,15 @@ class Draft:
         left = self._left(homes)
         ahead = [sum(gathered.get(chunk, 0) for chunk in chunks) for chunks in self.prefetched]
         left = np.minimum(left, np.maximum(left - np.array(ahead, np.int64), 0))
-        whole = np.array(self.saved_bytes, np.int64)
+        stays = np.array(self.saved_bytes, np.int64)
         if saved is not None:
-            left -= whole - np.minimum(whole, saved.room_bytes)
+            stays = np.minimum(stays, saved.room_bytes)
+            if self._cap < 1 and self.problem.budgets.device < UNLIMITED:
+                # a byte more takes its share of what the cap leaves free; that is rounded
+                left = np.where(left > 2, ((left - 2) / self._cap).astype(np.int64), left)
         elif left.min(initial=0) < 0 and not self.problem.has_host_tier:
             left -= spilling.staging_bytes
-        room = most_room(left.tolist(), self.saved_bytes)
+        room = most_room(left.tolist(), stays.tolist(), self.saved_bytes)
         if room is None:
             return None
         if room < spilling.least_room:
@@ -352,11 +357,18 @@ class Draft:
                 "saved bytes on their way from and to the device, beside what lives there",
                 "raise device_budget by as much, or use a smaller batch",
             )  # fmt: skip
-        there = host_bytes(self._all_stays, homes) + homes.host_staging.nbytes
-        host_left = self.problem.budgets.host - there - spilling.staging_bytes
-        return spilling.homes(
-            room, max(self.saved_bytes), host_left if self.problem.has_host_tier else 0
-        )
+        most, host_left = max(self.saved_bytes), 0
+        if self.problem.has_host_tier:
+            there = host_bytes(self._all_stays, homes) + homes.host_staging.nbytes
+            host_left = self.problem.budgets.host - there - spilling.staging_bytes
+        found = spilling.homes(room, most, host_left)
+        missing = most - found.kept_bytes - found.host_bytes - found.nvme_bytes
+        if missing > 0:
+            raise BudgetError.missing(
+                Tier.HOST, missing, self.problem.budgets.host, "saved bytes that leave the device",
+                "raise host_budget by as much, or give nvme_dir",
+            )  # fmt: skip
+        return found
 
     # -- the rest --
 

@@ -147,7 +147,7 @@ class SavedHomes:
 
     def __str__(self) -> str:
         kept, host, disk = map(format_bytes, (self.kept_bytes, self.host_bytes, self.nvme_bytes))
-        return f"activations: {kept} of those saved stay on the device, host {host}, disk {disk}"
+        return f"activations: kept {kept}, host {host}, disk {disk}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from math import inf
 
 from gemini.memtracer.trace import TraceMoment
-from gemini.units import MIB, Bytes, Moment
+from gemini.units import KIB, MIB, Bytes, Moment
 
 from .plan import Move, MoveKind, SavedHomes
 from .tiers import Tier
 
+NUM_PIECES = 8  # that may be on their way out
 _COARSE = 3  # levels below all that is saved, at the same distance
 _ROUNDS = 6  # of halving the distance to the levels beside the best
 
@@ -25,12 +26,21 @@ class Spilling:
     """Memory that it takes to let saved bytes leave the device, whatever their number.
 
     staging_bytes: of RAM, through which they pass. in_flight_bytes: of the device, that are on
-    their way out. ahead_bytes: of the device, read before backward asks for them.
+    their way out. ahead_bytes: of the device, read before backward asks for them. has_files: what
+    the host has no room for goes to a file.
     """
 
     staging_bytes: int = 32 * MIB
     in_flight_bytes: int = 32 * MIB
     ahead_bytes: int = 64 * MIB
+    has_files: bool = True
+
+    @classmethod
+    def within(cls, budget: int, *, has_files: bool) -> Spilling:
+        """Buffers that are small beside a budget of the device."""
+        in_flight = NUM_PIECES * piece_bytes(budget)
+        ahead = within(budget, 16, 64 * KIB, 64 * MIB)
+        return cls(in_flight * has_files, in_flight, ahead, has_files)
 
     @property
     def least_room(self) -> int:
@@ -43,18 +53,33 @@ class Spilling:
         kept = room - self.in_flight_bytes
         away = max(0, most - kept)
         on_host = max(0, min(away, host_left))
+        on_disk = (away - on_host) * self.has_files
         return SavedHomes(
-            Bytes(kept), Bytes(room), Bytes(on_host), Bytes(away - on_host), self.staging_bytes,
+            Bytes(kept), Bytes(room), Bytes(on_host), Bytes(on_disk), self.staging_bytes,
             max(kept, self.ahead_bytes),
         )  # fmt: skip
 
 
-def most_room(left: Sequence[int], saved: Sequence[int]) -> int | None:
+def piece_bytes(budget: int | None) -> int:
+    """Bytes of one transfer of saved bytes; the device's budget may be None."""
+    return within(budget, 256, 64 * KIB, 4 * MIB)
+
+
+def within(budget: int | None, part: int, least: int, most: int) -> int:
+    """A part of the budget, within bounds."""
+    return most if budget is None else max(least, min(most, budget // part))
+
+
+def most_room(left: Sequence[int], stays: Sequence[int], saved: Sequence[int]) -> int | None:
     """Room on the device for saved bytes, at most; None: all may stay.
 
-    left: bytes that are free at every moment beside all that is saved then; below 0 it lacks some.
+    left: bytes that are free at every moment beside those that stay; below 0 it lacks some.
     """
-    rooms = [there + free for free, there in zip(left, saved, strict=True) if free < 0]
+    rooms = [
+        there + free
+        for free, there, all_of_it in zip(left, stays, saved, strict=True)
+        if there + free < all_of_it
+    ]
     return min(rooms, default=None)
 
 
@@ -72,7 +97,8 @@ def moves_of_saved(homes: SavedHomes, moments: Sequence[TraceMoment]) -> Iterato
         more = there - homes.kept_bytes - away
         if more > 0:
             full = (j for j in range(i, backward) if saved[j] > away + homes.room_bytes)
-            begin, end = max(0, i - 1), next(full, backward)  # it is saved before moment `i`
+            begin = max(0, i - 1)  # it is saved before moment `i`
+            end = max(begin + 1, next(full, backward))
             yield from _both(homes, away, away + more, begin, end, out=True)
         away = max(0, away + more)
     for i in range(backward, len(saved)):

@@ -46,10 +46,12 @@ class SavedCalls:
             parts.backend.device,
             room=self._device_room,
             leave_alone=owns,
+            changed=parts.sampler.collector.saved_changed,
             least_bytes=_within(budget, 4096, 4 * KIB, LEAST_BYTES),
             ahead_bytes=_within(budget, 16, 64 * KIB, AHEAD_BYTES),
         )
         parts.ledger.count_saved(lambda: self.saved.staging_bytes)
+        parts.sampler.collector.count_saved(self.saved)
 
     @contextmanager
     def around(self, module: nn.Module, tracked: AbstractContextManager[None]) -> Iterator[None]:
@@ -58,11 +60,23 @@ class SavedCalls:
             with tracked:
                 yield
             return
+        self.follow_plan()
         in_use = self._parts.backend.bytes_in_use()
         if in_use is not None:
             self._base = in_use - self._parts.ledger.device_bytes() - self.saved.resident_bytes
         with tracked, self.saved.saving([*module.buffers(), *self._ignored]):
             yield
+
+    def follow_plan(self) -> None:
+        """Let as many saved bytes stay as the plan of the coming forward says, if there is one."""
+        parts = self._parts
+        one_rank = parts.comm.world_size == 1
+        signature = parts.sampler.signature if one_rank else parts.planning.levels.signature
+        plan = parts.planning.plan_for("train", signature)
+        if plan is None:
+            self.saved.keep_what_fits()
+        else:
+            self.saved.keep_at_most(None if plan.saved is None else plan.saved.kept_bytes)
 
     def _device_room(self) -> int | None:
         """Bytes of saved tensors that may stay; None where nothing limits the device."""
