@@ -30,9 +30,16 @@ class SavedCalls:
     peak, what operators hold besides, and what is on its way out.
     """
 
-    def __init__(self, parts: Parts, root: nn.Module, owns: Callable[[Tensor], bool]) -> None:
-        """owns: whether a tensor is a view of a chunk. It sets `parts.saved_tensors`."""
-        self._parts = weakref.proxy(parts)
+    def __init__(
+        self,
+        parts: Parts,
+        root: nn.Module,
+        owns: Callable[[Tensor], bool],
+        tracking: Callable[[nn.Module], AbstractContextManager[None]],
+    ) -> None:
+        """owns: whether a tensor is a view of a chunk. tracking: context of a forward, without
+        this. It sets `parts.saved_tensors`."""
+        self._parts, self._tracking = weakref.proxy(parts), tracking
         # parameters that the user kept to himself
         self._ignored = [param for param in root.parameters() if handle_of(param) is None]
         self._base = 0  # bytes of others on the device
@@ -52,16 +59,16 @@ class SavedCalls:
         parts.ledger.count_saved(lambda: self.saved.staging_bytes)
 
     @contextmanager
-    def around(self, module: nn.Module, tracked: AbstractContextManager[None]) -> Iterator[None]:
-        """Context of a forward, around `tracked`."""
+    def around(self, module: nn.Module) -> Iterator[None]:
+        """Context of a forward."""
         if not torch.is_grad_enabled():
-            with tracked:
+            with self._tracking(module):
                 yield
             return
         in_use = self._parts.backend.bytes_in_use()
         if in_use is not None:
             self._base = in_use - self._parts.ledger.device_bytes() - self.saved.resident_bytes
-        with tracked, self.saved.saving([*module.buffers(), *self._ignored]):
+        with self._tracking(module), self.saved.saving([*module.buffers(), *self._ignored]):
             yield
 
     def _device_room(self) -> int | None:
