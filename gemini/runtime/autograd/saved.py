@@ -77,10 +77,10 @@ class SavedCalls:
         if not overruns.limits_device:
             return None
         held, in_use, saved = ledger.device_bytes(), self._parts.backend.bytes_in_use(), self.saved
-        if in_use is None:  # an operator is given and makes what is as large as what is saved
-            other = 2 * saved.largest_bytes
-        else:
-            other = max(0, in_use - held - saved.resident_bytes - self._base)
+        # an operator of backward has gradients as large as what was saved
+        other = 2 * saved.largest_bytes
+        if in_use is not None:
+            other = max(other, in_use - held - saved.resident_bytes - self._base)
         left: int = overruns.limits[Tier.DEVICE] - max(held, self._planned_peak()) - other
         return left - saved.in_flight_bytes
 
