@@ -169,3 +169,14 @@ def test_host_memory_is_used_again_and_does_not_grow_with_other_lengths():
     buffers.give(other, None)
     anew, _ = buffers.take(100 * KIB)  # the first was given back to the system for the other
     assert anew.nbytes < other.nbytes
+
+
+def test_host_memory_comes_behind_the_copy_that_reads_it():
+    backend = device(True)
+    buffers = Buffers(backend)
+    host, _ = buffers.take(ROW)
+    ticket = backend.copy(backend.allocate(ROW, torch.uint8), host[:ROW])
+    ticket.order()
+    buffers.give(host, ticket)
+    again, behind = buffers.take(ROW)
+    assert again.data_ptr() == host.data_ptr() and behind == (ticket,)

@@ -3,6 +3,8 @@
 import errno
 import gc
 from itertools import pairwise
+from threading import Event
+from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nvme
-from gemini.activations.file import FreeRuns
+from gemini.activations.file import FreeRuns, SavedFile
 from gemini.activations.lower import FileTier
 from gemini.activations.saved_tensors import SavedTensors
+from nvme.files import calls
 from tests.support.disks.faults import failing
 
 KIB = 1 << 10
@@ -134,3 +137,30 @@ def test_nothing_has_a_name_while_it_is_used(tmp_path):
     assert file.file_bytes <= 20 * ROW
     saved.close()
     assert file.file_bytes == file.staging_bytes == 0
+
+
+def test_room_that_is_written_is_nobody_elses(tmp_path):
+    """A copy is dropped while its write waits for the disk; another must not be there meanwhile."""
+    file, begun, goes_on = SavedFile(tmp_path, piece_bytes=ROW), Event(), Event()
+    values = torch.arange(ROW // 4, dtype=torch.int32)
+    others = values + 1
+    real = calls.pwritev
+
+    def late(*args):
+        begun.set()
+        assert goes_on.wait(60)
+        return real(*args)
+
+    with mock.patch.object(calls, "pwritev", late):
+        first = file.write(values.data_ptr(), ROW)
+        assert begun.wait(60)
+        file.drop(first)
+        second = file.write(others.data_ptr(), ROW)
+        goes_on.set()
+        assert first.offset != second.offset and file.ended(second, wait=True)
+    read = file.read(second)
+    read.wait()
+    assert torch.equal(read.landing[:ROW].view(torch.int32), others)
+    file.drop(second)
+    assert file.used_bytes == 0
+    file.close()
