@@ -150,6 +150,35 @@ def test_what_somebody_has_kept_is_not_read():
     assert shelf.of("load") == [] and torch.equal(x.grad, 2 * kept)
 
 
+def test_a_storage_that_its_owner_frees_for_a_while_is_not_read_then():
+    """As another engine's parameters are: what was copied before counts, and nothing else moves."""
+    shelf = Shelf()
+    saved = saved_on(shelf, ROW)
+    x = torch.randn(ROW // 4, requires_grad=True)
+    owned = [torch.full((ROW // 4,), float(i)) for i in range(3)]
+    expected = sum(owned)
+    with saved.saving():
+        total = sum((x * values).sum() for values in owned)  # the third one stays
+        assert shelf.of("save") == [0, 1]
+        for values in owned:
+            values.untyped_storage().resize_(0)
+        saved.keep_at_most(0)
+    assert shelf.of("save") == [0, 1] and saved.resident_bytes == ROW
+    owned[2].untyped_storage().resize_(ROW)
+    owned[2].data.fill_(2)
+    total.backward()
+    assert shelf.of("load") == [1, 0] and torch.equal(x.grad, expected)
+
+
+def test_where_hooks_are_forbidden_nothing_is_saved():
+    shelf = Shelf()
+    saved = saved_on(shelf, 0)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"), saved.saving():
+        _, total = chain()
+    total.backward()
+    assert not shelf.log
+
+
 def test_memory_goes_with_what_leaves():
     shelf = Shelf()
     saved = saved_on(shelf, 0)
