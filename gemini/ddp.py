@@ -22,7 +22,7 @@ from gemini.memtracer.trace import Trace
 from gemini.optim.rules.clipping import asked_norm
 from gemini.optim.target import changes, reads
 from gemini.placement.homes.budgets import first_that_fits
-from gemini.placement.policy import Placement, check_lower_tier, parse_placement, spills
+from gemini.placement.policy import AutoPlacement, Placement, parse_placement, spills
 from gemini.placement.timetable.updates import TAIL, current_update
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
@@ -65,7 +65,6 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from gemini.runtime.autograd.saved import SavedCalls
     from gemini.runtime.gradients.by_name import ChangeGradient
     from gemini.runtime.pipeline.together import PipelineOwner
 
@@ -165,7 +164,7 @@ class GeminiDDP(ModuleFace):
         specs = padded(own_specs, comm)
         configurations = _configurations(chunks, specs)
         order = None if trace is None else _order_of(trace, specs, ignored)
-        backend = _backend(device, placement)
+        backend = _spilling(_backend(device), placement) if spills(placement) else _backend(device)
 
         def planned(sized: ChunkConfiguration) -> tuple[ChunkConfiguration, ChunkLayout, Planning]:
             num_shards, num_replicas = connections.num_shards, connections.num_replicas
@@ -201,7 +200,7 @@ class GeminiDDP(ModuleFace):
         self._broadcast_buffers()
         self.engine.module_check = ModuleCheck(module, ignored)
         self.engine.calls.hook(module, wrapping.gather_whole)
-        self._saved = self._saved_calls() if spills(placement) else None
+        self._around_forward = self._saved() if spills(placement) else self.engine.calls.tracking
         self.__class__ = face_of(type(self), type(module))  # type: ignore[assignment]
 
     def _cast_by(self, precision: PrecisionPolicy, in_fp32: Sequence[nn.Module]) -> None:
@@ -243,7 +242,7 @@ class GeminiDDP(ModuleFace):
         attempt = calls.attempt(self.module, (args, kwargs)) if depth == 0 else None
         while True:
             try:
-                with self._around_forward():
+                with self._around_forward(self.module):
                     outputs = self.module(*args, **kwargs)
             except BaseException as error:
                 calls.forward_failed(depth)
@@ -255,14 +254,11 @@ class GeminiDDP(ModuleFace):
             calls.again(attempt, given)
             attempt = None
 
-    def _around_forward(self) -> AbstractContextManager[None]:
-        tracked = self.engine.calls.tracking(self.module)
-        return tracked if self._saved is None else self._saved.around(self.module, tracked)
-
-    def _saved_calls(self) -> SavedCalls:
+    def _saved(self) -> Callable[[nn.Module], AbstractContextManager[None]]:
         from gemini.runtime.autograd.saved import SavedCalls
 
-        return SavedCalls(self.engine, self.module, self.engine.calls.owns_memory_of)
+        calls = self.engine.calls
+        return SavedCalls(self.engine, self.module, calls.owns_memory_of, calls.tracking).around
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
@@ -491,18 +487,23 @@ def _values(
     return values
 
 
-def _backend(device: torch.device | str | Backend | None, placement: Placement) -> Backend:
-    if isinstance(device, str | torch.device | None):
-        if device is None:
-            cuda = torch.cuda.is_available()
-            device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
-        device = make_backend(torch.device(device))
-    check_lower_tier(placement, has_host_tier=device.has_host_tier)
-    if spills(placement) and placement.nvme_dir is not None:
-        from gemini.nvme import check_folder
+def _backend(device: torch.device | str | Backend | None) -> Backend:
+    if not isinstance(device, str | torch.device | None):
+        return device
+    if device is None:
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
+    return make_backend(torch.device(device))
 
+
+def _spilling(backend: Backend, placement: AutoPlacement) -> Backend:
+    """The backend, if activations have a tier below its memory."""
+    from gemini.nvme import check_folder
+
+    placement.check_lower_tier(has_host_tier=backend.has_host_tier)
+    if placement.nvme_dir is not None:
         check_folder(placement.nvme_dir)
-    return device
+    return backend
 
 
 def _joined(mesh: Any, split: Sequence[str]) -> PipelineOwner:

@@ -18,7 +18,8 @@ from tests.support import spine
 # run 1057 lines more: homes that follow measurements, shared memory, forecasts, hints about
 # misspelt arguments, casts. Wrapping asks for the speeds that the doctor kept: 41
 # lines. On a device a tail has a stream of its own, gathers have one, launch tables are kept, and
-# norms of Lamb are kernels: 2900 tokens, two classes.
+# norms of Lamb are kernels: 2900 tokens, two classes. Activations may leave the device: four lines
+# ask whether they do, and the ledger counts their staging (5 lines, 49 tokens).
 BARS = {
     "block": (90, 75),
     "block, step": (34, 25),
@@ -33,13 +34,13 @@ BARS = {
     "types": (18, 15),
     "classes": (92, 85),
     "protocols": (7, 8),
-    "five lines, resident: lines": (9218, 7600),
+    "five lines, resident: lines": (9222, 7600),
     "five lines, resident: files": (125, 80),
-    "five lines, nvme: lines": (10_907, 8600),
+    "five lines, nvme: lines": (10_911, 8600),
     "five lines, nvme: files": (140, 85),
     "five lines: files loaded": (131, 120),
-    "tokens": (73_676, 58_000),
-    "lines": (11_411, 9000),
+    "tokens": (73_725, 58_000),
+    "lines": (11_416, 9000),
 }
 
 

@@ -9,7 +9,6 @@ import bisect
 import ctypes
 import os
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from gemini.nvme import (
     Transfer,
     check_process,
 )
-from gemini.nvme.files.file import create_files
+from gemini.nvme.files.file import create_files, remove_files
 from gemini.tickets import Ticket
 from gemini.units import PAGE_BYTES, align_up
 
@@ -207,8 +206,7 @@ class SavedFile:
         if self._engine is not None:
             self._engine.close()
         if self._file is not None:
-            with suppress(NvmeError):  # nobody reads it any more
-                self._file.close()
+            remove_files([self._file])
         self._file = self._engine = self._pool = None
         self._space = FreeRuns()
 

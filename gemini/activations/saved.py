@@ -50,7 +50,7 @@ class SavedStorage:
 
     __slots__ = (
         *("__weakref__", "arrival", "copy", "copied_version", "dead", "guard", "is_leaving"),
-        *("nbytes", "num_unread", "number", "origin", "shift", "storage"),
+        *("nbytes", "num_unread", "number", "_origin", "shift", "storage"),
     )
 
     def __init__(
@@ -60,7 +60,7 @@ class SavedStorage:
         `Death`."""
         self.number, self.nbytes = number, storage.nbytes()
         self.storage: UntypedStorage | None = storage
-        self.origin = weakref.ref(storage)  # somebody else may have it still
+        self._origin = weakref.ref(storage)
         self.shift = 0  # byte of `storage` at which the values begin
         self.copy: Copy | None = None
         self.arrival: Arrival | None = None
@@ -72,6 +72,12 @@ class SavedStorage:
     # Graphs are collected at any moment and by any thread, so here is only noted what ends.
     def __del__(self) -> None:
         self.dead.append(Death(self))
+
+    def kept(self) -> UntypedStorage | None:
+        """The storage, where somebody else has kept it."""
+        storage = self._origin()
+        # an owner frees and refills a storage, as that of a parameter which is gathered
+        return storage if storage is not None and storage.nbytes() == self.nbytes else None
 
     def begin_copy(self, copy: Copy) -> None:
         """Note a copy of the values as they are now."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gemini.units import MIB
@@ -80,7 +80,7 @@ class SavedTensors:
         self._leaving: deque[weakref.ref[SavedStorage]] = deque()  # copies under way
         self._away: list[int] = []  # records below alone, by number
         self._live_bytes = self._resident_bytes = 0
-        self.largest_bytes = 0  # of a storage, so far
+        self._largest_bytes = 0, 0  # of a storage, in the forward before and in this one
         self._leaving_bytes = self._arriving_bytes = 0
         self._buffers: set[int] = set()  # storages of the module's buffers
         self._moved_before = lower.moved()
@@ -112,6 +112,11 @@ class SavedTensors:
         return self._lower.in_flight_bytes
 
     @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest storage of this forward, and of the one before."""
+        return max(self._largest_bytes)
+
+    @property
     def traffic(self) -> SavedTraffic:
         """Bytes that moved since the last forward began."""
         moved = zip(self._lower.moved(), self._moved_before, strict=True)
@@ -133,10 +138,12 @@ class SavedTensors:
 
         buffers: of the module, which has them anyway.
         """
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if _hooks_are_taken():
             yield
             return
-        self._buffers = {buffer.untyped_storage()._cdata for buffer in buffers}
+        plain = [buffer for buffer in buffers if type(buffer) in (Tensor, nn.Parameter)]
+        self._buffers = {buffer.untyped_storage()._cdata for buffer in plain}
+        self._largest_bytes = self._largest_bytes[1], 0
         self._moved_before = self._lower.moved()
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
@@ -187,7 +194,8 @@ class SavedTensors:
         self._known[storage._cdata] = self._forgotten_with(storage), weakref.ref(record)
         heapq.heappush(self._here, record.number)
         self._live_bytes += record.nbytes
-        self.largest_bytes = max(self.largest_bytes, record.nbytes)
+        before, largest = self._largest_bytes
+        self._largest_bytes = before, max(largest, record.nbytes)
         self._resident_bytes += record.nbytes
         return record
 
@@ -256,7 +264,10 @@ class SavedTensors:
 
     @staticmethod
     def _may_leave(record: SavedStorage) -> bool:
-        return record.storage is not None and not record.is_leaving
+        storage = record.storage
+        if storage is None or record.is_leaving:
+            return False
+        return storage.nbytes() == record.nbytes  # else its owner has freed it for a while
 
     def _leave(self, record: SavedStorage) -> bool:
         """Let a record leave; False: no tier has room for it."""
@@ -319,7 +330,7 @@ class SavedTensors:
 
     def _come_back(self, record: SavedStorage) -> None:
         """Wait for a record that is below, unless somebody has kept its storage."""
-        kept = record.origin()
+        kept = record.kept()
         if record.arrival is None and kept is not None:
             self._is_away_no_more(record.number)
             record.storage, record.shift = kept, 0
@@ -360,7 +371,7 @@ class SavedTensors:
         while place:
             place -= 1
             record = self._alive.get(self._away[place])
-            if record is None or record.origin() is not None:
+            if record is None or record.kept() is not None:
                 continue
             nbytes = record.nbytes
             too_far = self._arriving_bytes + nbytes > self._ahead_bytes
@@ -391,3 +402,11 @@ class SavedTensors:
         with self._lock:
             self._reap()
             self._lower.close()
+
+
+def _hooks_are_taken() -> bool:
+    """Whether somebody has hooks of his own for what is saved now, or allows none."""
+    autograd = torch._C._autograd
+    if autograd._top_saved_tensors_default_hooks(False) is not None:
+        return True
+    return not autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]

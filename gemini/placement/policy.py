@@ -116,6 +116,14 @@ class AutoPlacement:
         """Budgets of a node as they were given; None as no limit."""
         return Budgets.parse(self.device_budget, self.host_budget, self.nvme_budget)
 
+    def check_lower_tier(self, *, has_host_tier: bool) -> None:
+        """Raise ValueError where activations have no tier below the device's memory."""
+        if not has_host_tier and self.nvme_dir is None:
+            raise ValueError(
+                f"activations={self.activations!r} on the CPU, whose memory is the host's; "
+                "expected a folder on a disk in AutoPlacement(nvme_dir=...)"
+            )
+
 
 @by_name
 @dataclass(frozen=True, slots=True)
@@ -156,15 +164,6 @@ def has_budgets(policy: Placement) -> bool:
 def spills(policy: Placement) -> TypeGuard[AutoPlacement]:
     """Whether activations may leave the device."""
     return isinstance(policy, AutoPlacement) and policy.activations == "spill"
-
-
-def check_lower_tier(policy: Placement, *, has_host_tier: bool) -> None:
-    """Raise ValueError where activations are to leave the device, and no tier is below it."""
-    if spills(policy) and not has_host_tier and policy.nvme_dir is None:
-        raise ValueError(
-            'activations="spill" on the CPU, whose memory is the host\'s; expected a folder on a '
-            "disk in AutoPlacement(nvme_dir=...)"
-        )
 
 
 def parse_placement(policy: str | Placement) -> Placement:

@@ -30,9 +30,16 @@ class SavedCalls:
     peak, what operators hold besides, and what is on its way out.
     """
 
-    def __init__(self, parts: Parts, root: nn.Module, owns: Callable[[Tensor], bool]) -> None:
-        """owns: whether a tensor is a view of a chunk. It sets `parts.saved_tensors`."""
-        self._parts = weakref.proxy(parts)
+    def __init__(
+        self,
+        parts: Parts,
+        root: nn.Module,
+        owns: Callable[[Tensor], bool],
+        tracking: Callable[[nn.Module], AbstractContextManager[None]],
+    ) -> None:
+        """owns: whether a tensor is a view of a chunk. tracking: context of a forward, without
+        this. It sets `parts.saved_tensors`."""
+        self._parts, self._tracking = weakref.proxy(parts), tracking
         # parameters that the user kept to himself
         self._ignored = [param for param in root.parameters() if handle_of(param) is None]
         self._base = 0  # bytes of others on the device
@@ -54,17 +61,17 @@ class SavedCalls:
         parts.sampler.collector.count_saved(self.saved)
 
     @contextmanager
-    def around(self, module: nn.Module, tracked: AbstractContextManager[None]) -> Iterator[None]:
-        """Context of a forward, around `tracked`."""
+    def around(self, module: nn.Module) -> Iterator[None]:
+        """Context of a forward."""
         if not torch.is_grad_enabled():
-            with tracked:
+            with self._tracking(module):
                 yield
             return
         self.follow_plan()
         in_use = self._parts.backend.bytes_in_use()
         if in_use is not None:
             self._base = in_use - self._parts.ledger.device_bytes() - self.saved.resident_bytes
-        with tracked, self.saved.saving([*module.buffers(), *self._ignored]):
+        with self._tracking(module), self.saved.saving([*module.buffers(), *self._ignored]):
             yield
 
     def follow_plan(self) -> None:
@@ -84,10 +91,10 @@ class SavedCalls:
         if not overruns.limits_device:
             return None
         held, in_use, saved = ledger.device_bytes(), self._parts.backend.bytes_in_use(), self.saved
-        if in_use is None:  # an operator is given and makes what is as large as what is saved
-            other = 2 * saved.largest_bytes
-        else:
-            other = max(0, in_use - held - saved.resident_bytes - self._base)
+        # an operator of backward has gradients as large as what was saved
+        other = 2 * saved.largest_bytes
+        if in_use is not None:
+            other = max(other, in_use - held - saved.resident_bytes - self._base)
         left: int = overruns.limits[Tier.DEVICE] - max(held, self._planned_peak()) - other
         return left - saved.in_flight_bytes
 

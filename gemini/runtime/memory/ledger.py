@@ -58,8 +58,7 @@ class MemoryLedger:
         self._kept_bytes = nbytes
 
     def count_saved(self, staging_bytes: Callable[[], int]) -> None:
-        """Count the host memory through which activations leave the device; these themselves are no
-        model data."""
+        """Count host memory through which activations, no model data, leave the device."""
         self._saved_staging_bytes = staging_bytes
 
     @property
@@ -112,7 +111,6 @@ class MemoryLedger:
         found[self._host, "parameters"] += account.host_shards
         found[Tier.DEVICE, "gradients"] = account.gradients + self._kept_bytes()
         found[Tier.DEVICE, "staging"] = self._staging_bytes()
-        found[self._host, "staging"] += self._saved_staging_bytes()
         self._add_storage(found)
         state = self._state
         if state is not None:
@@ -142,7 +140,7 @@ class MemoryLedger:
         if storage.host_gradients is not None:
             found[Tier.DEVICE, "gradients"] += storage.leaving_bytes
             found[Tier.HOST, "gradients"] += storage.host_gradients.nbytes
-        found[self._host, "staging"] += storage.staging_bytes
+        found[self._host, "staging"] += storage.staging_bytes + self._saved_staging_bytes()
 
     def memory_bytes(self) -> int:
         """Bytes that are not on NVMe."""
