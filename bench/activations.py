@@ -14,10 +14,10 @@ spill               AutoPlacement(device_budget=, nvme_dir=, activations="spill"
 spill, chunked      with the loss 512 tokens at a time (`gemini.integrations.chunk_loss`)
 spill, checkpointing
 
-added_peak_mib: VmHWM of forward and backward over the resident size before them, with all gradients.
-of_plain: that over plain's. digest: of all gradients; equal where nothing else than
-the place of activations differs. cpu_seconds: of the process, in forward and backward. Dropout
-draws the same numbers in all rows.
+added_peak_mib: VmHWM of forward and backward over the resident size before them, with all
+gradients. of_plain: that over plain's. digest: of all gradients; equal where nothing else than the
+place of activations differs. cpu_seconds: of the process, in forward and backward. Dropout draws
+the same numbers in all rows.
 
 The budget of `spill` is model data and `--room` MiB.
 

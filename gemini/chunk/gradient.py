@@ -122,6 +122,7 @@ class ChunkGradient:
         self.apart = False  # what arrives is not added to what is reduced before its own reduction
         self._under_way: _Reduction | None = None
         self.updating: Ticket[None] | None = None  # of a step that still reads `shard`
+        self.changes = 0  # of the reduced gradient, so far: equal where it is what it was
 
     @property
     def buffer(self) -> Tensor | None:
@@ -153,6 +154,11 @@ class ChunkGradient:
         copy = self._memory.allocate(self._spec.shard_numel, self.offloaded_dtype)
         self.offload.read(self._spec.id, copy).wait()
         return copy
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether no reduction is under way."""
+        return self._under_way is None
 
     @property
     def nbytes(self) -> int:
@@ -297,6 +303,7 @@ class ChunkGradient:
 
     def _add_to_shard(self, reduced: Tensor) -> None:
         if not self.exists:
+            self.changes += 1
             self._set_shard(reduced)
         else:
             total = self._widened(self._taken_back())
@@ -376,6 +383,7 @@ class ChunkGradient:
             self._set_shard(None)
         self._set_own(None)
         self.offloaded_dtype = self.found = None
+        self.changes += 1
         self._unpacked.clear()
         if self._buffer is not None:
             self.account.gradients -= self._buffer.nbytes
@@ -393,6 +401,7 @@ class ChunkGradient:
 
     def _taken_back(self) -> Tensor:
         """Reduced gradient on the device, to be changed."""
+        self.changes += 1
         # a step that goes on during this pass still reads the shard, so changing it waits
         if self.updating is not None:
             self.updating.wait()

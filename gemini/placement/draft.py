@@ -131,6 +131,7 @@ class Draft:
             has_host_tier=inputs.has_host_tier,
             depth=inputs.depth,
             num_ahead=inputs.num_ahead,
+            brings_params=inputs.brings_params,
             num_waiting=inputs.waiting.blocks(inputs.block_numel),
             off_device=inputs.off_device,
             nvme_state_frac=inputs.nvme_state_frac,

@@ -83,6 +83,7 @@ class PlanInputs:
     depth: int = 2  # blocks read ahead of their update
     num_ahead: int = 0  # more buffers, for blocks that are updated after their step
     waiting: Waiting = NOT_WAITING  # elements that wait for other blocks of their step
+    brings_params: bool = False  # updates make new weights apart from the old ones
     max_prefetch: int = 1  # payloads begun before their use
     nvme_state_frac: float = 0.0  # share of the state's bytes that must be on NVMe
     block_numel: int = BLOCK_NUMEL
@@ -140,6 +141,7 @@ class PlacementProblem:
     ceiling: Homes | None = None  # the same, above which nothing goes but gradients
     num_ahead: int = 0  # more buffers, for blocks that are updated after their step
     num_waiting: int = 0  # more buffers, for blocks that wait for others of their step
+    brings_params: bool = False  # updates make new weights apart from the old ones
     original_home: Tier = Tier.HOST  # of the fp32 originals of frozen chunks, all of them
     average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights
     saved: SavedHomes | None = None  # of bytes saved for backward; None: all stay
@@ -255,7 +257,7 @@ class PlacementProblem:
                 block = chunk.blocks[homes.state[i].index(home)]  # the largest of this home
                 if home is not Tier.DEVICE:  # wherever: as much as lower homes ask for, or less
                     state = max(state, block.state_bytes, block.disk_bytes)
-                if homes.param[i] is not Tier.DEVICE:
+                if homes.param[i] is not Tier.DEVICE or self.brings_params:
                     param = max(param, block.param_bytes)
                 if homes.grad[i] is not Tier.DEVICE:
                     grad = max(grad, block.param_bytes)

@@ -144,6 +144,7 @@ class GeminiEngine(Parts):
                 puts_off=planning.plan.unsharded_grads,
                 at_end={c.spec.id for c in chunks if links[c.spec.group].is_sent_data},
                 agree=self._agree_to_reduce if comm.world_size > 1 else None,
+                arrived=events.arrived, final=events.final,
             ),
             regather=Regather(
                 chunks, planning.never_released, params,
@@ -432,6 +433,7 @@ class GeminiEngine(Parts):
     def _gradients_dropped(self) -> None:
         self.calls.cut_short()
         self.calls.forget()
+        self.events.dropped()
         self.homes.gradients_dropped()
 
 

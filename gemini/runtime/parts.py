@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,11 @@ from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.target import new_lock
 from gemini.placement.plan import Plan
-from gemini.placement.timetable.allowed import OverlapFacts, against_tail, allowed
+from gemini.placement.timetable.allowed import OverlapFacts, against, against_tail, allowed
 from gemini.runtime.comm.ballot import Agreement, Scope
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.links import Links
+from gemini.runtime.events import EngineEvent as EngineEvent
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.memory.originals import Originals
@@ -46,29 +47,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class EngineEvent(Generic[P]):
-    """Event of an engine. A call tells all listeners, in their order, in the thread that trains."""
-
-    def __init__(self) -> None:
-        self.listeners: list[Callable[P, object]] = []  # to be asked where a call is too much
-
-    def listen(self, listener: Callable[P, object]) -> None:
-        self.listeners.append(listener)
-
-    def leave(self, listener: Callable[P, object]) -> None:
-        """Remove a listener, once for every `listen`."""
-        self.listeners.remove(listener)
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        for listener in self.listeners:
-            listener(*args, **kwargs)
-
-
 @dataclass(frozen=True, slots=True)
 class EngineEvents:
     """All kinds of events of one engine."""
 
     forward: EngineEvent[[]] = field(default_factory=EngineEvent)  # of the whole module, begins
+    # a gradient of a chunk, in a backward
+    arrived: EngineEvent[[Chunk]] = field(default_factory=EngineEvent)
+    # the gradient of a chunk is reduced while its backward runs
+    final: EngineEvent[[Chunk]] = field(default_factory=EngineEvent)
+    dropped: EngineEvent[[]] = field(default_factory=EngineEvent)  # all gradients were
     # before a shard gets what the user wrote to its payload
     keeping: EngineEvent[[Chunk]] = field(default_factory=EngineEvent)
 
@@ -81,6 +69,16 @@ class Attached(Protocol):
     @property
     def needs_wholes(self) -> bool:
         """Whether updates need more than one rank's part of a parameter."""
+        ...
+
+    @property
+    def has_master(self) -> bool:
+        """Whether state has fp32 weights."""
+        ...
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels of a device update every element alike, in one pass."""
         ...
 
     @property
@@ -276,6 +274,11 @@ def against_tail_of(parts: Parts) -> str | None:
     return against_tail(_facts_of(parts))
 
 
+def against_update_of(parts: Parts) -> str | None:
+    """Rule that is against the `update=` that was asked for; None: none is."""
+    return against(parts.update, _facts_of(parts))
+
+
 def _facts_of(parts: Parts) -> OverlapFacts:
     return replace(
         parts.planning.result.facts,
@@ -284,4 +287,6 @@ def _facts_of(parts: Parts) -> OverlapFacts:
         is_split=set(parts.links) != {WORLD},
         is_joint=parts.target is not None and parts.target.joint is not None,
         needs_wholes=parts.target is not None and parts.target.needs_wholes,
+        has_masters=parts.target is not None and parts.target.has_master,
+        by_kernels=parts.target is not None and parts.target.by_kernels,
     )

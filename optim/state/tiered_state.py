@@ -70,9 +70,10 @@ class TieredState:
         num_waiting: int = 0,
         split: SplitMasters | None = None,
         columns: Columns = ALL_COLUMNS,
+        room: int = 0,
     ) -> None:
         """num_ahead, num_waiting: see `NvmeState`. split: None where all masters are whole.
-        columns: which planes a block has."""
+        columns: which planes a block has. room: of all slabs in host memory; see `Slab`."""
         self.space = space
         self.layout = layout
         self._memory = memory
@@ -89,7 +90,9 @@ class TieredState:
         self._written_before = 0  # to files that are gone
         in_memory = [block for block in space.blocks if block.id not in on_nvme]
         self.device_slabs = self._first_planes([b for b in in_memory if b.id not in on_host])
-        self.host_slabs = self._first_planes([b for b in in_memory if b.id in on_host], host=True)
+        self.host_slabs = self._first_planes(
+            [b for b in in_memory if b.id in on_host], host=True, room=room
+        )
         self._slab_of = self._index()
 
     def _on_disk(self, blocks: Sequence[Block], space: StateSpace) -> NvmeState:
@@ -120,26 +123,31 @@ class TieredState:
     def _slabs(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
         return [slab.complete() for slab in self._first_planes(blocks, host=host)]
 
-    def _first_planes(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
+    def _first_planes(
+        self, blocks: Sequence[Block], *, host: bool = False, room: int = 0
+    ) -> list[Slab]:
         """Slabs with their first planes, for `initialise`: sources of masters are freed one by
         one."""
         alike: dict[tuple[StateLayout, bool], list[Block]] = {}
+        found = []
         for block in blocks:
             is_split = self._split_masters.in_memory(block)
             alike.setdefault((self.layout_of(block), is_split), []).append(block)
-        return [
-            Slab(
-                together,
-                (layout.with_remainder() if is_split else layout).stored(),
-                self._memory,
-                on_host=host,
-            )
-            for (layout, is_split), together in sorted(alike.items(), key=lambda item: item[0][1])
-        ]
+        for (layout, is_split), together in sorted(alike.items(), key=lambda item: item[0][1]):
+            stored = (layout.with_remainder() if is_split else layout).stored()
+            own_room = min(room, len(together))
+            found.append(Slab(together, stored, self._memory, on_host=host, room=own_room))
+            room -= own_room
+        return found
 
     def _index(self) -> dict[BlockId, Slab]:
         slabs = (*self.device_slabs, *self.host_slabs)
         return {block.id: slab for slab in slabs for block in slab.blocks}
+
+    def host_slab(self, block: Block) -> Slab | None:
+        """Slab in host memory that has a block; None: it is elsewhere."""
+        slab = self._slab_of.get(block.id)
+        return slab if slab is not None and slab.is_on_host else None
 
     @property
     def resident(self) -> tuple[Block, ...]:
@@ -176,6 +184,7 @@ class TieredState:
 
     def _change(self, block: Block, fill: Callable[[Block, Planes], None]) -> None:
         """Let `fill` write to the shown planes of a block in memory."""
+        self._slab_of[block.id].drop(block)
         values = self.shown(block)
         fill(block, values)
         self._take(block, self.planes(block), values)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gemini.kernels_triton.control_fields import BAD, LOSS_SCALE, SUM
+from gemini.kernels_triton.control_fields import BAD, FACTOR, LOSS_SCALE, MAX_VALUE, SEED, SKIP, SUM
 from gemini.optim.matrices.sites import DeviceSite, SiteUpdater
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.state.memory import Memory
+from gemini.optim.state.memory import Memory, StreamMark
 from gemini.optim.state.pieces import Updater
 from gemini.optim.target import AmpInputs
 from gemini.optim.update.cpu_update import StepInputs
@@ -195,6 +195,7 @@ class TritonStep(DeviceStep):
     _before: tuple[Tensor, Tensor] | None = None  # counts and control, for `undo`
     _known: Outcome | None = None  # of the step begun last; None: the device knows
     _read: tuple[int, list[int]] | None = None  # version of `counts`, and what they are
+    _expects: TritonUpdater | None = None  # see `expecting`
 
     def __init__(self, rule: UpdateRule, *args: Any) -> None:
         super().__init__(rule, *args)
@@ -256,6 +257,33 @@ class TritonStep(DeviceStep):
         self._updater.begin(hypers, with_norm=True)
         return self._updater
 
+    def expecting(self, hypers: Sequence[Any], active: Sequence[int]) -> TritonUpdater:
+        """Updater that has begun the coming step as it is expected: no clip bites, and it is not
+        skipped. Nothing here changes; it uses the same staging."""
+        own, found = self._updater, self._expects
+        if found is None:
+            from gemini.optim.update.triton_update import TritonUpdater
+
+            groups, device = [0] * len(self.counts), own.control.device
+            found = self._expects = TritonUpdater(
+                self._rule.elementwise, groups, device, ControlVector(None, device),
+                memory=self._memory, stochastic=self._rounding_seed is not None,
+            )  # fmt: skip
+        found.follow(own)
+        found.set_present(active)
+        found.set_measure(0.0)
+        found.begin(hypers, with_norm=True)
+        return found
+
+    def decided_as(self, expected: TritonUpdater) -> bool:
+        """Whether kernels of the step that was begun are given what those of `expected` were, to
+        the bit. Waits for the device."""
+        found = [t for u in (self._updater, expected) for t in u.inputs()]
+        one, control, other, controls = _on_host(found)
+        fields = [FACTOR, SKIP, MAX_VALUE, SEED]
+        same = torch.equal(one.view(torch.int32), other.view(torch.int32))
+        return same and torch.equal(control[fields], controls[fields])
+
     def skips(self, amp: AmpInputs) -> bool:
         return False  # the device decides
 
@@ -299,6 +327,16 @@ class TritonStep(DeviceStep):
             steps, control = self._before
             self.counts.copy_(steps)
             self._updater.control.copy_(control)
+
+
+def _on_host(found: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory, for which the host waits once."""
+    here = [torch.empty_like(one, device="cpu", pin_memory=one.is_cuda) for one in found]
+    for copy, one in zip(here, found, strict=True):
+        copy.copy_(one, non_blocking=True)
+    if found[0].is_cuda:
+        StreamMark(torch.cuda.current_stream(found[0].device)).settle()
+    return here
 
 
 def _without_none(group_of: Sequence[int | None]) -> list[int]:

@@ -209,6 +209,17 @@ class TritonUpdater:
         if found_inf is not None:
             self.control[BAD] = found_inf.to(self.control) > 0
 
+    def follow(self, other: TritonUpdater) -> None:
+        """Take over what a step begins with from another updater, and its staging."""
+        self._groups, self.staging = other._groups, other.staging
+        self._coefficients.copy_(other._coefficients)
+        self.steps.copy_(other.steps)
+        self.control.copy_(other.control)
+
+    def inputs(self) -> list[Tensor]:
+        """What kernels are given of the step that was begun, but for its pieces."""
+        return [self._coefficients, self.control]
+
     def begin(self, hypers: Sequence[object], *, with_norm: bool) -> None:
         """Make this step's coefficients. with_norm: clip and skip by the last measure."""
         self._upload([self._rule.hyper_row(hyper) for hyper in hypers])
@@ -225,7 +236,10 @@ class TritonUpdater:
         )  # fmt: skip
         self.control_vector.changed()
 
-    def update_block(self, block: Block, planes: Planes, views: BlockViews) -> CopyTicket:
+    def update_block(
+        self, block: Block, planes: Planes, views: BlockViews, into: Planes | None = None
+    ) -> CopyTicket:
+        """See `Updater`. into: planes that take the new state; None: its own."""
         state = {name: plane for name, plane in planes.items() if name != WEIGHT}
         staging = self.staging
         with named("update", "block", block.id):
@@ -238,7 +252,8 @@ class TritonUpdater:
             )  # fmt: skip
             self._run(ops.update_now, tables, staged)
             leaving = views.leaving(block, planes.get(WEIGHT))
-            copies = staging.take_back([*[(state[name], staged[name]) for name in state], *leaving])
+            home = into or state
+            copies = staging.take_back([*[(home[name], staged[name]) for name in state], *leaving])
         views.left(block, copies)
         nbytes = sum([plane.nbytes for plane in state.values()])
         self._moved += Traffic(host_to_device=nbytes, device_to_host=nbytes)

@@ -121,6 +121,8 @@ FILES = AutoPlacement("90KiB", "100KiB")  # parameters too
 ON_NVME = {"nvme_offload_fraction": 1.0}
 BITS = {"state": "8bit"}
 TAIL = {"update": "tail"}
+EARLY = {"update": "speculate"}
+AGREED = "a step compares what it agreed on with what was expected"
 MATRICES = "matrices are made orthogonal by torch's operators, one after the other"
 MASTERS = "an average is of masters, which come to the host"
 REWINDS = "a rewind brings back what files keep, block by block"
@@ -153,6 +155,13 @@ CASES = {
     "state on the host, tail, 8 bits": Case(STATE, BITS, engine=TAIL),
     "state on the host, tail, evaluation": Case(STATE, engine=TAIL, then=evaluates),
     "state on the host, tail, a user's stream": Case(STATE, engine=TAIL, own_stream=True),
+    "state on the host, in backward": Case(STATE, engine=EARLY, waits=AGREED),
+    "state on the host, in backward, two passes a step": Case(
+        STATE, engine=EARLY, passes=2, waits=AGREED
+    ),
+    "state on the host, in backward, a user's stream": Case(
+        STATE, engine=EARLY, own_stream=True, waits=AGREED
+    ),
     "parameters on the host": Case(PARAMS),
     "parameters on the host, half frozen": Case(PARAMS, module=half_frozen),
     "parameters on the host, evaluation": Case(PARAMS, then=evaluates),
@@ -161,6 +170,7 @@ CASES = {
     "all on the host": Case(ALL),
     "all on the host, 6 layers": Case(ALL, depth=6),
     "all on the host, tail": Case(ALL, engine=TAIL),
+    "all on the host, in backward": Case(ALL, engine=EARLY, waits=AGREED),
     "all on the host, half on NVMe, tail": Case(
         ALL, {"nvme_offload_fraction": 0.5}, disk=True, engine=TAIL
     ),
@@ -168,6 +178,9 @@ CASES = {
     "resident, two ranks, fp8": Case(RESIDENT, group=over_nccl, engine={"fp8_communication": True}),
     "zero2, two ranks": Case("zero2", group=over_nccl),
     "state on the host, two ranks": Case(STATE, group=over_nccl),
+    "state on the host, two ranks, in backward": Case(
+        STATE, group=over_nccl, engine=EARLY, waits=AGREED
+    ),
     "state on the host, two ranks, tail": Case(STATE, group=over_nccl, engine=TAIL),
     "parameters on the host, two ranks": Case(PARAMS, group=over_nccl),
     "all on the host, two ranks, tail": Case(ALL, group=over_nccl, engine=TAIL),

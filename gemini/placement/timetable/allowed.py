@@ -13,7 +13,7 @@ from gemini.placement.sizes import UNLIMITED
 from gemini.placement.tiers import Tier
 from gemini.units import BUFFERS_AHEAD, ChunkId
 
-from .updates import SERIAL, TAIL
+from .updates import SERIAL, SPECULATE, TAIL
 
 NO_ROOM = "gradients that live into a forward have no room on the device"
 NO_BUFFERS = "its budget has no room for blocks of files under way"
@@ -33,6 +33,8 @@ class OverlapFacts:
     is_split: bool = False
     is_joint: bool = False
     needs_wholes: bool = False
+    has_masters: bool = True
+    by_kernels: bool = False  # of a device update every element alike
 
 
 Rule = tuple[str, Callable[[OverlapFacts], bool]]
@@ -49,14 +51,36 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
+# against updates in backward: the last rules have a rule or a run that nothing was made for
+EARLY_RULES: tuple[Rule, ...] = (
+    ("no state is in host memory", lambda f: Tier.HOST not in f.state_homes),
+    ("no kernels of a device update every element alike", lambda f: not f.by_kernels),
+    ("its weights have no masters", lambda f: not f.has_masters),
+    ("the module is a part of a pipeline", lambda f: f.is_stage),
+    ("torch has split parameters", lambda f: f.is_split),
+    ("its optimizer steps several modules", lambda f: f.is_joint),
+)
+
+
+def _first(rules: Sequence[Rule], facts: OverlapFacts) -> str | None:
+    return next((reason for reason, holds in rules if holds(facts)), None)
+
+
 def against_tail(facts: OverlapFacts) -> str | None:
     """Rule that is against a tail; None: none is."""
-    return next((reason for reason, holds in RULES if holds(facts)), None)
+    return _first(RULES, facts)
+
+
+def against(update: str, facts: OverlapFacts) -> str | None:
+    """Rule that is against an `update`; None: none is."""
+    if update == SERIAL:
+        return None
+    return _first(EARLY_RULES if update == SPECULATE else RULES, facts)
 
 
 def allowed(update: str, facts: OverlapFacts) -> str:
     """An `update` as the rules leave it: itself, or `SERIAL`."""
-    return update if update == SERIAL or against_tail(facts) is None else SERIAL
+    return update if against(update, facts) is None else SERIAL
 
 
 def facts_of(

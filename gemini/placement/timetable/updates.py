@@ -2,6 +2,7 @@
 
 serial     all in `step()`
 tail       after the step, during the next forward (ADR 0002)
+speculate  during backward, with what the step is expected to agree on; the rest in `step()`
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 
 SERIAL, TAIL = "serial", "tail"
 UPDATES = (SERIAL, TAIL)  # the simplest first
-RETIRED = ("speculate", "both", "auto")  # of earlier versions: run as `TAIL`
+SPECULATE = "speculate"  # has no price: nothing chooses it, it is asked for
+RETIRED = ("both", "auto")  # of earlier versions: run as `TAIL`
 SAME_SECONDS = 0.02  # of an iteration: no prediction tells them apart
 
 
@@ -48,14 +50,14 @@ def current_update(update: str) -> str:
     """
     if update in RETIRED:
         warnings.warn(
-            f'update="{update}" is no longer offered and runs as update="tail": blocks are not '
-            'updated during backward. The bits are the same; write update="tail"',
+            f'update="{update}" is no longer offered and runs as update="tail". The bits are the '
+            'same; write update="tail"',
             FutureWarning,
             stacklevel=2,
         )
         return TAIL
-    if update not in UPDATES:
-        raise ValueError(f"update={update!r}; expected one of {[*UPDATES]}")
+    if update not in (*UPDATES, SPECULATE):
+        raise ValueError(f"update={update!r}; expected one of {[*UPDATES, SPECULATE]}")
     return update
 
 

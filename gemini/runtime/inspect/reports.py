@@ -21,8 +21,8 @@ from gemini.placement.policy import StaticPlacement
 from gemini.placement.predict import KINDS, TIERS
 from gemini.placement.start import Start
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.updates import SERIAL, TAIL, priced_in_words, said
-from gemini.runtime.parts import Parts, against_tail_of, update_of
+from gemini.placement.timetable.updates import SERIAL, SPECULATE, TAIL, priced_in_words, said
+from gemini.runtime.parts import Parts, against_tail_of, against_update_of, update_of
 from gemini.units import WORLD, format_bytes
 
 log = logging.getLogger("gemini")
@@ -134,7 +134,9 @@ def when_updated(parts: Parts) -> str:
     asked for, if one applies."""
     if update_of(parts) == TAIL:
         return "behind the next forward"
-    return "in step()" if parts.update == SERIAL else f"serial, as {against_tail_of(parts)}"
+    if update_of(parts) == SPECULATE:
+        return "during backward, as far as gradients are final, and in step()"
+    return "in step()" if parts.update == SERIAL else f"serial, as {against_update_of(parts)}"
 
 
 def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str:

@@ -131,6 +131,11 @@ class HostGradients:
         self._ordered(chunk)
         return self._backend.copy(into, self._tensors[chunk])
 
+    def copied(self, chunk: ChunkId) -> tuple[Tensor, CopyTicket]:
+        """[S] in host memory, and the copy that brings it there, in the order of whose stream its
+        memory on the device is not given back."""
+        return self._tensors[chunk], self._arrivals[chunk]
+
     def arrived(self, chunk: ChunkId) -> tuple[Tensor, CopyTicket]:
         """[S] in host memory, and the copy that brings it there."""
         return self._tensors[chunk], self._ordered(chunk)

@@ -56,6 +56,7 @@ from gemini.placement.speeds import agreed
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.allowed import buffers_ahead
 from gemini.placement.timetable.gathers import GatherSteps, told_apart
+from gemini.placement.timetable.updates import SPECULATE
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
@@ -567,7 +568,7 @@ def begin_planning(
         layout=layout, trace=used, state=state, budgets=budgets, bandwidths=machine.speeds.links,
         has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch,
         off_device=UpdatePath.CPU if updates_on_host else UpdatePath.STREAM, fixed_params=fixed,
-        with_originals=with_originals, num_ahead=num_ahead,
+        with_originals=with_originals, num_ahead=num_ahead, brings_params=update == SPECULATE,
     )  # fmt: skip
     if spills(policy) and budgets.device < UNLIMITED:
         spilling = Spilling.within(budgets.device, has_files=policy.nvme_dir is not None)

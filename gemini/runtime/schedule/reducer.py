@@ -31,6 +31,7 @@ from torch import Tensor
 from gemini.chunk.storage import Chunk
 from gemini.placement.timetable.gathers import Call
 from gemini.placement.timetable.steps import MAX_UNDER_WAY
+from gemini.runtime.events import EngineEvent
 from gemini.units import ChunkId
 
 MAX_LEARNED = 16  # kinds of backwards
@@ -49,10 +50,15 @@ class Reducer:
         puts_off: bool = False,
         at_end: Container[ChunkId] = (),
         agree: Callable[[Sequence[ChunkId]], Sequence[ChunkId]] | None = None,
+        arrived: EngineEvent[[Chunk]] | None = None,
+        final: EngineEvent[[Chunk]] | None = None,
     ) -> None:
         """`puts_off`, and `at_end` where readiness decides: see the notes. agree: where there are
-        other ranks: those of some chunks that all reduce now."""
+        other ranks: those of some chunks that all reduce now. arrived, final: for those who listen
+        while a backward runs: a gradient of a chunk came, and that of a chunk is reduced."""
         self._agree = agree
+        self._arrives, self._final = arrived, final
+        self.num_backwards = 0  # that reduce gradients as they run, so far
         # as backward runs through the layout
         self._order = [chunk for chunk in reversed(chunks) if chunk.spec.trainable]
         self._by_moment = by_moment
@@ -93,6 +99,7 @@ class Reducer:
         """Begin a backward. calls: expected in its cycle; num_calls: how many came so far."""
         self.active = True
         self._reduces = self.synchronise and (not self._puts_off or self._follows_no_sync)
+        self.num_backwards += self._reduces
         self._places = self._known.get((calls, num_calls))
         self.num_calls_before = self._moment = num_calls
 
@@ -201,6 +208,8 @@ class Reducer:
         key = chunk.spec.id, slot
         self._arrivals[key] = self._arrivals.get(key, 0) + 1  # Counter's own way is in Python
         self._arrived_at[key[0]] = self._moment
+        if self._arrives is not None and self._arrives.listeners:
+            self._arrives(chunk)
         if self._by_moment or not self._reduces:
             return
         # before the last of its parameters has a gradient, no chunk has become complete
@@ -217,9 +226,19 @@ class Reducer:
         A reduction under way keeps a whole payload.
         """
         chunk.gradient.begin_reduce()
+        if chunk.gradient.is_reduced:
+            self._tell(chunk)
         self._begun.append(chunk)
         if len(self._begun) > MAX_UNDER_WAY:
-            self._end(self._begun.pop(0))
+            first = self._begun.pop(0)
+            was_told = first.gradient.is_reduced
+            self._end(first)
+            if not was_told:
+                self._tell(first)
+
+    def _tell(self, chunk: Chunk) -> None:
+        if self._final is not None and self.active:
+            self._final(chunk)
 
     def _end(self, chunk: Chunk) -> None:
         chunk.gradient.end_reduce()

@@ -29,13 +29,15 @@ from gemini.optim.rules.report import Skips, StepReport, Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.deferred_signals import TailSignals
-from gemini.optim.state.pieces import Planes
+from gemini.optim.state.pieces import Planes, Updater
 from gemini.optim.state.space import Block
 from gemini.optim.state.state_stream import BlockFiller, StateStream, inside
 from gemini.optim.step.driver import Agree, Step, alone, take
 from gemini.optim.step.executor import Executor
 from gemini.optim.target import AmpInputs, Group
 from gemini.optim.update.cpu_update import StepInputs
+from gemini.placement.plan import Plan
+from gemini.placement.timetable.updates import SPECULATE
 from gemini.runtime.comm.ballot import Agreement
 from gemini.runtime.parts import Parts
 from gemini.units import ChunkId, ParamId
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     from gemini.optim.step.measuring import Cover
     from gemini.optim.step.triton_step import TritonStep
 
+    from .early import EarlySpans
+
 log = logging.getLogger("gemini")
 
 
@@ -68,6 +72,7 @@ class ShardTarget(ShardState):
         rule: UpdateRule,
         config: StateConfig,
     ) -> None:
+        self._early: EarlySpans | None = None
         super().__init__(parts, calls, groups, rule, config)
         try:
             reserve_staging(self._executor, parts.plan)
@@ -82,6 +87,13 @@ class ShardTarget(ShardState):
         settings = parts.precision_settings  # ranks skip together, and one of them tells
         most, least = settings.most_skipped
         self._skips = Skips(most, least, tells=parts.comm.rank == 0)
+        if parts.update == SPECULATE and self.by_kernels:
+            from .early import EarlySpans
+
+            executor = cast("TritonStep", self._executor)
+            self._early = EarlySpans(
+                parts, self._tiered_state, self._chunks, executor, self.hypers, self._by_param
+            )
         self.joint: Any = None  # what steps it with other modules; None: it steps alone
         self.device_may_decide = True  # False: hosts read and agree in every step
 
@@ -115,6 +127,8 @@ class ShardTarget(ShardState):
         else:
             report = self._step_agreed(chunks, hypers)
         self.gradients.used()
+        if self._early is not None:
+            self._early.stepped(groups)
         return self.reported(report)
 
     def check_step(self, amp: AmpInputs | None) -> None:
@@ -291,6 +305,8 @@ class ShardTarget(ShardState):
     def _new_step(self, updater: AnyUpdater, views: ShardViews, taken: Sequence[ParamId]) -> Step:
         params = self._parts.storage.params
         files = None if params is None else (params.store, params.written_bytes_per_step)
+        if self._early is not None:
+            updater = self._early.agreed(cast("Updater", updater), taken)
         # In order, the first blocks are read ahead; their gradients are the last to be final.
         return Step(
             self._tiered_state, updater, views, self._num_steps + 1, files,
@@ -527,6 +543,27 @@ class ShardTarget(ShardState):
         reserve_staging(self._executor, self._parts.plan)
         self._moved = self._parts.storage.traffic()
 
+    def _end_early(self) -> None:
+        """End early updates: their memory is about to move."""
+        if self._early is not None:
+            self._early.settle()
+
+    def raise_state(self, plan: Plan) -> None:
+        self._end_early()
+        super().raise_state(plan)
+
+    def lower_state(self, plan: Plan) -> None:
+        self._end_early()
+        super().lower_state(plan)
+
+    def extend(self, chunks: Sequence[Chunk]) -> None:
+        self._end_early()
+        super().extend(chunks)
+
+    def movable(self) -> Sequence[Tensor]:
+        self._end_early()
+        return super().movable()
+
     def close(self, keep_masters: bool = True) -> None:
         if self._closed:
             return
@@ -541,6 +578,8 @@ class ShardTarget(ShardState):
 
     def _close(self) -> None:
         self._tail.end()
+        if self._early is not None:
+            self._early.close()
         self._parts.events.keeping.leave(self._follow_payload)
         self._parts.ledger.forget_state()
         if self.kept_steps is not None:

@@ -45,7 +45,7 @@ class _PieceRange:
 
 
 @dataclass(slots=True)
-class _Shard:
+class Shard:
     """What a step reads of a shard, also where the loop drops its gradient meanwhile."""
 
     memory: Tensor | None  # [S] where it lives, if that is memory
@@ -55,7 +55,7 @@ class _Shard:
     has_gradient: bool
 
     @classmethod
-    def of(cls, chunk: Chunk, *, reaches_host: bool) -> _Shard:
+    def of(cls, chunk: Chunk, *, reaches_host: bool) -> Shard:
         memory, gradient = None if chunk.files is not None else chunk.shard_memory, chunk.gradient
         param = memory if reaches_host or not chunk.shard_on_host else None
         return cls(memory, param, gradient.shard, gradient.offloaded_dtype, gradient.exists)
@@ -96,7 +96,7 @@ class ShardViews:
         self._merges = merges
         self.goes_on, self._num_waiting = goes_on, num_waiting
         self.watch: Callable[[BlockId], None] | None = None  # told of every block that is updated
-        self._shards = [_Shard.of(chunk, reaches_host=staging is None) for chunk in chunks]
+        self._shards = [Shard.of(chunk, reaches_host=staging is None) for chunk in chunks]
         self._beside: dict[BlockId, BesideState] = {}
         self._lenders: list[TensorFiles] = []  # files whose buffers these are in
         self._brought: dict[BlockId, Tensor] = {}  # parameters [n] on the device that updates

@@ -25,12 +25,13 @@ from gemini.optim.step.target import Target
 from gemini.optim.target import Group, owner_of
 from gemini.placement.fit import StateRequest
 from gemini.placement.plan import Plan
-from gemini.placement.sizes import BudgetError, StateBytes
+from gemini.placement.sizes import UNLIMITED, BudgetError, StateBytes
 from gemini.placement.tiers import Tier
+from gemini.placement.timetable.updates import SPECULATE
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.memory.user_writes import follow_shard
 from gemini.runtime.parts import Parts
-from gemini.runtime.step.executors import make_shard_executor, run_of
+from gemini.runtime.step.executors import make_shard_executor, run_of, updated_by_kernels
 from gemini.runtime.step.tail import StepTail
 from gemini.units import BlockId, ChunkId
 
@@ -131,6 +132,7 @@ class ShardState(Target):
             num_waiting=request.waiting.blocks(planning.block_numel),
             columns=columns,
             split=ShardMasters(self._chunks, state),
+            room=self._room(),
         )
         if nvme.keep_versions:
             self._check_kept()
@@ -159,6 +161,29 @@ class ShardState(Target):
     @property
     def has_master(self) -> bool:
         return self._tiered_state.layout.has_master
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels of a device update every element alike, in one pass."""
+        rule, parts = self._rule, self._parts
+        alike = rule.works is Works.ON_ELEMENTS and not (rule.measures or rule.by_operators)
+        return alike and updated_by_kernels(parts.plan, parts.backend)
+
+    def _room(self) -> int:
+        """Blocks in host memory that may have a second version: where a budget bounds it, as many
+        as it leaves room for."""
+        parts, plan = self._parts, self._parts.plan
+        if parts.update != SPECULATE or not self.by_kernels:
+            return 0
+        blocks = [b for sizes, shard in zip(plan.chunks, plan.shards, strict=True)
+                  for b, home in zip(sizes.blocks, shard.state_homes, strict=True)
+                  if home is Tier.HOST]  # fmt: skip
+        if plan.budgets.host >= UNLIMITED or not blocks:
+            return len(blocks)
+        # its new weights too
+        largest = max(block.state_bytes + block.param_bytes for block in blocks)
+        left = plan.budgets.host - parts.planning.result.profile.peak(Tier.HOST)
+        return min(len(blocks), max(0, left // largest))
 
     @property
     def untouched(self) -> bool:
