@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import os
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +113,7 @@ class SavedFile:
         if self._file is None or self._engine is None or self._pool is None:
             (file,) = create_files([self._folder], [0], f"{self._label}saved-", runs=[[]])
             file.unlink()
+            self._remove = weakref.finalize(self, remove_files, [file])  # also as Python ends
             self._file, self._engine = file, ThreadEngine(NUM_THREADS)
             self._pool = BufferPool(NUM_BUFFERS, self._piece_bytes, self._pin)
         return self._file, self._engine, self._pool
@@ -206,7 +208,7 @@ class SavedFile:
         if self._engine is not None:
             self._engine.close()
         if self._file is not None:
-            remove_files([self._file])
+            self._remove()
         self._file = self._engine = self._pool = None
         self._space = FreeRuns()
 
