@@ -22,7 +22,6 @@ from gemini.nvme import (
     BufferPool,
     NvmeError,
     OpenFile,
-    Pin,
     ThreadEngine,
     Transfer,
     check_process,
@@ -71,12 +70,11 @@ class SavedFile:
         self,
         folder: Path,
         label: str = "",
-        pin: Pin | None = None,
         *,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         """piece_bytes: of a buffer, whole pages."""
-        self._folder, self._label, self._pin = folder, label, pin
+        self._folder, self._label = folder, label
         self._piece_bytes = align_up(piece_bytes, PAGE_BYTES)
         self._pid = os.getpid()
         self._file: OpenFile | None = None
@@ -115,7 +113,7 @@ class SavedFile:
             file.unlink()
             self._remove = weakref.finalize(self, remove_files, [file])  # also as Python ends
             self._file, self._engine = file, ThreadEngine(NUM_THREADS)
-            self._pool = BufferPool(NUM_BUFFERS, self._piece_bytes, self._pin)
+            self._pool = BufferPool(NUM_BUFFERS, self._piece_bytes)
         return self._file, self._engine, self._pool
 
     # -- writing --

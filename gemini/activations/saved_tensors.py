@@ -134,14 +134,22 @@ class SavedTensors:
         if _hooks_are_taken():
             yield
             return
-        plain = [buffer for buffer in buffers if type(buffer) in (Tensor, nn.Parameter)]
-        self._buffers = {buffer.untyped_storage()._cdata for buffer in plain}
-        self._largest_bytes = self._largest_bytes[1], 0
-        self._moved_before = self._lower.moved()
+        self._begin(buffers)
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
         with self._lock:
             self._shrink(self._limit(), in_flight=0)
+
+    def _begin(self, buffers: Iterable[Tensor]) -> None:
+        """Begin a forward, and forget what earlier ones have left in queues."""
+        plain = [buffer for buffer in buffers if type(buffer) in (Tensor, nn.Parameter)]
+        self._buffers = {buffer.untyped_storage()._cdata for buffer in plain}
+        self._largest_bytes = self._largest_bytes[1], 0
+        self._moved_before = self._lower.moved()
+        with self._lock:
+            alive = self._alive.items()  # in their order, which a heap has too
+            self._here = [number for number, record in alive if record.storage is not None]
+            self._done = deque(known for known in self._done if known() is not None)
 
     def _limit(self) -> float:
         keep = self._keep if self._is_told else self._room()
