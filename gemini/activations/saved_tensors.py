@@ -325,10 +325,10 @@ class SavedTensors:
 
     def _come_back(self, record: SavedStorage) -> None:
         """Wait for a record that is below, unless somebody has kept its storage."""
-        kept = record.kept()
-        if record.arrival is None and kept is not None:
+        origin = record.origin()
+        if record.arrival is None and origin is not None:
             self._is_away_no_more(record.number)
-            record.storage, record.shift = kept, 0
+            record.storage, record.shift = origin, 0
             self._resident_bytes += record.nbytes
             heapq.heappush(self._here, record.number)
             return
@@ -366,7 +366,7 @@ class SavedTensors:
         while place:
             place -= 1
             record = self._alive.get(self._away[place])
-            if record is None or record.kept() is not None:
+            if record is None or record.origin() is not None:
                 continue
             nbytes = record.nbytes
             too_far = self._arriving_bytes + nbytes > self._ahead_bytes
