@@ -130,5 +130,5 @@ def _tier_of(parts: Parts, piece: int, host_room: Callable[[], int | None]) -> L
         return FileTier(folder, config.label, piece_bytes=piece)
     file = None
     if folder is not None:
-        file = SavedFile(folder, config.label, config.pin, piece_bytes=piece)
+        file = SavedFile(folder, config.label, piece_bytes=piece)
     return HostTier(backend, file, host_room, in_flight_bytes=NUM_BUFFERS * piece)
