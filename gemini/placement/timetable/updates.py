@@ -50,8 +50,8 @@ def current_update(update: str) -> str:
     """
     if update in RETIRED:
         warnings.warn(
-            f'update="{update}" is no longer offered and runs as update="tail". The bits are the '
-            'same; write update="tail"',
+            f'update="{update}" is no longer offered and runs as update="tail": blocks are not '
+            'updated during backward. The bits are the same; write update="tail"',
             FutureWarning,
             stacklevel=2,
         )

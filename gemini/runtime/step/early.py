@@ -159,14 +159,16 @@ class EarlySpans:
         events.final.listen(self._final)
         events.arrived.listen(self._arrived)
         events.dropped.listen(self.forget)
+        events.keeping.listen(self._keeping)
 
     def close(self) -> None:
         """End what is under way, and listen no more."""
-        self.forget()
+        self.settle()
         events = self._parts.events
         events.final.leave(self._final)
         events.arrived.leave(self._arrived)
         events.dropped.leave(self.forget)
+        events.keeping.leave(self._keeping)
 
     # -- in a backward --
 
@@ -259,6 +261,7 @@ class EarlySpans:
         nbytes = sum([plane.nbytes for plane in second.values()])
         self._early[block.id] = _Early(block, slab, gradient, changes, copies, nbytes)
         self._under_way.append(copies)
+        self._state.put(copies)  # whoever writes to the first version waits until it was read
 
     # -- in a step --
 
@@ -275,7 +278,7 @@ class EarlySpans:
         kept = {i: one for i, one in early.items() if is_expected and one.is_as_it_was}
         self._early = {i: one for i, one in early.items() if i not in kept}
         self.forget()
-        return Committing(updater, kept, self._chunks, views, self._state, self._executor.staging)
+        return Committing(updater, kept, self._chunks, views, self._executor.staging)
 
     def stepped(self, groups: Sequence[Group]) -> None:
         """Expect the next step to be like this one."""
@@ -305,6 +308,11 @@ class EarlySpans:
         self._final_at.clear()
         self._views = self._updater = None
 
+    def _keeping(self, chunk: Chunk) -> None:
+        """A shard is about to be written: that comes behind what reads it."""
+        if self._early:
+            self._come_behind()
+
     def settle(self) -> None:
         """Drop second versions, whose memory is about to move: the host waits for copies."""
         copies = [one.copies for one in self._early.values()]
@@ -332,12 +340,11 @@ class Committing:
         early: dict[BlockId, _Early],
         chunks: Sequence[Chunk],
         views: EarlyViews,
-        state: TieredState,
         staging: DeviceStaging,
     ) -> None:
         """views: by which spans were updated. updater: of the others."""
         self._updater, self._early = updater, early
-        self._chunks, self._views, self._state, self._staging = chunks, views, state, staging
+        self._chunks, self._views, self._staging = chunks, views, staging
         self._moved = Traffic()
 
     @property
@@ -359,7 +366,6 @@ class Committing:
         there = chunk.shard_memory[block.shard_offset : block.shard_offset + block.numel]
         nbytes = early.nbytes + weight.nbytes
         self._moved += Traffic(host_to_device=nbytes, device_to_host=nbytes)
-        self._state.put(early.copies)
         self._staging.use(block.id)
         if not chunk.shard_on_host:
             self._staging.bring([(there, weight)])

@@ -57,7 +57,8 @@ def steps(model, optimizer, keep=None, num=3, first=0):
     """Train; bytes that were saved, that stayed, and that went to the file, by step."""
     seen, saved = [], model.engine.saved_tensors
     if keep is not None:  # whatever plans say
-        model._saved.follow_plan = lambda: saved.keep_at_most(keep)
+        saved.keep_at_most(keep)
+        saved.keep_at_most = saved.keep_what_fits = lambda *_: None
     for step in range(num):
         if model.engine.comm.world_size == 1:
             torch.manual_seed(step)
