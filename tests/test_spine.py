@@ -19,9 +19,9 @@ from tests.support import spine
 # misspelt arguments, casts. Wrapping asks for the speeds that the doctor kept: 41
 # lines. On a device a tail has a stream of its own, gathers have one, launch tables are kept, and
 # norms of Lamb are kernels: 2900 tokens, two classes. Activations may leave the device: four lines
-# ask whether they do, and the ledger counts their staging (5 lines, 49 tokens). Spans that are updated
-# in backward, with second versions in host memory: 3900 tokens, six classes, and a file of events that
-# reducers know, too.
+# ask whether they do, the ledger counts their staging, and the planner says how many stay (190
+# lines that every wrapping runs). Spans that are updated in backward, with second versions in host
+# memory: 3900 tokens, six classes, and a file of events that reducers know, too.
 BARS = {
     "block": (90, 75),
     "block, step": (34, 25),
