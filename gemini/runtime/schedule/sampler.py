@@ -79,6 +79,11 @@ class Sampler:
         """Note that some of it is new or read, or has moved; see `MemStatsCollector`."""
         self.collector.saved_changed(moved)
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the iteration under way is sampled."""
+        return self.collector.collecting
+
     def traces(self, kind: Kind | None = None) -> list[Trace]:
         """Traces of one kind, or of all; the last one of each signature."""
         traces = self.collector.traces.items()

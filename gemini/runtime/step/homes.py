@@ -71,7 +71,7 @@ class MovingHomes:
         is_measured = trace in parts.sampler.traces()
         waiting = waiting_bytes(parts)
         # What is measured again was measured in other homes, with what libraries allocate once.
-        counts = not (is_measured and parts.sampler.collector.collecting)
+        counts = not (is_measured and parts.sampler.is_measuring)
         if parts.comm.world_size > 1:
             counts = True  # ranks note the same
             mine = 0 if trace is None else trace.peak_non_model_bytes + waiting
