@@ -200,7 +200,7 @@ class GeminiDDP(ModuleFace):
         self._broadcast_buffers()
         self.engine.module_check = ModuleCheck(module, ignored)
         self.engine.calls.hook(module, wrapping.gather_whole)
-        self._around_forward = self._saved() if spills(placement) else self.engine.calls.tracking
+        self._around_forward = self._spilled() if spills(placement) else self.engine.calls.tracking
         self.__class__ = face_of(type(self), type(module))  # type: ignore[assignment]
 
     def _cast_by(self, precision: PrecisionPolicy, in_fp32: Sequence[nn.Module]) -> None:
@@ -254,7 +254,7 @@ class GeminiDDP(ModuleFace):
             calls.again(attempt, given)
             attempt = None
 
-    def _saved(self) -> Callable[[nn.Module], AbstractContextManager[None]]:
+    def _spilled(self) -> Callable[[nn.Module], AbstractContextManager[None]]:
         from gemini.runtime.autograd.saved import SavedCalls
 
         calls = self.engine.calls

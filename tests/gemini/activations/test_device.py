@@ -108,6 +108,20 @@ def test_graphs_that_are_dropped_wait_for_their_copies():
         backend.check()
 
 
+def test_memory_of_a_dropped_graph_is_free_although_its_copies_are_under_way():
+    backend = device(True)
+    saved, _, _ = on_device(backend, None, None, 0)
+    module, x = tower(backend)
+    with Apart(backend), saved.saving():
+        module(x)  # weights count once an operator has made a view of them
+        assert saved.live_bytes == 0
+        before = backend.device_bytes
+        loss = module(x).square().mean()
+        assert backend.device_bytes > before
+        del loss
+        assert saved.live_bytes == 0 and backend.device_bytes == before
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()

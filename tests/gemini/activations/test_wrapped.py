@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import nvme
 from bench.shared.threads import run_threads
 from gemini import AutoPlacement, GeminiDDP
+from gemini.placement.predict import KINDS
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
 
@@ -128,7 +129,13 @@ def test_what_the_budget_leaves_decides_until_a_plan_does(tmp_path):
     model, optimizer = wrapped(spill(tmp_path, "4MiB"))
     engine = model.engine
     saved = engine.saved_tensors
-    model(batch(0)).square().mean().backward()
+    loss = model(batch(0)).square().mean()
+    rows = engine.planning.result.profile.rows
+    kinds = [rows[Tier.DEVICE, kind] for kind in KINDS if kind != "non-model"]
+    model_bytes = max(engine.ledger.device_bytes(), *map(sum, zip(*kinds, strict=True)))
+    room = 4 * MIB - model_bytes - 2 * saved.largest_bytes - saved.in_flight_bytes
+    assert room - saved.largest_bytes < saved.resident_bytes <= room
+    loss.backward()
     assert 0 < saved.traffic.nvme_out < live
     optimizer.step()
     (peak,) = engine.sampler.device_peaks.values()
