@@ -53,6 +53,7 @@ class Training:
     scores: whether a reward model is trained, with a head of one score.
     loaded: whether the module has its values before it is wrapped, as `from_pretrained` leaves it.
     keep_originals: of `GeminiDDP`.
+    spills: whether activations may leave the device: activations="spill" of `AutoPlacement`.
     """
 
     batch: int = 1
@@ -75,6 +76,7 @@ class Training:
     scores: bool = False
     loaded: bool = False
     keep_originals: bool = False
+    spills: bool = False
 
     def __post_init__(self) -> None:
         if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
@@ -91,6 +93,7 @@ class Training:
         trained = f"LoRA of rank {self.lora}" if self.lora else "all parameters trained"
         trained += f" on a base in {self.quantize}" if self.quantize else ""
         kept = "computed again in backward" if self.checkpointing else "kept for backward"
+        kept += ", the oldest below the device where it has no room" if self.spills else ""
         times = f", {self.accumulate} times a step" if self.accumulate > 1 else ""
         how = "traced" if self.activation_bytes is None else "given"
         loss = "of a reward model" if self.scores else "with the loss of trl"
@@ -177,7 +180,7 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
             current_update(training.update), training.ema, *models.experts_of(model), other,
             state.splits(WEIGHT_DTYPE), training.quantize,
             models.products_of(model) if has_master else 0, training.lengths, training.loaded,
-            training.keep_originals,
+            training.keep_originals, training.spills,
         )  # fmt: skip
 
     def fitting(chunks: ChunkConfiguration) -> Question:

@@ -22,6 +22,7 @@ from gemini.placement.fit import (
 from gemini.placement.planner import PlanInputs, PlanResult, plan_within
 from gemini.placement.policy import AutoPlacement, has_budgets
 from gemini.placement.problem import average_bytes
+from gemini.placement.saved import Spilling
 from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
 from gemini.placement.speeds import usual_speeds
 from gemini.placement.tiers import Tier
@@ -118,14 +119,16 @@ class Question:
     lengths: int = 1  # of inputs that differ in a run, `seq` the longest
     loaded: bool = False  # the module has its values before it is wrapped
     keep_originals: bool = False  # of frozen weights, as `GeminiDDP` takes it
+    spills: bool = False  # activations="spill" of `AutoPlacement`
 
     @property
     def policy(self) -> AutoPlacement:
         """Policy with which a module is wrapped to be placed so."""
         machine = self.machine
         return AutoPlacement(
-            f"{machine.device_mem}B", f"{machine.host_mem}B", f"{machine.nvme}B", machine.folder
-        )
+            f"{machine.device_mem}B", f"{machine.host_mem}B", f"{machine.nvme}B", machine.folder,
+            activations="spill" if self.spills else "keep",
+        )  # fmt: skip
 
     @property
     def with_originals(self) -> frozenset[ChunkId]:
@@ -200,6 +203,10 @@ class Question:
             has_host_tier=has_host_tier,
             with_originals=self.with_originals,
         )
+        if self.spills:
+            has_files = self.machine.nvme > 0
+            spilling = Spilling.within(inputs.budgets.device, has_files=has_files)
+            inputs = replace(inputs, spilling=spilling)
         block_numel = usual_block_numel(inputs)
         average: tuple[tuple[Tier, int], ...] = ()
         if self.ema is not None:

@@ -1,0 +1,29 @@
+"""Plans of runs whose activations may leave the device: `Training(spills=True)`."""
+
+from dataclasses import replace
+
+from gemini.placement.tiers import Tier
+from gemini.plan import words
+from gemini.plan.ask import Training, ask
+from gemini.plan.machine import machine_of
+
+MIB = 1 << 20
+
+
+def test_activations_that_may_leave_the_device_are_planned_and_said(config):
+    """Of 935 MiB that a batch needs, backward needs 716 later: on 600 MiB it fits, and a line has
+    the bytes of each tier. Nothing leaves a device with room for all."""
+    machine = machine_of({"device_mem": 600 * MIB, "host_mem": 8192 * MIB}, gpu="rtx4090")
+    training = Training(seq=512, batch=8, spills=True)
+    asked = ask(str(config), machine, training)
+    assert not replace(asked, spills=False).fits()
+    plan = words.answer(asked, training.in_words())
+    saved, profile = plan.result.plan.saved, plan.result.profile
+    assert plan.fits and saved.host_bytes > 300 * MIB and not saved.nvme_bytes
+    assert profile.peak(Tier.DEVICE) <= asked.machine.budgets().device
+    said = list(words.five_lines("llama", plan))
+    assert f"{saved} of a rank, of those that backward needs" in said
+    assert "the oldest below the device where it has no room" in "".join(said)
+    assert 2 * saved.host_bytes <= sum(plan.result.plan.bytes_moved().values())
+    roomy = replace(asked, machine=machine_of({}, gpu="rtx4090"))
+    assert roomy.planned().plan == replace(roomy, spills=False).planned().plan
