@@ -27,10 +27,10 @@ from gemini.nvme import (
     check_process,
 )
 from gemini.nvme.files.file import create_files, remove_files
+from gemini.placement.saved import NUM_PIECES
 from gemini.tickets import Ticket
 from gemini.units import PAGE_BYTES, align_up
 
-NUM_BUFFERS = 8  # pieces that may be on their way to the disk
 NUM_THREADS = 2
 
 
@@ -92,7 +92,7 @@ class SavedFile:
     @property
     def in_flight_bytes(self) -> int:
         """The most that may be on its way to the disk."""
-        return NUM_BUFFERS * self._piece_bytes
+        return NUM_PIECES * self._piece_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -113,7 +113,7 @@ class SavedFile:
             file.unlink()
             self._remove = weakref.finalize(self, remove_files, [file])  # also as Python ends
             self._file, self._engine = file, ThreadEngine(NUM_THREADS)
-            self._pool = BufferPool(NUM_BUFFERS, self._piece_bytes)
+            self._pool = BufferPool(NUM_PIECES, self._piece_bytes)
         return self._file, self._engine, self._pool
 
     # -- writing --

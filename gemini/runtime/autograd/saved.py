@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from gemini.activations.file import NUM_BUFFERS, SavedFile
+from gemini.activations.file import SavedFile
 from gemini.activations.host import HostTier
 from gemini.activations.lower import FileTier, LowerTier
 from gemini.activations.saved_tensors import AHEAD_BYTES, LEAST_BYTES, SavedTensors
 from gemini.chunk.parameter import handle_of
-from gemini.nvme import PIECE_BYTES
 from gemini.placement.predict import KINDS
+from gemini.placement.saved import NUM_PIECES, piece_bytes, within
 from gemini.placement.tiers import Tier
 from gemini.runtime.parts import Parts
 from gemini.units import KIB
@@ -47,15 +47,15 @@ class SavedCalls:
         overruns = parts.planning.overruns
         budget = overruns.limits[Tier.DEVICE] if overruns.limits_device else None
         # transfers and what is read ahead are small beside the budget
-        piece = _within(budget, 256, 64 * KIB, PIECE_BYTES)
+        piece = piece_bytes(budget)
         self.saved = parts.saved_tensors = SavedTensors(
             _tier_of(parts, piece, self._host_room),
             parts.backend.device,
             room=self._device_room,
             leave_alone=owns,
             changed=parts.sampler.saved_changed,
-            least_bytes=_within(budget, 4096, 4 * KIB, LEAST_BYTES),
-            ahead_bytes=_within(budget, 16, 64 * KIB, AHEAD_BYTES),
+            least_bytes=within(budget, 4096, 4 * KIB, LEAST_BYTES),
+            ahead_bytes=within(budget, 16, 64 * KIB, AHEAD_BYTES),
         )
         parts.ledger.count_saved(lambda: self.saved.staging_bytes)
         parts.sampler.count_saved(self.saved)
@@ -114,11 +114,6 @@ class SavedCalls:
         return self._planned[1]
 
 
-def _within(budget: int | None, part: int, least: int, most: int) -> int:
-    """A part of the budget, within bounds."""
-    return most if budget is None else max(least, min(most, budget // part))
-
-
 def _tier_of(parts: Parts, piece: int, host_room: Callable[[], int | None]) -> LowerTier:
     config, backend = parts.storage.config, parts.backend
     folder = None if config.folder is None else config.checked_folder()
@@ -128,4 +123,4 @@ def _tier_of(parts: Parts, piece: int, host_room: Callable[[], int | None]) -> L
     file = None
     if folder is not None:
         file = SavedFile(folder, config.label, piece_bytes=piece)
-    return HostTier(backend, file, host_room, in_flight_bytes=NUM_BUFFERS * piece)
+    return HostTier(backend, file, host_room, in_flight_bytes=NUM_PIECES * piece)
