@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -22,7 +22,7 @@ from gemini.memtracer.trace import Trace
 from gemini.optim.rules.clipping import asked_norm
 from gemini.optim.target import changes, reads
 from gemini.placement.homes.budgets import first_that_fits
-from gemini.placement.policy import Placement, parse_placement
+from gemini.placement.policy import AutoPlacement, Placement, parse_placement, spills
 from gemini.placement.timetable.updates import TAIL, current_update
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
@@ -164,7 +164,7 @@ class GeminiDDP(ModuleFace):
         specs = padded(own_specs, comm)
         configurations = _configurations(chunks, specs)
         order = None if trace is None else _order_of(trace, specs, ignored)
-        backend = _backend(device)
+        backend = _spilling(_backend(device), placement) if spills(placement) else _backend(device)
 
         def planned(sized: ChunkConfiguration) -> tuple[ChunkConfiguration, ChunkLayout, Planning]:
             num_shards, num_replicas = connections.num_shards, connections.num_replicas
@@ -200,6 +200,7 @@ class GeminiDDP(ModuleFace):
         self._broadcast_buffers()
         self.engine.module_check = ModuleCheck(module, ignored)
         self.engine.calls.hook(module, wrapping.gather_whole)
+        self._around_forward = self._saved() if spills(placement) else self.engine.calls.tracking
         self.__class__ = face_of(type(self), type(module))  # type: ignore[assignment]
 
     def _cast_by(self, precision: PrecisionPolicy, in_fp32: Sequence[nn.Module]) -> None:
@@ -241,7 +242,7 @@ class GeminiDDP(ModuleFace):
         attempt = calls.attempt(self.module, (args, kwargs)) if depth == 0 else None
         while True:
             try:
-                with calls.tracking(self.module):
+                with self._around_forward(self.module):
                     outputs = self.module(*args, **kwargs)
             except BaseException as error:
                 calls.forward_failed(depth)
@@ -252,6 +253,12 @@ class GeminiDDP(ModuleFace):
             # outside of the handler, whose traceback keeps what the forward had made
             calls.again(attempt, given)
             attempt = None
+
+    def _saved(self) -> Callable[[nn.Module], AbstractContextManager[None]]:
+        from gemini.runtime.autograd.saved import SavedCalls
+
+        calls = self.engine.calls
+        return SavedCalls(self.engine, self.module, calls.owns_memory_of, calls.tracking).around
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
@@ -487,6 +494,16 @@ def _backend(device: torch.device | str | Backend | None) -> Backend:
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
     return make_backend(torch.device(device))
+
+
+def _spilling(backend: Backend, placement: AutoPlacement) -> Backend:
+    """The backend, if activations have a tier below its memory."""
+    from gemini.nvme import check_folder
+
+    placement.check_lower_tier(has_host_tier=backend.has_host_tier)
+    if placement.nvme_dir is not None:
+        check_folder(placement.nvme_dir)
+    return backend
 
 
 def _joined(mesh: Any, split: Sequence[str]) -> PipelineOwner:

@@ -46,6 +46,7 @@ class ParallelMode(Enum):
     DATA = "data"
     TENSOR = "tensor"
     PARALLEL_1D = "1d"
+    SEQUENCE = "sequence"
     PIPELINE = "pipe"
 
 
@@ -79,7 +80,7 @@ class GlobalContext:
         sizes = plugin_of(self.config, zero_stage=1).sizes
         if mode is ParallelMode.DATA:
             return sizes.data_place(rank(), world_size())
-        name = "pp" if mode is ParallelMode.PIPELINE else "tp"
+        name = {ParallelMode.PIPELINE: "pp", ParallelMode.SEQUENCE: "cp"}.get(mode, "tp")
         return sizes.place([name], rank(), world_size())
 
 
@@ -126,14 +127,14 @@ def plugin_of(config: Mapping[str, Any], **options: Any) -> HybridParallelPlugin
     tensor = parallel.pop("tensor", 1)
     mode = tensor.get("mode") if isinstance(tensor, Mapping) else None
     found: dict[str, Any] = {
-        "tp_size": _size(tensor), "pp_size": _size(parallel.pop("pipeline", 1)),
+        **_split(_size(tensor), mode), "pp_size": _size(parallel.pop("pipeline", 1)),
         "ep_size": _size(parallel.pop("moe", 1)),
     }  # fmt: skip
     parallel.pop("data", None)  # what is left of the ranks
-    if mode not in (None, "1d") or parallel:
+    if mode not in (None, "1d", "sequence") or parallel:
         raise ValueError(
-            f"parallel has tensor mode {mode!r} and {sorted(parallel)}; expected '1d', and "
-            "pipeline, tensor, moe and data"
+            f"parallel has tensor mode {mode!r} and {sorted(parallel)}; expected '1d' or "
+            "'sequence', and pipeline, tensor, moe and data"
         )
     found |= _precision(config.get("fp16"))
     if config.get("clip_grad_norm"):
@@ -147,6 +148,16 @@ def plugin_of(config: Mapping[str, Any], **options: Any) -> HybridParallelPlugin
 
 def _size(asked: Any) -> int:
     return int(asked.get("size", 1) if isinstance(asked, Mapping) else asked or 1)
+
+
+def _split(size: int, mode: str | None) -> dict[str, Any]:
+    """Options by which `size` ranks have parts of layers, or of sequences."""
+    if mode != "sequence" or size == 1:
+        return {"tp_size": size}
+    return {
+        "tp_size": 1, "sp_size": size, "enable_sequence_parallelism": True,
+        "sequence_parallelism_mode": "ring_attn",
+    }  # fmt: skip
 
 
 def _precision(fp16: Mapping[str, Any] | None) -> dict[str, Any]:

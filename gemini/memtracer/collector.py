@@ -1,7 +1,10 @@
 """MemStatsCollector: traces from begins and ends of module calls and from a monitor's readings.
 
 At every moment the period before it ends: the most that was in use, less the model data there was,
-is what that period needed besides.
+is what that period needed besides. What is saved for backward and has left the device meanwhile is
+added, so that a trace is of an iteration in which all stays. Of bytes saved as a period begins, and
+as it ends, the fewer are there all the time: so neither number of a moment is too low for a plan
+that lets some of them leave.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from gemini.trees import map_tensors, tensors_in
 from gemini.units import Bytes, ParamId
 
 from .module_calls import Caller, ModuleCalls, callers_of, has_experts, in_backward
-from .monitor import Monitor, StorageTracker
+from .monitor import Monitor, SavedBytes, SavedCounter, StorageTracker
 from .trace import Departure, Edge, Kind, Phase, Trace, TraceMoment, model_digest
 
 log = logging.getLogger("gemini")
@@ -46,6 +49,7 @@ class MemStatsCollector:
 
     monitors: read at every moment; the largest reading counts, less `model_bytes()` for those that
         include model data.
+    saved: what is saved for backward; None: nobody counts it, and traces say 0.
     look: called with every reading, as far as it is certain, and with its moment in words.
     """
 
@@ -55,11 +59,17 @@ class MemStatsCollector:
         monitors: Sequence[Monitor],
         model_bytes: Callable[[], int] = lambda: 0,
         look: Callable[[int, str], None] = lambda nbytes, where: None,
+        saved: SavedBytes | None = None,
     ) -> None:
         self._model_digest = model_digest(specs)
         self._monitors = list(monitors)
         self._model_bytes = model_bytes
         self._look = look
+        self._saved = saved
+        # as the period began, or since bytes were saved or read: saved bytes, and those of them
+        # that are not on the device
+        self._saved_before = 0, 0
+        self._most_saved = self._most_rest = 0  # in this period, up to then
         self.traces: dict[tuple[Kind, str], Trace] = {}
         # iterations that differed from their trace, or passed a budget
         self.deviations: list[Departure] = []
@@ -83,7 +93,8 @@ class MemStatsCollector:
         for monitor in self._monitors:
             monitor.start()
             monitor.period()
-        self._used = 0
+        self._used = self._most_rest = self._most_saved = 0
+        self._saved_before = self._count_saved()
         self._model_at_begin = self._model_before = self._model_bytes()
         self._started = time.perf_counter()
 
@@ -110,6 +121,20 @@ class MemStatsCollector:
                 monitor.period()
             self._pause(False)
             self._model_before = self._model_bytes()
+
+    def count_saved(self, saved: SavedBytes) -> None:
+        """Count these saved bytes from the next iteration on."""
+        self._saved = saved
+
+    def saved_changed(self, moved: bool = False) -> None:
+        """Note that bytes were saved, or are read. So the most of what is saved and of the rest are
+        known where no call begins or ends meanwhile. moved: since it was noted last, bytes have
+        left the device or come back, and what was in use meanwhile does not count."""
+        if self.collecting and moved:
+            self.after_change()
+            self._saved_before = self._count_saved()
+        elif self.collecting:
+            self._end_part()
 
     def _pause(self, paused: bool) -> None:
         """Tell trackers whether new storages are model data."""
@@ -155,13 +180,34 @@ class MemStatsCollector:
 
     def _end_period(self) -> None:
         now = time.perf_counter()
-        used, self._used = Bytes(max(self._used, self._reading())), 0
+        self._end_part()
         if self._moments:
             self._moments[-1] = replace(
-                self._moments[-1], non_model_bytes=used, seconds=now - self._started
+                self._moments[-1],
+                non_model_bytes=Bytes(self._most_rest + self._most_saved),
+                seconds=now - self._started,
+                saved_bytes=self._most_saved,
             )
+        self._most_rest = self._most_saved = 0
         self._model_before = self._model_bytes()
         self._started = time.perf_counter()
+
+    def _end_part(self) -> None:
+        """End a part of a period, in which saved bytes were no fewer than at one of its ends."""
+        used, self._used = max(self._used, self._reading()), 0
+        (live, away), (live_now, away_now) = self._saved_before, self._count_saved()
+        used += max(away, away_now)
+        saved = min(live, live_now, used)
+        self._saved_before = live_now, away_now
+        self._most_rest = max(self._most_rest, used - saved)
+        self._most_saved = max(self._most_saved, saved)
+
+    def _count_saved(self) -> tuple[int, int]:
+        """Bytes saved for backward, and how many of them are not on the device."""
+        if self._saved is None:
+            return 0, 0
+        live = self._saved.live_bytes
+        return live, live - self._saved.resident_bytes
 
     def _reading(self) -> int:
         """Most non-model bytes since the last reading."""
@@ -260,7 +306,8 @@ def trace(
     specs = specs_of(module, str(dtype).removeprefix("torch."))
     ids = {name: ParamId(i) for i, spec in enumerate(specs) for name in spec.names}
     tracker = StorageTracker()
-    collector = MemStatsCollector(specs, [tracker])
+    saved_bytes = SavedCounter(tracker)
+    collector = MemStatsCollector(specs, [tracker], saved=saved_bytes)
     with FakeTensorMode():
         made = [
             torch.empty(spec.shape, dtype=dtype, requires_grad=spec.trainable) for spec in specs
@@ -286,6 +333,7 @@ def trace(
             with (
                 # not `functional_call`: checkpointed modules run again in backward
                 _reparametrize_module(module, {**actual, **buffers}),
+                saved_bytes.counting(),
                 listening(module, made, ids, Moments(collector)),
                 torch.set_grad_enabled(kind == "train"),
             ):

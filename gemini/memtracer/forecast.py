@@ -12,6 +12,10 @@ Between sizes l and r * l, bytes that are one sum c + d n + e n^2 are passed by 
 (sqrt(r) - 1)^2 / (2 sqrt(r)): 1/4 for r = 4, where the first chord alone has 9/16. No bound is
 nearer for what two traces say. Where another sum becomes the maximum between them, truth may be
 half of it for r = 4.
+
+What is saved for backward all through a period is one such sum, and the rest is a maximum of sums:
+the other storages, whenever. So both numbers of a moment are bounded alike. As a sum of two least
+bounds is at most the least bound of the sum, bytes less those saved are not below the rest either.
 """
 
 from __future__ import annotations
@@ -30,6 +34,9 @@ from gemini.units import Bytes
 from .trace import Kind, Trace
 
 Sizes = tuple[tuple[int, ...], ...]  # of every input, in order
+_ROUNDING = 1e-14  # of products of a few numbers, relative
+_Row = npt.NDArray[np.float64]  # bytes of every period
+_Known = tuple[Sizes, _Row]
 _INPUT = re.compile(r"([a-z0-9_]+)\[([0-9, ]*)\]")
 # Tensors with a size of 1 are contiguous in any order, which saves some copies: from them bytes
 # grow by more
@@ -59,39 +66,62 @@ def bound(traces: Iterable[Trace], kind: Kind, signature: str) -> Trace | None:
         return None
     events = _events(like[-1][0])
     like = [(trace, of) for trace, of in like if _events(trace) == events]
-    bytes_ = [_bytes(trace) for trace, _ in like]
-    bounds = [
-        mine * (_growth(of, sizes) * _margin(sizes, of))
-        for mine, (_, of) in zip(bytes_, like, strict=True)
-    ]
-    for (mine, (_, low)), (theirs, (_, high)) in permutations(zip(bytes_, like, strict=True), 2):
-        bounds += _chords((low, mine), sizes, (high, theirs))
-    return _with_bytes(replace(like[-1][0], signature=signature), np.min(np.array(bounds), axis=0))
+    bytes_, saved = (
+        _least_bound([(of, row(trace)) for trace, of in like], sizes) for row in (_bytes, _saved)
+    )
+    return _with_bytes(replace(like[-1][0], signature=signature), bytes_, saved)
+
+
+def _least_bound(like: Sequence[_Known], sizes: Sizes) -> _Row:
+    bounds = [mine * (_growth(of, sizes) * _margin(sizes, of)) for of, mine in like]
+    for low, high in permutations(like, 2):
+        bounds += _chords(low, sizes, high)
+    least: _Row = np.min(np.array(bounds), axis=0)
+    return least
 
 
 def envelope(traces: Sequence[Trace]) -> Trace:
-    """The last trace with the most of every period of all of them; those of other calls count with
-    their peak."""
+    """The last trace with the most of every period of all of them, saved and of the rest; those of
+    other calls count with their peak, as if nothing were saved."""
     last = traces[-1]
-    events, rows = _events(last), [_bytes(last)]
+    events = _events(last)
+    rest, saved = [_bytes(last) - _saved(last)], [_saved(last)]
     for trace in dict.fromkeys(traces[:-1]):
         if _events(trace) == events:
-            rows.append(_bytes(trace))
+            rest.append(_bytes(trace) - _saved(trace))
+            saved.append(_saved(trace))
         else:
-            rows.append(np.full(len(last.moments), trace.peak_non_model_bytes, np.float64))
-    return _with_bytes(last, np.max(np.array(rows), axis=0), keep_seconds=True)
+            rest.append(np.full(len(last.moments), trace.peak_non_model_bytes, np.float64))
+    most = np.max(np.array(saved), axis=0)
+    return _with_bytes(last, np.max(np.array(rest), axis=0) + most, most, keep_seconds=True)
 
 
 def covers(known: Trace, trace: Trace, noise_bytes: int = 0) -> bool:
-    """Whether an iteration asks nowhere for more than a known one."""
+    """Whether an iteration asks nowhere for more than a known one, nor for more that cannot leave
+    the device, if that was counted."""
     if len(known.moments) != len(trace.moments):
         return trace.peak_non_model_bytes <= known.peak_non_model_bytes + noise_bytes
-    return bool((_bytes(trace) <= _bytes(known) + noise_bytes).all())
+    mine, its = _bytes(trace), _bytes(known)
+    if (
+        trace.peak_saved_bytes
+        and not (mine - _saved(trace) <= its - _saved(known) + noise_bytes).all()
+    ):
+        return False
+    return bool((mine <= its + noise_bytes).all())
 
 
 def with_bytes_added(trace: Trace, nbytes: int | Sequence[int]) -> Trace:
-    """Trace with more (negative: with less) at every moment, the same or its own number."""
-    return _with_bytes(trace, np.maximum(_bytes(trace) + np.asarray(nbytes), 0), keep_seconds=True)
+    """Trace with more (negative: with less) at every moment, the same or its own number. None of
+    it is saved for backward."""
+    most = np.maximum(_bytes(trace) + np.asarray(nbytes), 0)
+    return _with_bytes(trace, most, _saved(trace), keep_seconds=True)
+
+
+def without_saved(trace: Trace) -> Trace:
+    """Trace of which nobody has counted what is saved: all of it stays."""
+    if not trace.peak_saved_bytes:
+        return trace
+    return replace(trace, moments=tuple(replace(m, saved_bytes=0) for m in trace.moments))
 
 
 def forward_of(trace: Trace) -> Trace:
@@ -102,25 +132,31 @@ def forward_of(trace: Trace) -> Trace:
 
 def grown(trace: Trace, factor: float) -> Trace:
     """Trace with so many times the bytes at every moment."""
-    return _with_bytes(trace, _bytes(trace) * factor, keep_seconds=True)
+    most, saved = _bytes(trace) * factor, _saved(trace) * factor
+    return _with_bytes(trace, most, saved, keep_seconds=True)
 
 
-def _with_bytes(
-    trace: Trace, most: npt.NDArray[np.float64], *, keep_seconds: bool = False
-) -> Trace:
+def _with_bytes(trace: Trace, most: _Row, saved: _Row, *, keep_seconds: bool = False) -> Trace:
+    # bytes are whole: what bounds them still does rounded down, which leaves the rest its bound
+    saved = np.floor(saved * (1 + _ROUNDING))
     moments = tuple(
         replace(
             moment,
             non_model_bytes=Bytes(int(nbytes)),
             seconds=moment.seconds if keep_seconds else 0.0,
+            saved_bytes=int(min(of_it, nbytes)),
         )
-        for moment, nbytes in zip(trace.moments, np.ceil(most), strict=True)
+        for moment, nbytes, of_it in zip(trace.moments, np.ceil(most), saved, strict=True)
     )
     return replace(trace, moments=moments)
 
 
-def _bytes(trace: Trace) -> npt.NDArray[np.float64]:
+def _bytes(trace: Trace) -> _Row:
     return np.array([moment.non_model_bytes for moment in trace.moments], np.float64)
+
+
+def _saved(trace: Trace) -> _Row:
+    return np.array([moment.saved_bytes for moment in trace.moments], np.float64)
 
 
 def _events(trace: Trace) -> list[object]:
@@ -149,10 +185,7 @@ def _margin(new: Sizes, *known: Sizes) -> float:
     return _FROM_ONE if any(a <= 1 < b for a, b in pairs) else 1.0
 
 
-_Known = tuple[Sizes, npt.NDArray[np.float64]]  # and bytes of every period
-
-
-def _chords(low: _Known, new: Sizes, high: _Known) -> list[npt.NDArray[np.float64]]:
+def _chords(low: _Known, new: Sizes, high: _Known) -> list[_Row]:
     """Chords from one to the other, of bytes and of bytes by the size; none where `new` is not on
     the way, along which one size grows."""
     steps = dict.fromkeys(

@@ -7,10 +7,11 @@ import gc
 import logging
 import os
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from gemini.trees import tensors_in
 log = logging.getLogger("gemini")
 
 PROCESS_NOISE_BYTES = 32 << 20  # what libraries and malloc may keep of an iteration
+LEAST_SAVED_BYTES = 1 << 18  # of a storage that may leave the device: smaller ones stay
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _HIGHEST, _RESIDENT = b"VmHWM:", b"VmRSS:"
@@ -41,6 +43,16 @@ class Monitor(Protocol):
     def period(self) -> int:
         """The most bytes at once since the last call; begins the next period."""
         ...
+
+
+class SavedBytes(Protocol):
+    """Bytes of storages that autograd saved for backward: all, and those on the compute device."""
+
+    @property
+    def live_bytes(self) -> int: ...
+
+    @property
+    def resident_bytes(self) -> int: ...
 
 
 class StorageTracker(TorchDispatchMode):
@@ -75,6 +87,10 @@ class StorageTracker(TorchDispatchMode):
             self._ignored_refs.append(
                 weakref.ref(storage, lambda _, key=key: self._ignored.discard(key))  # type: ignore[misc]
             )
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether its storage is counted."""
+        return tensor.untyped_storage()._cdata in self._live
 
     def start(self) -> None:
         self.__enter__()
@@ -117,6 +133,50 @@ class StorageTracker(TorchDispatchMode):
         known = self._live.pop(key, None)
         if known is not None:
             self.live_bytes -= known[1]
+
+
+class SavedCounter:
+    """Counter of storages that are saved for backward, of those that a tracker counts; of fake
+    tensors too. live_bytes: of those that are not small, each once."""
+
+    def __init__(self, tracker: StorageTracker) -> None:
+        self._tracker = tracker
+        self._uses: Counter[int] = Counter()  # by the key of a storage, which its tensors keep
+        self.live_bytes = 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """All of them: a counter moves nothing."""
+        return self.live_bytes
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Context of forward and backward."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, lambda saved: saved.tensor)
+        return cast(AbstractContextManager[None], hooks)
+
+    def _saved(self, tensor: Tensor) -> _Saved:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        saved = _Saved(tensor)
+        if nbytes >= LEAST_SAVED_BYTES and self._tracker.counts(tensor):
+            if not self._uses[key]:
+                self.live_bytes += nbytes
+            self._uses[key] += 1
+            weakref.finalize(saved, self._dropped, key, nbytes).atexit = False
+        return saved
+
+    def _dropped(self, key: int, nbytes: int) -> None:
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            del self._uses[key]
+            self.live_bytes -= nbytes
+
+
+class _Saved:
+    """Tensor in the hands of autograd, which lets go of it with the graph."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 class ForwardTracker(StorageTracker):
@@ -241,11 +301,11 @@ def _status_bytes(field: bytes) -> int:
     return int(status[start + len(field) :].split(None, 1)[0]) * 1024
 
 
-def reset_peak_rss() -> int:
-    """Begin VmHWM anew at what is resident now. Returns what it was; `process_peak_rss_bytes`
-    remembers."""
+def reset_peak_rss(*, forget: bool = False) -> int:
+    """Begin VmHWM anew at what is resident now. Returns what it was, which
+    `process_peak_rss_bytes` remembers. forget: that begins anew too."""
     global _highest_bytes
     peak = peak_rss_bytes()
-    _highest_bytes = max(_highest_bytes, peak)
+    _highest_bytes = 0 if forget else max(_highest_bytes, peak)
     _CLEAR_REFS.write_text(_RESET_PEAK, encoding="utf-8")
     return peak

@@ -18,7 +18,8 @@ from gemini.chunk.layout import ParamSpec
 from gemini.digests import digest_of
 from gemini.units import Bytes, ChunkId, Moment, ParamId
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_WITHOUT_SAVED = 1  # the format before: nobody had counted what is saved for backward
 ASSUMED_SIGNATURE = "assumed"  # of inputs that nobody saw: it stands for all
 MOST = 1 << 50  # bytes, or ids: more than there is anywhere
 
@@ -40,8 +41,15 @@ class TraceMoment:
     edge: Edge
     module: str
     params: tuple[ParamId, ...]  # of the module itself; needed from `enter` until `leave`
-    non_model_bytes: Bytes  # most that was not model data at once, in the period
+    # most that is not model data at once, in the period, if all stays that is saved for backward
+    non_model_bytes: Bytes
     seconds: float = 0.0  # of the period; 0 where nothing was timed
+    saved_bytes: int = 0  # of these, saved for backward all through the period; 0: unknown
+
+    @property
+    def rest_bytes(self) -> Bytes:
+        """Bytes that are there whatever becomes of those saved for backward."""
+        return Bytes(self.non_model_bytes - self.saved_bytes)
 
     @property
     def event(self) -> tuple[str, str, str, tuple[ParamId, ...]]:
@@ -88,6 +96,17 @@ class Trace:
     @property
     def peak_non_model_bytes(self) -> Bytes:
         return Bytes(max((m.non_model_bytes for m in self.moments), default=0))
+
+    @property
+    def peak_saved_bytes(self) -> Bytes:
+        return Bytes(max((m.saved_bytes for m in self.moments), default=0))
+
+    def kept(self, most: int | None) -> list[int]:
+        """Non-model bytes on the device at every moment, if at most `most` of the saved ones stay;
+        None: all."""
+        if most is None:
+            return [m.non_model_bytes for m in self.moments]
+        return [m.rest_bytes + min(m.saved_bytes, most) for m in self.moments]
 
     def param_order(self, specs: Sequence[ParamSpec]) -> tuple[str, ...]:
         """Names of parameters in the order of their first use: `order` of `ChunkLayout.build`."""
@@ -161,30 +180,38 @@ class Trace:
 
     @classmethod
     def from_json(cls, data: object) -> Trace:
-        """Trace of a value of `to_json`. Raises TraceError for anything else: every field is
-        checked."""
-        if not isinstance(data, dict) or data.get("format") != FORMAT_VERSION:
+        """Trace of a value of `to_json`, of this format or the one before. Raises TraceError for
+        anything else: every field is checked."""
+        known = FORMAT_VERSION, _WITHOUT_SAVED
+        if not isinstance(data, dict) or data.get("format") not in known:
             version = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise TraceError(f"no trace of format {FORMAT_VERSION}: found {version!r}")
         fields = _Fields(data)
-        moments = fields.array("moments")
+        moments, has_saved = fields.array("moments"), data["format"] == FORMAT_VERSION
         return cls(
             fields.one_of("kind", get_args(Kind)),
             fields.text("signature"),
             fields.text("model_digest"),
-            tuple(_moment(_Fields(m, f"moment {i}: ")) for i, m in enumerate(moments)),
+            tuple(_moment(_Fields(m, f"moment {i}: "), has_saved) for i, m in enumerate(moments)),
         )
 
 
-def _moment(fields: _Fields) -> TraceMoment:
+def _moment(fields: _Fields, has_saved: bool) -> TraceMoment:
+    non_model = fields.number(fields.value("non_model_bytes"), "non_model_bytes")
+    saved = (
+        fields.number(fields.value("saved_bytes"), "saved_bytes", most=non_model)
+        if has_saved
+        else 0
+    )
     params = [fields.number(value, "a parameter") for value in fields.array("params")]
     return TraceMoment(
         fields.one_of("phase", get_args(Phase)),
         fields.one_of("edge", get_args(Edge)),
         fields.text("module"),
         tuple(ParamId(param) for param in params),
-        Bytes(fields.number(fields.value("non_model_bytes"), "non_model_bytes")),
+        Bytes(non_model),
         float(fields.number(fields.value("seconds"), "seconds", kinds=(int, float))),
+        saved,
     )
 
 
@@ -220,10 +247,12 @@ class _Fields:
             self._refuse(f"{name} is {value!r}; expected one of {[*expected]}")
         return value
 
-    def number(self, value: Any, name: str, kinds: tuple[type[float], ...] = (int,)) -> Any:
-        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value <= MOST:
+    def number(
+        self, value: Any, name: str, kinds: tuple[type[float], ...] = (int,), most: int = MOST
+    ) -> Any:
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value <= most:
             kind = "a whole number" if kinds == (int,) else "a number"
-            self._refuse(f"{name} is {value!r}; expected {kind} from 0 to {MOST}")
+            self._refuse(f"{name} is {value!r}; expected {kind} from 0 to {most}")
         return value
 
     def _refuse(self, what: str) -> NoReturn:
@@ -277,7 +306,8 @@ def sequential_trace(
 
 
 def reduce_traces(traces: Sequence[Trace]) -> Trace:
-    """Reduce the traces of all ranks to one: the most non-model bytes and seconds of every period.
+    """Reduce the traces of all ranks to one: the most seconds of every period, and the most bytes,
+    of those saved for backward and of the rest.
 
     Raises TraceError, naming the rank, where a rank saw other events than rank 0.
     """
@@ -289,9 +319,11 @@ def reduce_traces(traces: Sequence[Trace]) -> Trace:
     moments = tuple(
         replace(
             same[0],
-            non_model_bytes=Bytes(max(m.non_model_bytes for m in same)),
+            non_model_bytes=Bytes(max(m.rest_bytes for m in same) + saved),
             seconds=max(m.seconds for m in same),
+            saved_bytes=saved,
         )
         for same in zip(*(trace.moments for trace in traces), strict=True)
+        for saved in (max(m.saved_bytes for m in same),)
     )
     return replace(first, moments=moments)

@@ -9,7 +9,7 @@ from itertools import islice
 
 from gemini.units import ChunkId
 
-from .plan import MoveKind, UpdatePath
+from .plan import MoveKind, SavedHomes, UpdatePath
 from .problem import Homes, PlacementProblem, step_order
 from .sizes import Bandwidths, BlockBytes, ChunkBytes
 from .tiers import Tier
@@ -85,6 +85,7 @@ def bounds(
     num_uses: Sequence[int],
     compute_seconds: float,
     trained: Container[ChunkId],
+    forward_seconds: float = 0.0,
 ) -> tuple[float, float]:
     """Bounds of the seconds of a serial iteration in these homes: none is shorter, none longer.
 
@@ -92,6 +93,7 @@ def bounds(
     chunk that the step changes is gathered once. At most: one transfer goes on at a time, and no
     payload is kept between its uses.
     num_uses: gathers of every chunk, where none is kept. trained: chunks that the step changes.
+    forward_seconds: of those that a pass computes.
     """
     links, has_host_tier = problem.bandwidths, problem.has_host_tier
     in_pass: Seconds = {"compute": compute_seconds}
@@ -125,7 +127,28 @@ def bounds(
             there = Tier.HOST if problem.off_device is UpdatePath.CPU else Tier.DEVICE
             nbytes = block.state_on(home)
             _add(in_step, link_seconds(home, there, nbytes, links, has_host_tier), -1)
-    return max(in_pass.values()) + max(in_step.values()), most
+    least = max(in_pass.values())
+    if homes.saved is not None:
+        out, back = _saved_seconds(homes.saved, links, has_host_tier)
+        _add(in_pass, out)
+        _add(in_pass, back)
+        forward = max([forward_seconds, *out.values()])
+        backward = max([compute_seconds - forward_seconds, *back.values()])
+        least = max([*in_pass.values(), forward + backward])
+        most += sum(out.values()) + sum(back.values())
+    return least + max(in_step.values()), most
+
+
+def _saved_seconds(
+    saved: SavedHomes, links: Bandwidths, has_host_tier: bool
+) -> tuple[Seconds, Seconds]:
+    """Seconds of the links in forward, as saved bytes leave the device, and in backward."""
+    out, back = Seconds(), Seconds()
+    for tier, nbytes in ((Tier.HOST, saved.host_bytes), (Tier.NVME, saved.nvme_bytes)):
+        if nbytes:
+            _add(out, link_seconds(Tier.DEVICE, tier, nbytes, links, has_host_tier))
+            _add(back, link_seconds(tier, Tier.DEVICE, nbytes, links, has_host_tier))
+    return out, back
 
 
 def _parts(chunk: ChunkBytes, states: Sequence[Tier]) -> Iterator[tuple[Tier, BlockBytes]]:

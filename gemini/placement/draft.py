@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 import numpy as np
 
 from gemini.placement.homes.budget_fill import (
     check_nvme,
     fill,
+    host_bytes,
     host_overflows,
     missing_for_everything,
 )
+from gemini.placement.saved import Spilling, most_room, moves_of_saved, search_room
 from gemini.placement.timetable.allowed import OverlapFacts, against_tail, facts_of
 from gemini.placement.timetable.gathers import GatherSteps, gather_steps
 from gemini.placement.timetable.moves import leaving_bytes, moves_of
@@ -29,7 +33,7 @@ from gemini.placement.timetable.updates import SERIAL, TAIL, StepCost, best_upda
 from gemini.units import ChunkId, Moment
 
 from .cost import bounds
-from .plan import Forecast, Plan, ShardPlan
+from .plan import Forecast, Plan, SavedHomes, ShardPlan
 from .policy import (
     AutoPlacement,
     ConstPlacement,
@@ -119,7 +123,7 @@ class Draft:
         self.policy = policy
         layout, trace = inputs.layout, inputs.trace
         chunk_of = layout.chunk_of()
-        self.problem = PlacementProblem(
+        self._all_stays = PlacementProblem(
             chunks=chunk_bytes(layout, inputs.state, inputs.block_numel, inputs.with_originals),
             state=inputs.state,
             budgets=inputs.budgets,
@@ -137,6 +141,7 @@ class Draft:
             original_home=inputs.original_home or inputs.memory,
             average=inputs.average,
         )
+        self.problem = self._all_stays
         self._digests = layout.digest(), trace.digest()  # of long values: taken once
         self.needs = trace.chunk_needs(chunk_of)
         self.calls = trace.calls(chunk_of)
@@ -157,16 +162,28 @@ class Draft:
             self.reductions = {c: replace(r, end=end) for c, r in self.reductions.items()}
         self.never_released = never_released(policy, [c.payload_bytes for c in self.problem.chunks])
         self.prefetched = prefetched_at(self.needs, inputs.max_prefetch)
-        self.non_model = [m.non_model_bytes for m in trace.moments]
-        cap = policy.steady_cap_ratio if isinstance(policy, AutoPlacement) else 1.0
-        self.demand = self._demand(cap)
+        self.saved_bytes = [m.saved_bytes for m in trace.moments]
+        self.spilling: Spilling | None = None  # None: no saved bytes may leave
+        if inputs.spilling is not None and isinstance(policy, AutoPlacement):
+            is_some = max(self.saved_bytes, default=0) > inputs.spilling.least_room
+            self.spilling = inputs.spilling if is_some else None
+        self._cap = policy.steady_cap_ratio if isinstance(policy, AutoPlacement) else 1.0
+        self.keep(None)
         self.compute = inputs.compute_seconds()
 
-    def _demand(self, cap: float) -> Demand:
+    def keep(self, saved: SavedHomes | None) -> None:
+        """Go on with these homes of bytes saved for backward; None: all stay."""
+        self.problem = self._all_stays
+        if saved is not None:
+            self.problem = replace(self._all_stays, saved=saved)
+        self.non_model = self.inputs.trace.kept(None if saved is None else saved.room_bytes)
+        self.demand = self._demand()
+
+    def _demand(self) -> Demand:
         """Demand of the device, with the share of its rest that stays free under the cap."""
         reserved = [0] * len(self.non_model)
         if not isinstance(self.policy, ConstPlacement):
-            budget = self.problem.budgets.device
+            budget, cap = self.problem.budgets.device, self._cap
             cap = cap if budget < UNLIMITED else 1.0
             reserved = [n + round(max(0, budget - n) * (1 - cap)) for n in self.non_model]
         vector = np.array([*reserved, reserved[-1] if reserved else 0], np.int64)
@@ -186,21 +203,100 @@ class Draft:
 
     def give_up_cap(self) -> None:
         """Give the cap up before a plan fails."""
-        self.demand = self._demand(1.0)
+        self._cap = 1.0
+        self.demand = self._demand()
 
     def _fastest(self) -> Homes:
+        """Homes with which an iteration is predicted to be shortest.
+
+        If saved bytes may leave the device, homes are filled beside several rooms for those that
+        stay, and what they leave free is for saved bytes too.
+        """
+        spilling = self.spilling
+        self.keep(None)
+        if spilling is None:
+            return self._in_best_order(ORDERS)[2]
+        refused: list[BudgetError] = []
+        found: list[tuple[float, str, Homes]] = []
+
+        def tried(saved: SavedHomes | None, orders: Sequence[str]) -> tuple[float, str]:
+            self.keep(saved)
+            try:
+                found.append(self._in_best_order(orders))
+            except BudgetError as error:
+                error.without_frames()
+                if saved is None or not saved.host_bytes:  # else it is this try's own fault
+                    refused.append(error)
+                return inf, ""
+            return found[-1][:2]
+
+        price_of_all, best_order = tried(None, ORDERS)
+        if price_of_all > 0:  # not all is on the device
+            found += self._all_but_saved(spilling)
+            host = int(self.problem.budgets.host) if self.problem.has_host_tier else 0
+            most = max(self.saved_bytes)
+            on_host: tuple[int, ...] = 0, host
+            best = price_of_all, best_order, on_host
+
+            def price(room: int, is_first: bool) -> float:
+                nonlocal best
+                is_first = is_first or best[0] == inf
+                orders, on_hosts = (ORDERS, (0, host)) if is_first else ((best[1],), best[2])
+                rooms = {spilling.homes(room, most, n): n for n in on_hosts}
+                tries = ((*tried(saved, orders), (n,)) for saved, n in rooms.items())
+                least = min(tries)
+                if least[0] < best[0]:
+                    best = least
+                return least[0]
+
+            search_room(spilling.least_room, most, price)
+        if not found:
+            raise min(refused, key=severity)
+        return min(found, key=lambda one: one[0])[2]
+
+    def _all_but_saved(self, spilling: Spilling) -> Iterator[tuple[float, str, Homes]]:
+        """Homes with all model data on the device, and with as many saved bytes as that leaves room
+        for; none where that cannot be."""
+        self.keep(None)
+        missing, everything = self._missing(), Homes.all_on(Tier.DEVICE, self.problem.chunks)
+        if missing is None or self.problem.ceiling is not None:
+            return
+        self.keep(spilling.homes(spilling.least_room, max(self.saved_bytes), 0))
+        try:
+            self.check_room(everything)
+            everything.saved = self.saved_beside(everything)
+            self.keep(everything.saved)
+            check_nvme(self.problem, everything)
+        except BudgetError as error:
+            error.without_frames()
+            return
+        if not host_overflows(self.problem, everything):
+            yield self._price(everything), ORDERS[0], everything
+
+    def _missing(self) -> int | None:
+        """Bytes that the device lacks to hold all model data; None where not all may be there."""
         fixed = self.problem.fixed_params
         may_all_be_here = fixed is None or set(fixed) <= {Tier.DEVICE}
-        missing = missing_for_everything(self.problem, self.demand) if may_all_be_here else None
+        return missing_for_everything(self.problem, self.demand) if may_all_be_here else None
+
+    def _price(self, homes: Homes) -> float:
+        """Middle of the bounds of an iteration, times two."""
+        uses, compute = num_uses(self.needs, len(self.problem.chunks)), self.compute
+        forward = sum(compute[: self.inputs.backward])
+        return sum(bounds(homes, self.problem, uses, sum(compute), self.reductions, forward))
+
+    def _in_best_order(self, orders: Sequence[str]) -> tuple[float, str, Homes]:
+        """Homes filled in the best of these orders, after their price and the order; 0 where all
+        is on the device."""
+        missing = self._missing() if self.problem.saved is None else None
         everything = Homes.all_on(Tier.DEVICE, self.problem.chunks)
         free = self.problem.ceiling is None
         if free and missing == 0 and not host_overflows(self.problem, everything):
             check_nvme(self.problem, everything)
-            return everything
-        uses = num_uses(self.needs, len(self.problem.chunks))
-        best: tuple[float, Homes] | None = None
+            return 0.0, ORDERS[0], everything
+        best: tuple[float, str, Homes] | None = None
         failed: BudgetError | None = None
-        for order in ORDERS:
+        for order in orders:
             try:
                 homes = fill(self.problem, self.demand, order)
                 self.check_room(homes)
@@ -212,9 +308,11 @@ class Draft:
                 if error.tier is Tier.DEVICE:
                     break
                 continue
-            middle = sum(bounds(homes, self.problem, uses, sum(self.compute), self.reductions))
-            if best is None or middle < best[0]:
-                best = middle, homes
+            if self.problem.saved is not None:
+                homes.saved = self.saved_beside(homes)
+            price = self._price(homes)
+            if best is None or price < best[0]:
+                best = price, order, homes
         if best is None:
             assert failed is not None
             if (
@@ -228,11 +326,55 @@ class Draft:
                     "raise device_budget by as much",
                 )  # fmt: skip
             raise failed
-        return best[1]
+        return best
+
+    def saved_beside(self, homes: Homes) -> SavedHomes | None:
+        """Homes of saved bytes of which as many stay as these leave room for; None: all.
+
+        What is prefetched keeps its room. Raises BudgetError where fewer would have to stay than
+        are under way.
+        """
+        spilling, saved = self.spilling, self.problem.saved
+        if spilling is None:
+            return None
+        gathered = self._gathered(homes)
+        left = self._left(homes)
+        ahead = [sum(gathered.get(chunk, 0) for chunk in chunks) for chunks in self.prefetched]
+        left = np.minimum(left, np.maximum(left - np.array(ahead, np.int64), 0))
+        stays = np.array(self.saved_bytes, np.int64)
+        if saved is not None:
+            stays = np.minimum(stays, saved.room_bytes)
+            if self._cap < 1 and self.problem.budgets.device < UNLIMITED:
+                # a byte more takes its share of what the cap leaves free; that is rounded
+                left = np.where(left > 2, ((left - 2) / self._cap).astype(np.int64), left)
+        elif left.min(initial=0) < 0 and not self.problem.has_host_tier:
+            left -= spilling.staging_bytes
+        room = most_room(left.tolist(), stays.tolist(), self.saved_bytes)
+        if room is None:
+            return None
+        if room < spilling.least_room:
+            raise BudgetError.missing(
+                Tier.DEVICE, spilling.least_room - room, self.problem.budgets.device,
+                "saved bytes on their way from and to the device, beside what lives there",
+                "raise device_budget by as much, or use a smaller batch",
+            )  # fmt: skip
+        most, host_left = max(self.saved_bytes), 0
+        if self.problem.has_host_tier:
+            there = host_bytes(self._all_stays, homes) + homes.host_staging.nbytes
+            host_left = self.problem.budgets.host - there - spilling.staging_bytes
+        found = spilling.homes(room, most, host_left)
+        missing = most - found.kept_bytes - found.host_bytes - found.nvme_bytes
+        if missing > 0:
+            raise BudgetError.missing(
+                Tier.HOST, missing, self.problem.budgets.host, "saved bytes that leave the device",
+                "raise host_budget by as much, or give nvme_dir",
+            )  # fmt: skip
+        return found
 
     # -- the rest --
 
     def finish(self, homes: Homes) -> PlanResult:
+        self.keep(homes.saved)
         gathered = self._gathered(homes)
         trace = self.inputs.trace
         trainable = {chunk.id for chunk in self.problem.chunks if chunk.trainable}
@@ -275,12 +417,16 @@ class Draft:
     def lacks(self, homes: Homes) -> tuple[Moment, int] | None:
         """Moment whose payloads lack most room in these homes, and the bytes that they lack; None:
         all fit."""
-        gathered = self._gathered(homes)
-        needs = [sum(gathered.get(chunk, 0) for chunk in chunks) for chunks in self.needs]
-        left = self._gather_room(homes) - np.array(needs, np.int64)
+        left = self._left(homes)
         if left.size == 0 or left.min() >= 0:
             return None
         return Moment(int(left.argmin())), -int(left.min())
+
+    def _left(self, homes: Homes) -> Vector:
+        """Bytes that are free at every moment beside what it needs, below 0 where it lacks some."""
+        gathered = self._gathered(homes)
+        needs = [sum(gathered.get(chunk, 0) for chunk in chunks) for chunks in self.needs]
+        return self._gather_room(homes) - np.array(needs, np.int64)
 
     def _gathered(self, homes: Homes) -> dict[ChunkId, int]:
         """Bytes of the payloads that are gathered and freed."""
@@ -298,6 +444,13 @@ class Draft:
         """
         problem, trace = self.problem, self.inputs.trace
         leaving = leaving_bytes(homes, problem, self.reductions, len(self.needs))
+        moves = moves_of(
+            homes, problem, schedule.gathers, self.reductions, len(self.needs),
+            updates=trace.kind == "train" and not is_bare,
+        )  # fmt: skip
+        if problem.saved is not None and not is_bare:
+            more = moves_of_saved(problem.saved, trace.moments)
+            moves = tuple(sorted((*moves, *more), key=lambda move: move.begin))
         return Plan(
             kind=trace.kind,
             layout_digest=self._digests[0],
@@ -318,12 +471,10 @@ class Draft:
             host_staging=homes.host_staging,
             forecast=Forecast(
                 tuple(sorted(self.reductions.values(), key=lambda r: (r.last, r.chunk))),
-                moves_of(
-                    homes, problem, schedule.gathers, self.reductions, len(self.needs),
-                    updates=trace.kind == "train" and not is_bare,
-                ),
+                moves,
                 schedule.gap,
             ),
+            saved=problem.saved,
         )  # fmt: skip
 
     def _gather_room(self, homes: Homes) -> Vector:

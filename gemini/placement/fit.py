@@ -267,5 +267,7 @@ def _fit_assuming_less(
 
 def _assuming(inputs: PlanInputs, nbytes: int) -> PlanInputs:
     """Inputs whose trace has `nbytes` of non-model data at every moment."""
-    moments = tuple(replace(m, non_model_bytes=Bytes(nbytes)) for m in inputs.trace.moments)
+    moments = tuple(
+        replace(m, non_model_bytes=Bytes(nbytes), saved_bytes=0) for m in inputs.trace.moments
+    )
     return replace(inputs, trace=replace(inputs.trace, moments=moments))

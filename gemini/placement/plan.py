@@ -13,7 +13,7 @@ flow does (`optim.state.flow`), and a run of it on a clock (`timetable.clock`).
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
@@ -22,6 +22,8 @@ from gemini.units import BlockId, Bytes, ChunkId, Moment, format_bytes
 
 from .sizes import Budgets, ChunkBytes
 from .tiers import Tier
+
+_STORAGE_PAGES = 64  # of the smallest storage that may leave the device
 
 
 class UpdatePath(Enum):
@@ -38,12 +40,13 @@ class MoveKind(Enum):
     PARAM = "parameters"
     GRAD = "gradients"
     STATE = "state"
+    SAVED = "saved tensors"  # for backward: of no chunk
     UNDO = "weights beside the state"  # of before or after an update: see `BlockBytes`
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bring one shard, or one block of it, from `src` to `dst`.
+    """Bring one shard, or one block of it, from `src` to `dst`; or bytes saved for backward.
 
     It may begin at moment `begin` and not before, and has ended when moment `end` comes: then what
     needs it there computes, or what takes its place is allocated. A block's begins and ends in the
@@ -51,7 +54,7 @@ class Move:
     """
 
     kind: MoveKind
-    chunk: ChunkId
+    chunk: ChunkId | None  # None: what is saved for backward
     block: BlockId | None  # None: the whole shard
     src: Tier
     dst: Tier
@@ -121,6 +124,33 @@ class Staging:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedHomes:
+    """Homes of bytes saved for backward, where not all of them stay on the device.
+
+    kept_bytes: on the device, while nothing is under way: the oldest of more than these leave.
+    room_bytes: on the device with those under way. host_bytes, nvme_bytes: below, at most.
+    staging_bytes: of RAM, through which they pass. returns_within: bytes on the device in backward,
+    with those read ahead.
+    """
+
+    kept_bytes: Bytes
+    room_bytes: Bytes
+    host_bytes: Bytes
+    nvme_bytes: Bytes
+    staging_bytes: int = 0
+    returns_within: int = 0
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file: each storage is of whole pages."""
+        return self.nvme_bytes + -(-self.nvme_bytes // _STORAGE_PAGES)
+
+    def __str__(self) -> str:
+        kept, host, disk = map(format_bytes, (self.kept_bytes, self.host_bytes, self.nvme_bytes))
+        return f"activations: kept {kept}, host {host}, disk {disk}"
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """Consequences of a plan, for predictions, costs and pictures. No executor reads it."""
 
@@ -149,6 +179,7 @@ class Plan:
     device_staging: Staging
     host_staging: Staging
     forecast: Forecast
+    saved: SavedHomes | None = field(default=None, repr=False)  # None: all that is saved stays
 
     @property
     def num_moments(self) -> int:
@@ -171,7 +202,7 @@ class Plan:
 
     def digest(self) -> str:
         """Digest of exactly this plan; equal on all ranks."""
-        return digest_of(self)
+        return digest_of(self) if self.saved is None else digest_of((self, self.saved))
 
     def bytes_moved(self) -> dict[tuple[Tier, Tier], int]:
         """Bytes of one iteration over every link that is used."""
@@ -197,6 +228,7 @@ class Plan:
             for move in self.forecast.moves
             if move.kind is MoveKind.PARAM
             and move.src is Tier.NVME
+            and move.chunk is not None
             and not self.chunks[move.chunk].trainable
         )
 
@@ -271,6 +303,9 @@ class Plan:
         arrivals: dict[tuple[ChunkId, int], int] = {}
         for move in forecast.moves:
             assert 0 <= move.begin <= move.end <= self.num_moments and move.src != move.dst, move
+            assert (move.chunk is None) == (move.kind is MoveKind.SAVED), move
+            if move.chunk is None:
+                continue
             sizes = self.chunks[move.chunk]
             exact: int = sizes.shard_bytes
             if move.block is not None:

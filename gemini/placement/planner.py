@@ -173,6 +173,8 @@ def _in_homes(draft: Draft, homes: Homes) -> PlanResult:
         homes.never_released[chunk] = True
     if draft.lacks(homes) is not None:
         draft.give_up_cap()
+    homes.saved = draft.saved_beside(homes)
+    draft.keep(homes.saved)
     draft.check_room(homes)
     planned = draft.finish(homes)
     over = draft.over_budget(planned.profile)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from gemini.arguments import by_name
 from gemini.units import ChunkId, check_block_numel
@@ -15,6 +16,9 @@ from .sizes import Budgets
 def _check_fraction(name: str, value: float) -> None:
     if not 0 <= value <= 1:
         raise ValueError(f"{name}={value} is outside [0, 1]")
+
+
+ACTIVATIONS = ("keep", "spill")
 
 
 @by_name
@@ -78,6 +82,8 @@ class AutoPlacement:
         multiple of 1024; None is the usual 2**20, or as much less as it must be. The optimizer
         takes it. Where it is None, `NvmeConfig.block_numel` is a wish, as long as no parameter
         lives in a file: files stay as they were cut.
+    activations: `"keep"`, or `"spill"`: of what forward saves for backward, the oldest goes to the
+        host and to `nvme_dir` where the device budget has no room for it. The bits are the same.
 
     Raises ValueError for a ratio out of range and for what is no size. Budgets that cannot hold the
     model are a BudgetError when it is wrapped; one that an iteration passes is a `BudgetWarning`.
@@ -91,6 +97,7 @@ class AutoPlacement:
     warmup_non_model_data_ratio: float = 0.8
     steady_cap_ratio: float = 0.9
     block_numel: int | None = None
+    activations: str = "keep"
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_non_model_data_ratio < 1:
@@ -101,11 +108,21 @@ class AutoPlacement:
             raise ValueError(f"steady_cap_ratio={self.steady_cap_ratio} is outside (0, 1]")
         if self.block_numel is not None:
             check_block_numel(self.block_numel)
+        if self.activations not in ACTIVATIONS:
+            raise ValueError(f"activations={self.activations!r}; expected one of {ACTIVATIONS}")
         self.budgets()
 
     def budgets(self) -> Budgets:
         """Budgets of a node as they were given; None as no limit."""
         return Budgets.parse(self.device_budget, self.host_budget, self.nvme_budget)
+
+    def check_lower_tier(self, *, has_host_tier: bool) -> None:
+        """Raise ValueError where activations have no tier below the device's memory."""
+        if not has_host_tier and self.nvme_dir is None:
+            raise ValueError(
+                f"activations={self.activations!r} on the CPU, whose memory is the host's; "
+                "expected a folder on a disk in AutoPlacement(nvme_dir=...)"
+            )
 
 
 @by_name
@@ -142,6 +159,11 @@ NAMED: dict[str, Placement] = {
 def has_budgets(policy: Placement) -> bool:
     """Whether any budget was given. What a machine has left may bound a plan all the same."""
     return policy.budgets() != Budgets()
+
+
+def spills(policy: Placement) -> TypeGuard[AutoPlacement]:
+    """Whether activations may leave the device."""
+    return isinstance(policy, AutoPlacement) and policy.activations == "spill"
 
 
 def parse_placement(policy: str | Placement) -> Placement:

@@ -80,7 +80,8 @@ class _ProfileBuilder:
 
 
 def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
-    """Bytes on every tier at every moment. `non_model_bytes`: of every moment of the trace.
+    """Bytes on every tier at every moment. `non_model_bytes`: of every moment of the trace, on the
+    device.
 
     The step is taken to need as many non-model bytes as the last period of the trace.
     """
@@ -90,6 +91,10 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
     builder.add(Tier.DEVICE, "staging", plan.device_staging.nbytes)
     host = Tier.HOST if plan.has_host_tier else Tier.DEVICE
     builder.add(host, "staging", plan.host_staging.nbytes)
+    if plan.saved is not None:
+        builder.add(Tier.HOST, "non-model", plan.saved.host_bytes)
+        builder.add(Tier.NVME, "non-model", plan.saved.file_bytes)
+        builder.add(host, "staging", plan.saved.staging_bytes)
     for tier, nbytes in plan.average:
         builder.add(tier, "average", nbytes)
 

@@ -19,8 +19,9 @@ from gemini.units import (
     format_bytes,
 )
 
-from .plan import Staging, UpdatePath
+from .plan import SavedHomes, Staging, UpdatePath
 from .policy import StaticPlacement, leading_within, never_released
+from .saved import Spilling
 from .sizes import (
     FP32_BYTES,
     NOT_WAITING,
@@ -49,6 +50,7 @@ class Homes:
     never_released: list[bool]
     device_staging: Staging = field(default_factory=Staging)
     host_staging: Staging = field(default_factory=Staging)
+    saved: SavedHomes | None = None  # of bytes saved for backward; None: all stay
 
     @classmethod
     def all_on(cls, tier: Tier, chunks: Sequence[ChunkBytes]) -> Homes:
@@ -90,6 +92,7 @@ class PlanInputs:
     with_originals: frozenset[ChunkId] = frozenset()  # frozen ones keep fp32 values
     original_home: Tier | None = None  # where these values live already
     average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights: `average_bytes`
+    spilling: Spilling | None = None  # how saved bytes leave the device; None: they stay
 
     @property
     def memory(self) -> Tier:
@@ -141,6 +144,7 @@ class PlacementProblem:
     brings_params: bool = False  # updates make new weights apart from the old ones
     original_home: Tier = Tier.HOST  # of the fp32 originals of frozen chunks, all of them
     average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights
+    saved: SavedHomes | None = None  # of bytes saved for backward; None: all stay
 
     def original_bytes(self, tier: Tier) -> int:
         """Bytes of fp32 originals that stay on `tier`."""
@@ -149,8 +153,18 @@ class PlacementProblem:
         return sum(chunk.original_bytes for chunk in self.chunks)
 
     def kept_bytes(self, tier: Tier) -> int:
-        """Bytes of originals and averages, which no step moves."""
-        return self.original_bytes(tier) + dict(self.average).get(tier, 0)
+        """Bytes of originals and averages, which no step moves, and of what is saved for backward
+        below the device, with its buffers."""
+        total = self.original_bytes(tier) + dict(self.average).get(tier, 0)
+        if self.saved is not None:
+            total += self.saved.host_bytes * (tier is Tier.HOST)
+            total += self.saved.staging_bytes * (tier is self.memory)
+        return total
+
+    @property
+    def memory(self) -> Tier:
+        """Tier of the RAM."""
+        return Tier.HOST if self.has_host_tier else Tier.DEVICE
 
     def fewer_originals(self, tier: Tier) -> str:
         """Remedy for a tier that is too small and holds originals; "" where it holds none."""
@@ -257,6 +271,7 @@ class PlacementProblem:
         until masters have them; after that, once several backwards add up, gradients in fp32.
         """
         total = dict(self.average).get(Tier.NVME, 0)
+        total += 0 if self.saved is None else self.saved.file_bytes
         originals = sums = num_blocks = 0
         has_state = any(Tier.NVME in states for states in homes.state)
         has_params = any(

@@ -36,6 +36,8 @@ class TimedMove:
     end: float
 
     def __str__(self) -> str:
+        if self.move.chunk is None:
+            return self.move.kind.value
         part = "" if self.move.block is None else f", block {self.move.block}"
         return f"{self.move.kind.value} of chunk {self.move.chunk}{part}"
 

@@ -41,16 +41,20 @@ class Activations:
         if trace is not None:  # the seconds are those of fake tensors
             moments = tuple(replace(m, seconds=0.0) for m in trace.moments)
             return replace(trace, moments=moments)
-        two, three = self.traces[2], self.traces[3]
+        two, three, more = self.traces[2], self.traces[3], batch - 2
         moments = tuple(
             replace(
                 a,
-                non_model_bytes=Bytes(
-                    a.non_model_bytes + (batch - 2) * max(0, b.non_model_bytes - a.non_model_bytes)
-                ),
+                non_model_bytes=Bytes(nbytes),
                 seconds=0.0,
+                saved_bytes=min(
+                    nbytes, a.saved_bytes + more * max(0, b.saved_bytes - a.saved_bytes)
+                ),
             )
             for a, b in zip(two.moments, three.moments, strict=True)
+            for nbytes in (
+                a.non_model_bytes + more * max(0, b.non_model_bytes - a.non_model_bytes),
+            )
         )
         return replace(two, moments=moments, signature=f"batch {batch}")
 
@@ -181,6 +185,7 @@ def _deepened(
     more = num_layers - _TRACED_LAYERS
     one, two = _first(forward, 1), _first(forward, 2)
     grown = forward[two].non_model_bytes - forward[one].non_model_bytes
+    grown_saved = forward[two].saved_bytes - forward[one].saved_bytes
 
     def shifted(moments: Sequence[TraceMoment], layers: int) -> list[TraceMoment]:
         def renamed(name: str) -> str:
@@ -192,6 +197,7 @@ def _deepened(
                 module=renamed(moment.module),
                 params=tuple(index[renamed(names[param])] for param in moment.params),
                 non_model_bytes=Bytes(moment.non_model_bytes + layers * grown),
+                saved_bytes=moment.saved_bytes + layers * grown_saved,
             )
             for moment in moments
         ]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ from gemini.runtime.schedule.updating import Updating
 from gemini.runtime.wrap.module_check import ModuleCheck
 from gemini.runtime.wrap.precision import PrecisionSettings
 from gemini.units import WORLD, ChunkId, ParamId
+
+if TYPE_CHECKING:
+    from gemini.activations.saved_tensors import SavedTensors
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -178,6 +181,7 @@ class Parts:
     all_gathered: bool
     target: Attached | None = None  # the optimizer's state, once there is one
     module_check: ModuleCheck | None = None  # of the module that was wrapped
+    saved_tensors: SavedTensors | None = None  # where activations may leave the device
     hook_handles: list[Any] = field(default_factory=list)  # on modules and parameters
     forward_depth: int = 0  # forwards of the root module inside each other, now
     is_summoned: bool = False

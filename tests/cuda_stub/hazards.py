@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 from gemini.optim.state.memory import CudaMemory, EventTicket, StreamMark
+from gemini.runtime.step.early import EarlySpans
 from tests.cuda_stub.apart import in_a_process
 from tests.cuda_stub.cases import CASES, Case, training
 from tests.cuda_stub.races import Race, races
@@ -88,7 +89,7 @@ FAULTS: dict[str, Fault] = {
         _planted(CudaMemory, "after_copies", lambda self: nullcontext()),
     ),
     "a step does not come behind what was updated in backward": (
-        "state on the host, in backward", _planted(CudaMemory, "join", lambda self: None),
+        "state on the host, in backward", _planted(EarlySpans, "come_behind", lambda self: None),
     ),
 }  # fmt: skip
 

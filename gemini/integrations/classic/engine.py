@@ -15,6 +15,7 @@ from gemini.integrations.parallel.pipelined import Pipelined
 from gemini.integrations.plugins.precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 
 from .handlers import GRADIENT_HANDLER
+from .schedules import PipelineSchedule
 
 
 class LoopEngine:
@@ -127,18 +128,23 @@ def initialize(
     train_dataloader: Any = None,
     test_dataloader: Any = None,
     lr_scheduler: Any = None,
+    schedule: PipelineSchedule | None = None,
 ) -> tuple[LoopEngine, Any, Any, Any]:
     """Wrap a model and an optimizer by the configuration that the process was launched with.
 
     Returns (engine, train_dataloader, test_dataloader, lr_scheduler). `parallel`, `fp16` and
     `clip_grad_norm` are those of `plugin_of`, with optimizer state sharded (ZeRO-1).
     `gradient_accumulation` is the number of backwards of a step, and `gradient_handler` names
-    classes of `GRADIENT_HANDLER`.
+    classes of `GRADIENT_HANDLER`. schedule: of a pipeline, in place of `NUM_MICRO_BATCHES`.
     Raises ValueError for what the plugin cannot wrap.
     """
     config = global_context.config
     chunks = getattr(model, "num_chunks", 1)
-    style = {"pp_style": "interleaved", "num_model_chunks": chunks} if chunks > 1 else {}
+    style: dict[str, Any] = {}
+    if schedule is not None:
+        style = schedule.options
+    elif chunks > 1:
+        style = {"pp_style": "interleaved", "num_model_chunks": chunks}
     booster = Booster(plugin=plugin_of(config, zero_stage=1, **style))
     model, optimizer, *_ = booster.boost(model, optimizer)  # type: ignore[assignment]
     for handler in config.get("gradient_handler", ()):

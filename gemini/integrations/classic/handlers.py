@@ -1,4 +1,4 @@
-"""Gradient handlers: changes of reduced gradients before every step."""
+"""Gradient handlers: changes of reduced gradients before every step; classes by their names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 from gemini.runtime.gradients.by_name import ChangeGradient
 
-Handler = TypeVar("Handler", bound="type[BaseGradientHandler]")
+Class = TypeVar("Class", bound=type)
 
 
 class BaseGradientHandler:
@@ -48,25 +48,40 @@ class BaseGradientHandler:
         self.handle_gradient()
 
 
-class HandlerRegistry:
-    """Registry of handlers by the names of their classes."""
+class Registry:
+    """Registry of classes by their names, of one kind: `MODELS` has models."""
 
-    def __init__(self) -> None:
-        self._kinds: dict[str, type[BaseGradientHandler]] = {}
+    def __init__(self, kind: str) -> None:
+        """kind: name of the registry, for errors."""
+        self.name = kind
+        self._known: dict[str, type] = {}
 
-    def register_module(self, kind: Handler) -> Handler:
+    def register_module(self, cls: Class) -> Class:
         """Decorator that registers a class."""
-        self._kinds[kind.__name__] = kind
-        return kind
+        self._known[cls.__name__] = cls
+        return cls
 
-    def get_module(self, name: str) -> type[BaseGradientHandler]:
+    def has(self, name: str) -> bool:
+        """Whether a class of this name is registered."""
+        return name in self._known
+
+    def get_module(self, name: str) -> Any:
         """Class by its name. Raises ValueError for an unknown name."""
-        if name not in self._kinds:
+        if name not in self._known:
             raise ValueError(
-                f"no gradient handler {name!r}; expected one of {sorted(self._kinds)}, registered "
-                "by @GRADIENT_HANDLER.register_module"
+                f"no {name!r} in {self.name}; expected one of {sorted(self._known)}, registered "
+                f"by @{self.name}.register_module"
             )
-        return self._kinds[name]
+        return self._known[name]
 
 
-GRADIENT_HANDLER = HandlerRegistry()
+GRADIENT_HANDLER = Registry("GRADIENT_HANDLER")
+LAYERS, MODELS = Registry("LAYERS"), Registry("MODELS")
+
+
+@GRADIENT_HANDLER.register_module
+class DataParallelGradientHandler(BaseGradientHandler):
+    """Handler of replicas, without effect: gradients are reduced while backward runs."""
+
+    def handle_gradient(self) -> None:
+        """Do nothing."""

@@ -6,14 +6,12 @@ They make a `GeminiDDP`, by default in fp16, as Colossal-AI did.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from gemini import ddp
 from gemini.checkpoint.load import load_checkpoint as load
@@ -37,59 +35,38 @@ from gemini.integrations.plugins.engine_plugin import (
 from gemini.integrations.torch_optimizers import convert
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
+from gemini.optim.sgd import HybridSGD
 from gemini.options import takes_fields, takes_options_of
 from gemini.placement.policy import Placement, StaticPlacement
 from gemini.runtime.wrap.keep_fp32 import find_fp32_modules, param_dtypes
-from gemini.runtime.wrap.materialise import init_empty
 from gemini.runtime.wrap.precision import DTYPE_OF, as_precision
 from gemini.runtime.wrap.specs import collect_params
 
 from .sharded_v2 import static_copy
-from .tensors import ProcessGroup, ReplicaSpec, ShardSpec, let_be_told, split_as_told
+from .tensors import split_as_told
 
 get_current_device = this_device
 
 
-@contextmanager
-def ColoInitContext(
-    device: torch.device | str | int | None = None,
-    dtype: torch.dtype = torch.float,
-    default_pg: Any = None,
-    default_dist_spec: Any = None,
-) -> Iterator[None]:
-    """Context whose modules take no memory for parameters until they are wrapped: `init_empty`.
-
-    device, dtype: without effect. Values are made in fp32, chunk by chunk, on the device where the
-        wrapper computes.
-    default_pg, default_dist_spec: a `ProcessGroup` and a spec of `gemini.integrations.classic.
-        tensors` that parameters begin with. Their methods are those of `ColoParameter`.
-
-    Raises ValueError for another dtype than float32, and for other classes of the last two.
-    """
-    group = ProcessGroup() if default_pg is None else default_pg
-    spec = ReplicaSpec() if default_dist_spec is None else default_dist_spec
-    if not (isinstance(group, ProcessGroup) and isinstance(spec, ReplicaSpec | ShardSpec)):
+def FusedSGD(
+    params: Iterable[Any],
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    wd_after_momentum: bool = False,
+) -> HybridSGD:
+    """Make a `HybridSGD`. Raises ValueError for `wd_after_momentum`, another formula."""
+    if wd_after_momentum:
         raise ValueError(
-            f"default_pg={default_pg!r} and default_dist_spec={default_dist_spec!r}; expected a "
-            "ProcessGroup, and a ShardSpec or a ReplicaSpec, of gemini.integrations.classic.tensors"
+            "wd_after_momentum=True; expected False: weight decay is added to gradients, as in "
+            "torch.optim.SGD"
         )
-    if dtype != torch.float:
-        raise ValueError(
-            f"dtype={dtype}; expected torch.float: give precision= to what wraps the module"
-        )
-    if device is not None:
-        accept({"device of ColoInitContext": "values are made where the wrapper computes"})
-    told = register_module_parameter_registration_hook(
-        lambda _, __, param: let_be_told(param, group, spec)
-    )
-    try:
-        with init_empty():
-            yield
-    finally:
-        told.remove()
-
-
-ZeroInitContext = LazyInitContext = ColoInitContext
+    return HybridSGD(
+        params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+        nesterov=nesterov,
+    )  # fmt: skip
 
 
 @takes_options_of(ddp.GeminiDDP)

@@ -201,7 +201,8 @@ def missing_for_everything(problem: PlacementProblem, demand: Demand) -> int | N
     return max(0, -int(room.left.min()))
 
 
-def _host_bytes(problem: PlacementProblem, homes: Homes) -> int:
+def host_bytes(problem: PlacementProblem, homes: Homes) -> int:
+    """Bytes that these homes take of the host, without staging."""
     total = problem.kept_bytes(Tier.HOST)
     for chunk in problem.chunks:
         i = chunk.id
@@ -214,7 +215,7 @@ def _host_bytes(problem: PlacementProblem, homes: Homes) -> int:
 
 def host_overflows(problem: PlacementProblem, homes: Homes) -> bool:
     """Whether these homes take more of the host than its budget, without staging."""
-    return _host_bytes(problem, homes) > problem.budgets.host
+    return host_bytes(problem, homes) > problem.budgets.host
 
 
 def _spill_host(problem: PlacementProblem, homes: Homes) -> None:
@@ -223,7 +224,7 @@ def _spill_host(problem: PlacementProblem, homes: Homes) -> None:
     A byte of a parameter is read twice an iteration and written once, a byte of the others once
     each. Each of the three kinds on NVMe asks for staging buffers of its own in host memory.
     """
-    over = _host_bytes(problem, homes) - problem.budgets.host
+    over = host_bytes(problem, homes) - problem.budgets.host
     uses_nvme = any(Tier.NVME in (homes.param[c.id], homes.grad[c.id], *homes.state[c.id])
                     for c in problem.chunks)  # fmt: skip
     if over <= 0 and not uses_nvme:
@@ -238,7 +239,7 @@ def _spill_host(problem: PlacementProblem, homes: Homes) -> None:
             if Tier.NVME in (spilled.param[chunk.id], spilled.grad[chunk.id]):
                 spilled.state[chunk.id] = [Tier.NVME for _ in chunk.blocks]
         staging = problem.staging(spilled, params_may_rise=True)[1].nbytes
-        over = _host_bytes(problem, homes) + staging - problem.budgets.host
+        over = host_bytes(problem, homes) + staging - problem.budgets.host
         for row, index, nbytes in _rows_on_host(problem, homes, kind):
             if over > 0:
                 row[index] = Tier.NVME
@@ -289,8 +290,9 @@ def _check_floor(
     }
     if originals:
         parts["fp32 originals"] = originals
-    if kept > originals:
-        parts["an average of weights"] = kept - originals
+    average = dict(problem.average).get(Tier.DEVICE, 0)
+    if average:
+        parts["an average of weights"] = average
     knobs = {
         "activations and temporaries": "use a smaller batch or activation checkpointing",
         "the chunks in use": SMALLER_CHUNKS,

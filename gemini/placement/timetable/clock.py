@@ -290,7 +290,7 @@ class StepClock:
     def _move(self, moment: int) -> Thread:
         """Begin the moves of a moment, its gathers and its reductions, each when its chunk has
         arrived. Wait for what is due."""
-        arrived: dict[ChunkId, float] = {}
+        arrived: dict[ChunkId | None, float] = {}
         for move in self._work.moves_at.get(moment, ()):
             if self._is_late(move):
                 self._late.append(move)
@@ -304,8 +304,9 @@ class StepClock:
 
     def _is_late(self, move: Move) -> bool:
         """Whether the move brings a parameter that is read from its file after its update."""
-        is_alone = move.kind is MoveKind.PARAM and move.chunk in self._work.alone
-        return is_alone and self._left[move.chunk] > 0
+        if move.kind is not MoveKind.PARAM or move.chunk not in self._work.alone:
+            return False
+        return self._left[move.chunk] > 0
 
     def _transfer(self, move: Move) -> float:
         end = self.links.send(move, self._now)

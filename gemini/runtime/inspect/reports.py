@@ -44,6 +44,7 @@ class MemoryReport:
 
     overruns: budgets that were passed, and measured iterations that no plan fits, in words.
     moves: of homes so far, in words; "" where none moved.
+    activations: where those saved for backward are, as planned, in words; "" where all stay.
     evaluations: the largest evaluation, and the largest forward of one token (decoding), as a total
         of the device; none where none was measured.
     frozen_bytes: of frozen parameters, by tier; also counted in the rows.
@@ -58,6 +59,7 @@ class MemoryReport:
     frozen_read_bytes: int = 0
     ignored_bytes: Mapping[str, int] = field(default_factory=dict)
     evaluations: tuple[MemoryRow, ...] = ()
+    activations: str = ""
 
     def as_dict(self) -> dict[str, int]:
         """Flat numbers for a log: the peak of every tier in bytes, and the number of overruns."""
@@ -93,6 +95,8 @@ class MemoryReport:
             lines.append(f"ignored, in no budget: {_places(self.ignored_bytes)}")
         if self.moves:
             lines.append(self.moves)
+        if self.activations:
+            lines.append(self.activations)
         return "\n".join((*lines, *self.overruns))
 
 
@@ -161,6 +165,7 @@ def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str
                 *moves.why(chunk),
                 *_update_lines(parts),
                 _moves_of(parts),
+                _saved_of(parts),
                 *planning.overruns.lines(),
             )
             return "\n".join(filter(None, lines))
@@ -180,7 +185,13 @@ def memory_report(parts: Parts, ignored: Iterable[nn.Parameter]) -> MemoryReport
     for tier in TIERS:
         found = dict(measured.get(tier, {}))
         if tier is Tier.DEVICE and train:
-            found["non-model"] = train[-1].peak_non_model_bytes
+            saved = planning.plan.saved
+            kept = train[-1].kept(None if saved is None else saved.room_bytes)
+            found["non-model"] = max(kept, default=0)
+        if tier is not Tier.DEVICE and parts.saved_tensors is not None:
+            traffic = parts.saved_tensors.traffic  # what went to a file may have been on the host
+            on_host = max(0, traffic.host_out - traffic.nvme_out)
+            found["non-model"] = on_host if tier is Tier.HOST else traffic.nvme_out
         wanted = predicted[tier.value]
         for kind in KINDS:
             if wanted[kind] or found.get(kind):
@@ -199,7 +210,7 @@ def memory_report(parts: Parts, ignored: Iterable[nn.Parameter]) -> MemoryReport
     return MemoryReport(
         tuple(rows), planning.overruns.lines(), _moves_of(parts),
         {tier.value: nbytes for tier, nbytes in plan.frozen_bytes.items()},
-        plan.frozen_read_bytes, dict(left), _evaluations(parts),
+        plan.frozen_read_bytes, dict(left), _evaluations(parts), _saved_of(parts),
     )  # fmt: skip
 
 
@@ -223,6 +234,11 @@ def _is_of_one_token(signature: str) -> bool:
     """Whether the first input has token numbers, one for each sequence."""
     form, sizes = sizes_of(signature)
     return form.startswith(("int64", "int32")) and sizes[0][1:] == (1,)
+
+
+def _saved_of(parts: Parts) -> str:
+    saved = parts.plan.saved
+    return "" if saved is None else str(saved)
 
 
 def _moves_of(parts: Parts) -> str:

@@ -38,6 +38,7 @@ class MemoryLedger:
         self._state: TieredState | None = None
         self._staging_bytes: Callable[[], int] = int
         self._kept_bytes: Callable[[], int] = int
+        self._saved_staging_bytes: Callable[[], int] = int
         self.limited = False  # `note` has budgets to compare with
         self._overruns: Overruns | None = None
         self.judges = True  # `note` compares with budgets
@@ -55,6 +56,10 @@ class MemoryLedger:
     def hold(self, nbytes: Callable[[], int]) -> None:
         """Count gradients on the device that the loop has dropped and a tail still needs."""
         self._kept_bytes = nbytes
+
+    def count_saved(self, staging_bytes: Callable[[], int]) -> None:
+        """Count host memory through which activations, no model data, leave the device."""
+        self._saved_staging_bytes = staging_bytes
 
     @property
     def gradient_bytes(self) -> int:
@@ -77,7 +82,7 @@ class MemoryLedger:
         account, storage, state = self._account, self.storage, self._state
         device = account.payloads + account.device_shards + account.gradients
         device += self._staging_bytes() + self._kept_bytes()
-        host, nvme = account.host_shards, 0
+        host, nvme = account.host_shards + self._saved_staging_bytes(), 0
         apart = 0  # only where the host is another memory
         if storage is not None:
             device += storage.leaving_bytes
@@ -135,7 +140,7 @@ class MemoryLedger:
         if storage.host_gradients is not None:
             found[Tier.DEVICE, "gradients"] += storage.leaving_bytes
             found[Tier.HOST, "gradients"] += storage.host_gradients.nbytes
-        found[self._host, "staging"] += storage.staging_bytes
+        found[self._host, "staging"] += storage.staging_bytes + self._saved_staging_bytes()
 
     def memory_bytes(self) -> int:
         """Bytes that are not on NVMe."""

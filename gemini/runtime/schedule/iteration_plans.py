@@ -146,7 +146,8 @@ def _less(found: Lowered, asked: Trace, leave: Collection[str]) -> Sequence[int]
     stays = [shard.in_payload and "parameters" not in leave for shard in plan.shards]
     released = tuple(replace(shard, never_released=False) for shard in plan.shards)
     bare = replace(plan, gathers=(), shards=released)
-    total = predict(bare, [m.non_model_bytes for m in asked.moments]).total(Tier.DEVICE)
+    room = None if plan.saved is None else plan.saved.room_bytes
+    total = predict(bare, asked.kept(room)).total(Tier.DEVICE)
     for chunk, shard in zip(plan.chunks, plan.shards, strict=True):
         if shard.param_home is Tier.DEVICE and "parameters" in leave:
             nbytes = chunk.payload_bytes if shard.in_payload else chunk.shard_bytes

@@ -52,7 +52,9 @@ class Levels:
             known = self._known[self._now] = self._known.pop(self._now)  # used last
             return known
         like = self.like if kind == "train" else forward_of(self.like)
-        moments = tuple(replace(m, non_model_bytes=Bytes(self._now)) for m in like.moments)
+        moments = tuple(
+            replace(m, non_model_bytes=Bytes(self._now), saved_bytes=0) for m in like.moments
+        )
         return replace(like, signature=self.signature, moments=moments)
 
     def take(self, reduced: Trace | None) -> None:

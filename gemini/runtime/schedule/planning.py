@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from gemini.chunk.layout import ChunkLayout
-from gemini.memtracer.forecast import covers, with_bytes_added
+from gemini.memtracer.forecast import covers, with_bytes_added, without_saved
 from gemini.memtracer.trace import (
     ASSUMED_SIGNATURE,
     Kind,
@@ -41,8 +41,10 @@ from gemini.placement.policy import (
     StaticPlacement,
     has_budgets,
     never_released,
+    spills,
 )
 from gemini.placement.renting import HomeMoves, Raised, price, rising
+from gemini.placement.saved import Spilling
 from gemini.placement.sizes import (
     UNLIMITED,
     BudgetError,
@@ -462,6 +464,11 @@ class Planning:
             return IterationPlan(trace, self.result)
         return known
 
+    def plan_for(self, kind: Kind, signature: str) -> Plan | None:
+        """Plan of such an iteration; None: there is none, and nobody knows what it asks for."""
+        planned = self._planned_for(kind, signature)
+        return None if planned is None or planned.result is None else planned.result.plan
+
     def steps_for(self, kind: Kind, signature: str) -> GatherSteps | None:
         """Gather steps that are planned for such an iteration."""
         planned = self._planned_for(kind, signature)
@@ -563,6 +570,11 @@ def begin_planning(
         off_device=UpdatePath.CPU if updates_on_host else UpdatePath.STREAM, fixed_params=fixed,
         with_originals=with_originals, num_ahead=num_ahead, brings_params=update == SPECULATE,
     )  # fmt: skip
+    if spills(policy) and budgets.device < UNLIMITED:
+        spilling = Spilling.within(budgets.device, has_files=policy.nvme_dir is not None)
+        inputs = replace(inputs, spilling=spilling)
+    else:
+        inputs = replace(inputs, trace=without_saved(used))
     inputs = replace(inputs, block_numel=block_sizes(policy, inputs)[0])
     if trace is None:
         inputs = assume(inputs, policy)

@@ -70,14 +70,17 @@ class MovingHomes:
         trace = parts.sampler.expected()
         is_measured = trace in parts.sampler.traces()
         waiting = waiting_bytes(parts)
+        # What is measured again was measured in other homes, with what libraries allocate once.
+        counts = not (is_measured and parts.sampler.collector.collecting)
         if parts.comm.world_size > 1:
+            counts = True  # ranks note the same
             mine = 0 if trace is None else trace.peak_non_model_bytes + waiting
             trace = self._of_all_ranks(mine, "train" if trains else "eval")
             is_measured, waiting = planning.levels.is_measured, 0
         if trace is None:
             return
         trace = planning.asked_by(trace)
-        if trains:
+        if trains and counts:
             self._tenancy.note(trace)
         if not planning.has_room(trace, waiting):
             self._make_room(trace, is_measured)

@@ -1,6 +1,7 @@
 """Bounds of iterations that nobody has measured are never below the truth."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,45 @@ def test_a_bound_is_never_below_the_truth(periods, shapes, asked):
     found = bound(known, "train", truth.signature)
     assert covers(found, truth)
     assert covers(bound(known, "eval", truth.signature), truth)
+
+
+def with_saved(trace, periods, shape):
+    """Of each period the terms of `periods` are saved all the time, beside what it had."""
+    batch, length = shape
+    saved = [sum(c * batch**p * length**q for p, q, c in sums[0]) for sums in periods]
+    moments = [
+        replace(m, non_model_bytes=m.non_model_bytes + n, saved_bytes=n)
+        for m, n in zip(trace.moments, saved, strict=False)
+    ]
+    return replace(trace, moments=(*moments, *trace.moments[len(moments) :]))
+
+
+@given(PERIODS, PERIODS, st.lists(SHAPES, min_size=1, max_size=4), SHAPES, st.integers(0, 10**6))
+def test_neither_saved_bytes_nor_the_rest_pass_their_bounds(periods, saved, shapes, asked, kept):
+    """So no iteration of which at most so many saved bytes stay passes what its bound says."""
+    known = [with_saved(drawn_trace(periods, shape), saved, shape) for shape in shapes]
+    truth = with_saved(drawn_trace(periods, asked), saved, asked)
+    found = bound(known, "train", truth.signature)
+    for mine, most in zip(truth.moments, found.moments, strict=True):
+        assert mine.saved_bytes <= most.saved_bytes
+        assert mine.rest_bytes <= most.rest_bytes
+    assert all(mine <= most for mine, most in zip(truth.kept(kept), found.kept(kept), strict=True))
+    both = envelope([*known, truth])
+    assert covers(found, truth) and all(covers(both, one) for one in (*known, truth))
+
+
+def test_a_trace_covers_none_of_which_less_may_leave_the_device():
+    known = with_saved(drawn_trace([[[(1, 1, 7)]]], (4, 100)), [[[(1, 1, 5)]]], (4, 100))
+    (moment,) = known.moments
+    stays = replace(known, moments=(replace(moment, saved_bytes=moment.saved_bytes - 10),))
+    assert covers(stays, known) and covers(known, stays, noise_bytes=10)
+    assert not covers(known, stays, noise_bytes=9)
+    unknown = replace(known, moments=(replace(moment, saved_bytes=0),))
+    assert covers(known, unknown)  # of which nobody has counted it
+    added = with_bytes_added(known, 3).moments[0]
+    assert (added.rest_bytes, added.saved_bytes) == (moment.rest_bytes + 3, moment.saved_bytes)
+    less = with_bytes_added(known, -moment.non_model_bytes + 1).moments[0]
+    assert (less.rest_bytes, less.saved_bytes) == (0, 1)
 
 
 def test_a_known_trace_is_its_own_bound_and_chords_are_as_near_as_convex_functions_allow():

@@ -202,6 +202,11 @@ DAMAGED = {  # path into the JSON, value that must not be there, and what the er
         1 << 61,
         "whole number from 0 to",
     ),
+    "more saved than there is": (
+        ("moments", 2, "saved_bytes"),
+        1 << 40,
+        "moment 2: saved_bytes is 1099511627776; expected a whole number from 0 to",
+    ),
     "seconds": (("moments", 2, "seconds"), float("nan"), "seconds is nan; expected"),
     "negative seconds": (("moments", 2, "seconds"), -1.0, "seconds is -1.0; expected"),
 }
@@ -217,6 +222,23 @@ def test_a_damaged_trace_is_refused_with_words(name):
         place = place[key]
     place[last] = value
     with pytest.raises(TraceError, match="this trace is damaged: .*" + re.escape(words)):
+        Trace.from_json(data)
+
+
+def test_a_trace_of_the_format_before_knows_nothing_of_saved_bytes():
+    found = trace(Layers(256), (torch.ones(600, 256),))
+    data = json.loads(json.dumps(found.to_json()))
+    assert found.peak_saved_bytes and Trace.from_json(data) == found
+    for moment in data["moments"]:
+        del moment["saved_bytes"]
+    with pytest.raises(TraceError, match="damaged: moment 0: it has no saved_bytes"):
+        Trace.from_json(data)
+    data["format"] = 1
+    old = Trace.from_json(data)
+    assert not old.peak_saved_bytes and old.digest() == found.digest()
+    assert [m.non_model_bytes for m in old.moments] == [m.non_model_bytes for m in found.moments]
+    data["format"] = 3
+    with pytest.raises(TraceError, match="no trace of format 2: found 3"):
         Trace.from_json(data)
 
 
@@ -286,6 +308,54 @@ def test_ranks_traces_are_reduced_to_the_most_of_each_period():
     other = replace(two, moments=tuple(moments[:-1]))
     with pytest.raises(TraceError, match="rank 1 ran another sequence"):
         reduce_traces([one, other])
+
+
+def test_bytes_saved_and_the_rest_are_reduced_apart():
+    one = trace(Layers(256), (torch.ones(600, 256),))
+    moments = [replace(m, saved_bytes=0) for m in one.moments]
+    both = reduce_traces([one, replace(one, moments=tuple(moments))])
+    for mine, of_both in zip(one.moments, both.moments, strict=True):
+        assert of_both.saved_bytes == mine.saved_bytes
+        assert of_both.rest_bytes == mine.non_model_bytes
+
+
+def test_saved_bytes_are_storages_that_are_there_all_through_a_period():
+    """A layer saves its input of 600 x 256 in 16 bits; the first one's is the model's, and so no
+    activation."""
+    nbytes = 600 * 256 * 2
+    found = trace(Layers(256, depth=4), (torch.ones(600, 256),))
+    entered = [m for m in found.moments if m.edge == "enter"]
+    assert [m.saved_bytes // nbytes for m in entered] == [0, 0, 1, 2, 2, 2, 1, 0]
+    assert all(m.saved_bytes % nbytes == 0 for m in found.moments)
+    peak = found.peak_non_model_bytes
+    assert max(found.kept(None)) == peak
+    assert max(found.kept(1 << 40)) == peak > max(found.kept(nbytes)) > max(found.kept(0))
+    assert not trace(Layers(64), (torch.ones(600, 64),)).peak_saved_bytes  # small ones stay
+
+
+class Saved:
+    live_bytes = resident_bytes = 0
+
+
+def test_bytes_that_have_left_the_device_count_as_if_they_had_stayed():
+    saved, reading = Saved(), [0]
+
+    class Fixed:
+        includes_model_data, certain_bytes = False, 0
+        start = stop = lambda self: None
+        period = lambda self: reading[0]  # noqa: E731
+
+    looks = []
+    collector = MemStatsCollector((), [Fixed()], look=lambda *a: looks.append(a), saved=saved)
+    collector.begin("train")
+    for live, resident, used in [(0, 0, 10), (100, 60, 70), (100, 30, 40), (50, 50, 55)]:
+        saved.live_bytes, saved.resident_bytes, reading[0] = live, resident, used
+        collector.record("enter", "m", ())
+    saved.live_bytes, saved.resident_bytes, reading[0] = 0, 0, 5
+    found = collector.end().moments
+    assert [m.saved_bytes for m in found] == [0, 100, 50, 0]
+    assert [m.non_model_bytes for m in found] == [110, 110, 125, 5]
+    assert len(looks) == 5  # at what is in use
 
 
 def test_memory_that_the_allocator_had_left_counts_as_well(monkeypatch):

@@ -320,9 +320,10 @@ def check_grown(model, seq, *batches):
     for batch in batches:
         grown, whole = activations.at(batch), trace(model, example_inputs(model, batch, seq))
         assert whole.deviation_of(grown) is None
-        assert [m.non_model_bytes for m in grown.moments] == [
-            m.non_model_bytes for m in whole.moments
-        ]
+        for kind in ("non_model_bytes", "saved_bytes"):
+            assert [getattr(m, kind) for m in grown.moments] == [
+                getattr(m, kind) for m in whole.moments
+            ]
     return grown
 
 

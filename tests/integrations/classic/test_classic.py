@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 
 import pytest
 import torch
@@ -16,11 +17,15 @@ from gemini.integrations.classic import (
     BaseGradientHandler,
     ChunkManager,
     ColoInitContext,
+    FusedSGD,
     GeminiManager,
+    LazyInitContext,
     LowLevelZeroOptimizer,
     ShardedModelV2,
     ShardedOptimizerV2,
+    TensorShardStrategy,
     ZeroDDP,
+    ZeroInitContext,
     col_model_deepcopy,
     init_chunk_manager,
     zero_model_wrapper,
@@ -98,6 +103,74 @@ def test_a_module_of_the_init_context_has_no_memory_until_it_is_wrapped():
     optimizer.backward(model(torch.ones(4, 5) + torch.randn(4, 5)).square().mean())
     optimizer.step()
     assert not torch.equal(model.state_dict()["first.weight"], before)
+
+
+def test_the_oldest_context_counts_elements_and_says_what_it_need_not_know(caplog, monkeypatch):
+    from gemini.integrations import parts
+
+    monkeypatch.setattr(parts, "said_already", set())
+    counted = torch.ones(1, dtype=torch.long)
+    given = {"seed": 3, "shard_param": True, "bf16": True, "default_dtype": torch.float}
+    with (
+        caplog.at_level(logging.WARNING),
+        ZeroInitContext("cpu", TensorShardStrategy(), model_numel_tensor=counted, **given),
+    ):
+        module = Normed()
+        module.again = module.first  # tied: counted once
+    assert int(counted) == 1 + sum(param.numel() for param in module.parameters())
+    assert all(param.is_meta for param in module.parameters())
+    for name in ("target_device", "seed", "shard_param", "bf16"):
+        assert f"{name} of ZeroInitContext (" in caplog.text
+    with pytest.raises(ValueError, match="shard_strategy is a str; expected a TensorShardStrategy"):
+        ZeroInitContext("cpu", "tensor").__enter__()
+    with pytest.raises(ValueError, match=r"default_dtype=torch.float16; expected None or torch"):
+        ZeroInitContext("cpu", default_dtype=torch.half).__enter__()
+    assert not nn.Linear(2, 2).weight.is_meta
+    wrapped = ShardedModelV2(module, TensorShardStrategy())
+    assert int(counted) - 1 == sum(spec.numel for spec in wrapped.engine.layout.params)
+
+
+def test_what_is_made_lazily_has_values_when_it_is_asked(capsys):
+    with LazyInitContext(default_device="cpu"):
+        module = Normed()
+        module.again = module.first
+    assert LazyInitContext.materialize(module, verbose=True) is module
+    numel = sum(param.numel() for param in module.parameters())
+    assert capsys.readouterr().out.startswith(f"{numel:,} elements of ")
+    assert not any(param.is_meta for param in module.parameters())
+    assert module.again.weight is module.first.weight
+    assert float(module.first.weight.detach().std()) > 0
+    module(torch.randn(4, 5)).square().mean().backward()
+
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    with LazyInitContext():
+        bare = Bare()
+    with pytest.raises(ValueError, match=r"scale of the root module \(Bare\) is on the meta"):
+        LazyInitContext.materialize(bare)
+
+
+def test_fused_sgd_is_sgd():
+    torch.manual_seed(0)
+    modules = [Normed(), Normed()]
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
+    optimizers = [
+        FusedSGD(modules[0].parameters(), **options),
+        torch.optim.SGD(modules[1].parameters(), **options),
+    ]
+    x = torch.randn(4, 5)
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            optimizer.step()
+    for one, other in zip(*(m.parameters() for m in modules), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="wd_after_momentum=True; expected False"):
+        FusedSGD(modules[0].parameters(), 0.1, wd_after_momentum=True)
 
 
 def test_chunks_that_were_searched_before_are_those_of_the_module():

@@ -9,11 +9,16 @@ from torch import nn
 
 from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
+from gemini.integrations import parts
 from gemini.integrations.classic import (
     GRADIENT_HANDLER,
+    LAYERS,
+    MODELS,
     BaseGradientHandler,
+    InterleavedPipelineSchedule,
     MultiTimer,
     PipelinableContext,
+    PipelineSchedule,
     Trainer,
     build_pipeline_model,
     convert_to_amp,
@@ -52,11 +57,11 @@ def data(count, first=0):
     ]
 
 
-def started(config, model=None):
+def started(config, model=None, schedule=None):
     global_context.config = read_config(config)
     model = made() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    return initialize(model, optimizer, nn.CrossEntropyLoss())[0]
+    return initialize(model, optimizer, nn.CrossEntropyLoss(), schedule=schedule)[0]
 
 
 class Net(nn.Module):
@@ -107,10 +112,10 @@ def test_so_many_backwards_as_the_configuration_says_are_one_step():
     near(engine.model.state_dict(), plain(2, made()))
 
 
-def through_stages(rank, chunks):
+def through_stages(rank, chunks, schedule=None):
     global_context.config = read_config({
         "gradient_accumulation": PARTS, "clip_grad_norm": CLIP, "parallel": {"pipeline": 2},
-        "NUM_MICRO_BATCHES": 2,
+        **({} if schedule else {"NUM_MICRO_BATCHES": 2}),
     })  # fmt: skip
     pipelinable, tanh = PipelinableContext(), (torch.tanh, "behind")
     with pipelinable:
@@ -119,7 +124,7 @@ def through_stages(rank, chunks):
     place = global_context.get_local_rank(ParallelMode.PIPELINE)
     assert place == rank and is_using_pp() and not global_context.is_initialized(ParallelMode.DATA)
     model = pipelinable.partition(chunks, global_context.pipeline_parallel_size, place)
-    engine = started(global_context.config, model)
+    engine = started(global_context.config, model, schedule)
     assert len(engine.model.stages) == chunks
     trainer = Trainer(engine)
     hook = hooks.LossHook()
@@ -129,9 +134,12 @@ def through_stages(rank, chunks):
     return state, trainer.metrics
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_a_fit_through_stages_is_the_loop(chunks):
-    (first, metrics), (last, other) = run_ranks(through_stages, 2, chunks)
+SCHEDULES = {1: PipelineSchedule(2), 2: InterleavedPipelineSchedule(2, 2)}
+
+
+@pytest.mark.parametrize(("chunks", "schedule"), [(1, None), (2, None), *SCHEDULES.items()])
+def test_a_fit_through_stages_is_the_loop(chunks, schedule):
+    (first, metrics), (last, other) = run_ranks(through_stages, 2, chunks, schedule)
     model, test = net(), data(2)
     near(first | last, plain(2, model))
     logits = [model(image).detach() for image, _ in test]
@@ -210,6 +218,34 @@ def test_a_handler_that_the_configuration_names_sees_gradients():
     assert Doubling.seen == 1
     report = engine.optimizer.last_report
     assert report.grad_norm == pytest.approx(2 * float(torch.stack(norm).norm()), rel=1e-5)
+
+
+def test_what_replicas_reduce_needs_no_handler_and_names_are_registered():
+    trained = []
+    for handlers in ([], [{"type": "DataParallelGradientHandler"}]):
+        torch.manual_seed(0)
+        engine = started({"gradient_handler": handlers})
+        image, label = data(1)[0]
+        engine.backward(engine.criterion(engine(image), label))
+        engine.step()
+        trained.append(engine.model.state_dict())
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+    assert (
+        LAYERS.register_module(Recorder) is Recorder and LAYERS.get_module("Recorder") is Recorder
+    )
+    assert LAYERS.has("Recorder") and not MODELS.has("Recorder")
+    with pytest.raises(ValueError, match=r"no 'Recorder' in MODELS; expected one of \[\], regist"):
+        MODELS.get_module("Recorder")
+
+
+def test_what_a_schedule_cannot_do_is_refused_and_what_it_need_not_is_said(caplog, monkeypatch):
+    monkeypatch.setattr(parts, "said_already", set())
+    with pytest.raises(ValueError, match="data_process_func is a function; expected None"):
+        PipelineSchedule(2, data_process_func=len)
+    with caplog.at_level(logging.WARNING):
+        InterleavedPipelineSchedule(2, 3, tensor_shape=(2, 3), scatter_gather_tensors=True)
+    assert "tensor_shape of a schedule (stages tell each other shapes)" in caplog.text
+    assert "scatter_gather_tensors of a schedule" in caplog.text
 
 
 def test_layers_are_shared_out_evenly_or_by_weight():

@@ -68,7 +68,7 @@ ELSEWHERE = {
     "import colossalai.nn.optimiser": "is no name of the documents",
     "import colossalai.inference": "a server for inference",
     "import colossalai.nn; colossalai.nn.Linear3D(4, 4)": 'col_nn.Linear and mode="1d"',
-    "from colossalai.registry import LAYERS; LAYERS.register_module": "the classes themselves",
+    "from colossalai.builder import build_from_config; build_from_config({})": "the classes them",
     "from colossalai.engine.schedule import BaseSchedule\nclass A(BaseSchedule): pass": '"zbv"',
 }
 
@@ -76,7 +76,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize("code", ELSEWHERE)
 def test_a_name_without_a_door_says_what_is_used_when_it_is_used(code):
     put_up()
-    exec("from colossalai.registry import LAYERS", {})  # not by an import
+    exec("from colossalai.builder import build_from_config", {})  # not by an import
     with pytest.raises((ImportError, NotImplementedError), match=re.escape(ELSEWHERE[code])):
         exec(code, {})
 
@@ -166,20 +166,20 @@ def test_an_import_inside_of_a_function_stays_there():
 def test_what_is_left_is_listed_with_its_line_and_stays(tmp_path, capsys):
     path = tmp_path / "train.py"
     lines = (
-        "import colossalai", "from colossalai.registry import LAYERS, GRADIENT_HANDLER",
+        "import colossalai", "from colossalai.engine import Engine, BaseGradientHandler",
         "from colossalai.gemini import ChunkManager", "c = ChunkManager(3, pg)",
         "colossalai.launch(); colossalai.nn.Linear3D(4)",
     )  # fmt: skip
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     assert main(["from-colossal", str(path)]) == 1
     shown = capsys.readouterr()
-    assert "+from gemini.integrations.classic import GRADIENT_HANDLER\n" in shown.out
+    assert "+from gemini.integrations.classic import BaseGradientHandler\n" in shown.out
     assert "import colossalai\n" in path.read_text(encoding="utf-8")
     assert main(["from-colossal", str(path), "--write"]) == 1
     said = capsys.readouterr()
     assert said.err == shown.err and "5 lines changed" in said.out
     for text in (
-        "train.py:2: colossalai.registry.LAYERS has no place", "train.py:5: colossalai.nn",
+        "train.py:2: colossalai.engine.Engine has no place", "train.py:5: colossalai.nn",
         "train.py:4: in place of ChunkManager(3, pg): chunk_manager = init_chunk",
     ):  # fmt: skip
         assert text in said.err

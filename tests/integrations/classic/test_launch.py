@@ -110,11 +110,17 @@ def test_a_configuration_describes_a_plugin(alone, tmp_path):
     config = read_config(tmp_path / "config.yaml")
     assert config.LOG == "x" and plugin_of(config).tp_size == 2
     assert plugin_of({"parallel": {"moe": {"size": 2}, "data": 4}}).ep_size == 2
+    shared = plugin_of({"parallel": {"tensor": {"size": 4, "mode": "sequence"}}})
+    assert shared == HybridParallelPlugin(
+        tp_size=1, pp_size=1, sp_size=4, enable_sequence_parallelism=True,
+        sequence_parallelism_mode="ring_attn", precision="fp32",
+    )  # fmt: skip
+    assert plugin_of({"parallel": {"tensor": {"size": 1, "mode": "sequence"}}}).sharing == 1
     with pytest.raises(AttributeError, match=r"no EPOCHS; expected one of \['LOG', 'parallel'\]"):
         _ = config.EPOCHS
     for wrong, text in (
         ({"parallel": {"tensor": {"size": 4, "mode": "2d"}}}, "tensor mode '2d'"),
-        ({"parallel": {"sequence": 2}}, r"\['sequence'\]; expected '1d', and"),
+        ({"parallel": {"sequence": 2}}, r"\['sequence'\]; expected '1d' or 'seq"),
         ({"fp16": {"mode": AMP_TYPE.APEX}}, "fp16 has mode 'apex'"),
         ({"fp16": {"log_num_zeros_in_grad": True}}, "log_num_zeros_in_grad"),
     ):

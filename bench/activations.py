@@ -1,0 +1,214 @@
+"""Activations of one long sequence, on a CPU: what they take where they spill, beside others.
+
+    python -m bench.activations --json PATH               GPT-2 small at 1 x 2048, with dropout
+    python -m bench.activations --seq 4096 --no-dropout
+    python -m bench.activations --rows plain,spill --seq 512
+
+Each row is a process of its own, with the disk as the only tier below memory:
+
+plain               torch alone
+checkpointing       transformers' own, without reentrance
+save_on_cpu         torch.autograd.graph.save_on_cpu: on a CPU it copies, and frees nothing
+keep                GeminiDDP without a budget
+spill               AutoPlacement(device_budget=, nvme_dir=, activations="spill")
+spill, chunked      with the loss 512 tokens at a time (`gemini.integrations.chunk_loss`)
+spill, checkpointing
+
+added_peak_mib: VmHWM of forward and backward over the resident size before them, with all
+gradients. of_plain: that over plain's. digest: of all gradients; equal where nothing else than the
+place of activations differs. cpu_seconds: of the process, in forward and backward. Dropout draws
+the same numbers in all rows.
+
+The budget of `spill` is model data and `--room` MiB.
+
+Exit status 1 where gradients of a row differ from those that it should equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.predict import EXACT_MALLOC
+from bench.support.machine import MALLOC_ENVIRONMENT, write_result
+from gemini import AutoPlacement, GeminiDDP
+from gemini.integrations import chunk_loss
+from gemini.memtracer.monitor import peak_rss_bytes, process_peak_rss_bytes, reset_peak_rss
+from gemini.nvme import default_folder
+from gemini.units import MIB
+
+ROWS = {  # and the row whose gradients each has
+    "plain": "plain",
+    "checkpointing": "plain",
+    "save_on_cpu": "plain",
+    "keep": "plain",
+    "spill": "plain",
+    "spill, checkpointing": "plain",
+    "spill, chunked": "keep, chunked",
+    "keep, chunked": "keep, chunked",
+}
+SHAPES = {"gpt2": {}, "tiny": {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 997}}
+CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one process runs."""
+
+    row: str
+    model: str
+    seq: int
+    dropout: bool
+    room_mib: int
+    folder: str
+
+
+def built(job: Job) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape: dict[str, Any] = {"n_positions": max(1024, job.seq), "use_cache": False}
+    if not job.dropout:
+        shape |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**SHAPES[job.model], **shape))
+    model.train()
+    if "checkpointing" in job.row:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if "chunked" in job.row:
+        chunk_loss(model, CHUNK_TOKENS)
+    return model
+
+
+def wrapped(job: Job, model: nn.Module) -> GeminiDDP:
+    policy: Any = "auto"
+    if "spill" in job.row:
+        params = sum(param.numel() * param.element_size() for param in model.parameters())
+        policy = AutoPlacement(
+            device_budget=2 * params + job.room_mib * MIB, nvme_dir=job.folder, activations="spill"
+        )
+    return GeminiDDP(model, "cpu", policy, precision="fp32")
+
+
+def measured(job: Job) -> dict[str, Any]:
+    """One forward and backward of a row, in this process."""
+    torch.set_num_threads(1)
+    model = built(job)
+    ids = torch.randint(900, (1, job.seq), generator=torch.Generator().manual_seed(1))
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ours = job.row.startswith(("keep", "spill"))
+    if ours:
+        model = wrapped(job, model)
+    if job.row == "save_on_cpu":
+        around = torch.autograd.graph.save_on_cpu
+    short = ids[:, :8]
+    model(input_ids=short, labels=short).loss.backward()  # libraries are there
+    model.zero_grad()
+    torch.manual_seed(3)
+    reset_peak_rss(forget=True)
+    base, cpu, wall = peak_rss_bytes(), time.process_time(), time.perf_counter()
+    with around():
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    found = {
+        "added_peak_mib": (process_peak_rss_bytes() - base) / MIB,
+        "cpu_seconds": cpu, "wall_seconds": wall, "loss": float(loss.detach()),
+        "digest": digest(gradients_of(model)),
+    }  # fmt: skip
+    saved = model.engine.saved_tensors if ours else None
+    if saved is not None:
+        found |= {f"{name}_mib": n / MIB for name, n in asdict(saved.traffic).items()}
+    return found
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    if isinstance(model, GeminiDDP):
+        return dict(model.named_gradients())
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def digest(gradients: dict[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(gradients):
+        found.update(gradients[name].detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def run(job: Job) -> dict[str, Any]:
+    """A row in a process of its own. Raises CalledProcessError where it dies."""
+    environment = {**os.environ, **MALLOC_ENVIRONMENT, **EXACT_MALLOC, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", __spec__.name, "--job", json.dumps(asdict(job))]
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| activations | added peak, MiB | of plain | CPU seconds | written, MiB | gradients |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for row in rows:
+        same = "equal" if row["equal"] else "**differ**"
+        lines.append(
+            f"| {row['row']} | {row['added_peak_mib']:.0f} | {row['of_plain']:.2f} | "
+            f"{row['cpu_seconds']:.1f} | {row.get('nvme_out_mib', 0):.0f} | {same} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--model", choices=list(SHAPES), default="gpt2")
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--no-dropout", action="store_true")
+    parser.add_argument("--rows", default=";".join(ROWS), help="of them, by semicolons")
+    parser.add_argument("--room", type=int, default=1500, help="MiB beside model data")
+    parser.add_argument("--nvme-dir", default=None)
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--job", default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job is not None:
+        print(json.dumps(measured(Job(**json.loads(args.job)))))
+        return 0
+    asked = [name.strip() for name in args.rows.split(";")]
+    unknown = sorted(set(asked) - set(ROWS))
+    if unknown:
+        parser.error(f"--rows has {unknown}; expected of {list(ROWS)}")
+    with tempfile.TemporaryDirectory(dir=args.nvme_dir or default_folder()) as folder:
+        rows = []
+        for name in dict.fromkeys(("plain", *asked)):
+            job = Job(name, args.model, args.seq, not args.no_dropout, args.room, folder)
+            rows.append({"row": name, **run(job)})
+            print(rows[-1], file=sys.stderr, flush=True)
+    found = {row["row"]: row for row in rows}
+    for row in rows:
+        row["of_plain"] = row["added_peak_mib"] / found["plain"]["added_peak_mib"]
+        like = found.get(ROWS[row["row"]])
+        row["equal"] = like is None or like["digest"] == row["digest"]
+    print(table(rows))
+    if args.json is not None:
+        figures = {
+            "model": args.model, "seq": args.seq, "dropout": not args.no_dropout,
+            "room_mib": args.room, "rows": rows,
+        }  # fmt: skip
+        write_result(args.json, figures)
+    return 0 if all(row["equal"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Saved tensors of one engine: their tiers, and the bytes of them that budgets leave room for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from gemini.activations.file import NUM_BUFFERS, SavedFile
+from gemini.activations.host import HostTier
+from gemini.activations.lower import FileTier, LowerTier
+from gemini.activations.saved_tensors import AHEAD_BYTES, LEAST_BYTES, SavedTensors
+from gemini.chunk.parameter import handle_of
+from gemini.nvme import PIECE_BYTES
+from gemini.placement.predict import KINDS
+from gemini.placement.tiers import Tier
+from gemini.runtime.parts import Parts
+from gemini.units import KIB
+
+NON_MODEL = "non-model"
+
+
+class SavedCalls:
+    """Forwards of one engine whose saved tensors may leave the device.
+
+    Where no plan says what may stay, it is what the budget leaves beside model data, at its planned
+    peak, what operators hold besides, and what is on its way out.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        root: nn.Module,
+        owns: Callable[[Tensor], bool],
+        tracking: Callable[[nn.Module], AbstractContextManager[None]],
+    ) -> None:
+        """owns: whether a tensor is a view of a chunk. tracking: context of a forward, without
+        this. It sets `parts.saved_tensors`."""
+        self._parts, self._tracking = weakref.proxy(parts), tracking
+        # parameters that the user kept to himself
+        self._ignored = [param for param in root.parameters() if handle_of(param) is None]
+        self._base = 0  # bytes of others on the device
+        self._planned: tuple[object, int] | None = None  # a plan's result, and its peak
+        overruns = parts.planning.overruns
+        budget = overruns.limits[Tier.DEVICE] if overruns.limits_device else None
+        # transfers and what is read ahead are small beside the budget
+        piece = _within(budget, 256, 64 * KIB, PIECE_BYTES)
+        self.saved = parts.saved_tensors = SavedTensors(
+            _tier_of(parts, piece, self._host_room),
+            parts.backend.device,
+            room=self._device_room,
+            leave_alone=owns,
+            changed=parts.sampler.collector.saved_changed,
+            least_bytes=_within(budget, 4096, 4 * KIB, LEAST_BYTES),
+            ahead_bytes=_within(budget, 16, 64 * KIB, AHEAD_BYTES),
+        )
+        parts.ledger.count_saved(lambda: self.saved.staging_bytes)
+        parts.sampler.collector.count_saved(self.saved)
+
+    @contextmanager
+    def around(self, module: nn.Module) -> Iterator[None]:
+        """Context of a forward."""
+        if not torch.is_grad_enabled():
+            with self._tracking(module):
+                yield
+            return
+        self.follow_plan()
+        in_use = self._parts.backend.bytes_in_use()
+        if in_use is not None:
+            self._base = in_use - self._parts.ledger.device_bytes() - self.saved.resident_bytes
+        with self._tracking(module), self.saved.saving([*module.buffers(), *self._ignored]):
+            yield
+
+    def follow_plan(self) -> None:
+        """Let as many saved bytes stay as the plan of the coming forward says, if there is one."""
+        parts = self._parts
+        one_rank = parts.comm.world_size == 1
+        signature = parts.sampler.signature if one_rank else parts.planning.levels.signature
+        plan = parts.planning.plan_for("train", signature)
+        if plan is None:
+            self.saved.keep_what_fits()
+        else:
+            self.saved.keep_at_most(None if plan.saved is None else plan.saved.kept_bytes)
+
+    def _device_room(self) -> int | None:
+        """Bytes of saved tensors that may stay; None where nothing limits the device."""
+        overruns, ledger = self._parts.planning.overruns, self._parts.ledger
+        if not overruns.limits_device:
+            return None
+        held, in_use, saved = ledger.device_bytes(), self._parts.backend.bytes_in_use(), self.saved
+        # an operator of backward has gradients as large as what was saved
+        other = 2 * saved.largest_bytes
+        if in_use is not None:
+            other = max(other, in_use - held - saved.resident_bytes - self._base)
+        left: int = overruns.limits[Tier.DEVICE] - max(held, self._planned_peak()) - other
+        return left - saved.in_flight_bytes
+
+    def _host_room(self) -> int | None:
+        """Bytes of saved tensors that the host may hold; None where nothing limits it."""
+        overruns = self._parts.planning.overruns
+        limit: int | None = overruns.limits.get(Tier.HOST)
+        if limit is None:
+            return None
+        held: int = self._parts.ledger.totals()[Tier.HOST]
+        return max(0, limit - held)
+
+    def _planned_peak(self) -> int:
+        """The most bytes of model data on the device at any moment of the plan."""
+        result = self._parts.planning.result
+        if self._planned is None or self._planned[0] is not result:
+            rows = result.profile.rows
+            kinds = [rows[Tier.DEVICE, kind] for kind in KINDS if kind != NON_MODEL]
+            self._planned = result, max(map(sum, zip(*kinds, strict=True)))
+        return self._planned[1]
+
+
+def _within(budget: int | None, part: int, least: int, most: int) -> int:
+    """A part of the budget, within bounds."""
+    return most if budget is None else max(least, min(most, budget // part))
+
+
+def _tier_of(parts: Parts, piece: int, host_room: Callable[[], int | None]) -> LowerTier:
+    config, backend = parts.storage.config, parts.backend
+    folder = None if config.folder is None else config.checked_folder()
+    if not backend.has_host_tier:
+        assert folder is not None, "the policy was checked"
+        return FileTier(folder, config.label, piece_bytes=piece)
+    file = None
+    if folder is not None:
+        file = SavedFile(folder, config.label, config.pin, piece_bytes=piece)
+    return HostTier(backend, file, host_room, in_flight_bytes=NUM_BUFFERS * piece)

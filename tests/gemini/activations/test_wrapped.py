@@ -1,0 +1,180 @@
+"""Wrapped modules whose activations leave the device: weights and state as if they had stayed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import nvme
+from bench.shared.threads import run_threads
+from gemini import AutoPlacement, GeminiDDP
+from gemini.placement.tiers import Tier
+from optim import HybridAdam, NvmeConfig
+
+MIB = 1 << 20
+
+
+class Block(nn.Module):
+    def __init__(self, recomputes=False, p=0.1):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(64), nn.Dropout(p)
+        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.recomputes = recomputes
+
+    def inner(self, x):
+        return self.drop(self.b(nn.functional.gelu(self.a(self.norm(x)))))
+
+    def forward(self, x):
+        if self.recomputes:
+            return x + checkpoint(self.inner, x, use_reentrant=False)
+        return x + self.inner(x)
+
+
+def blocks(**options):
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(**options) for _ in range(4)])
+
+
+PLAIN, RECOMPUTED = blocks(), blocks(recomputes=True)
+NO_DRAWS = blocks(p=0.0)  # threads have one random generator
+
+
+def wrapped(policy, module=PLAIN, **options):
+    model = GeminiDDP(
+        copy.deepcopy(module), None, policy, precision="fp32", min_chunk_size_m=0.02, **options
+    )
+    optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=NvmeConfig(block_numel=8192))
+    return model, optimizer
+
+
+def batch(step):
+    return torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(step))
+
+
+def steps(model, optimizer, keep=None, num=3, first=0):
+    """Train; bytes that were saved, that stayed, and that went to the file, by step."""
+    seen, saved = [], model.engine.saved_tensors
+    if keep is not None:  # whatever plans say
+        model._saved.follow_plan = lambda: saved.keep_at_most(keep)
+    for step in range(num):
+        if model.engine.comm.world_size == 1:
+            torch.manual_seed(step)
+        loss = model(batch(first + step)).square().mean()
+        if saved is not None:
+            seen.append((saved.live_bytes, saved.resident_bytes, saved.traffic.nvme_out))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if saved is not None:
+            assert (saved.live_bytes, saved.resident_bytes) == (0, 0)
+    return seen
+
+
+def spill(folder, device="60MiB", **options):
+    return AutoPlacement(device, nvme_dir=str(folder), activations="spill", **options)
+
+
+@pytest.mark.parametrize("update", ["serial", "tail"])
+@pytest.mark.parametrize("module", [PLAIN, RECOMPUTED], ids=["plain", "recomputed"])
+def test_bits_are_those_of_activations_that_stay(module, update, tmp_path):
+    """Chunks are released and state is in files; a tail runs beside the forward that spills."""
+    model, optimizer = wrapped("cuda", module)
+    steps(model, optimizer)
+    small = spill(tmp_path, "6MiB", host_budget="6MiB", block_numel=8192)
+    other, its = wrapped(small, module, update=update)
+    assert not other.engine.all_gathered
+    state_homes = {home for shard in other.engine.plan.shards for home in shard.state_homes}
+    assert Tier.NVME in state_homes
+    seen = steps(other, its, keep=0 if module is RECOMPUTED else 1 * MIB)
+    assert all(out > 0 for _, _, out in seen)
+    assert other.digest() == model.digest()
+    its.close()
+    other.unwrap()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.ci
+def test_ranks_spill_each_for_itself(tmp_path):
+    """One keeps all, the other spills all: nothing of it is agreed on."""
+
+    def train(policy, keeps):
+        def run(rank):
+            model, optimizer = wrapped(policy, NO_DRAWS)
+            seen = steps(model, optimizer, keep=keeps and keeps[rank], first=10 * rank)
+            return model.digest(), seen
+
+        return run_threads(run, 2)
+
+    expected = train("zero3", None)
+    (mine, kept), (theirs, left) = train(spill(tmp_path), (None, 0))
+    assert mine == theirs == expected[0][0] == expected[1][0]
+    assert all(resident == live > 0 == out for live, resident, out in kept)
+    assert all(out == live > 0 == resident for live, resident, out in left)
+
+
+def test_what_the_budget_leaves_decides_until_a_plan_does(tmp_path):
+    """Where all fits nothing moves; else what is over goes, and the device holds its budget."""
+    model, optimizer = wrapped(spill(tmp_path))
+    (live, resident, out), *_ = steps(model, optimizer, num=1)
+    assert live == resident > 4 * MIB and out == 0
+    model, optimizer = wrapped(spill(tmp_path, "4MiB"))
+    engine = model.engine
+    saved = engine.saved_tensors
+    model(batch(0)).square().mean().backward()
+    assert 0 < saved.traffic.nvme_out < live
+    optimizer.step()
+    (peak,) = engine.sampler.device_peaks.values()
+    assert peak <= 4 * MIB
+
+
+def test_evaluation_and_unwrapping_leave_nothing(tmp_path):
+    model, _ = wrapped(spill(tmp_path))
+    saved = model.engine.saved_tensors
+    model._saved.follow_plan = lambda: saved.keep_at_most(0)
+    with torch.no_grad():
+        model(batch(0))
+    assert saved.live_bytes == saved.traffic.nvme_out == 0
+    output = model(batch(0))
+    assert saved.live_bytes > 0
+    del output
+    assert saved.live_bytes == 0
+    assert model.engine.ledger.totals()[Tier.DEVICE] >= saved.staging_bytes > 0
+    model.unwrap()
+    assert saved.staging_bytes == 0 and not list(tmp_path.iterdir())
+
+
+def test_hooks_around_the_model_are_used_instead(tmp_path):
+    model, _ = wrapped(spill(tmp_path))
+    model._saved.follow_plan = lambda: model.engine.saved_tensors.keep_at_most(0)
+    with torch.autograd.graph.save_on_cpu():
+        output = model(batch(0))
+    assert model.engine.saved_tensors.live_bytes == 0
+    output.sum().backward()
+
+
+def test_activations_that_stay_cost_nothing():
+    model, _ = wrapped(AutoPlacement("60MiB"))
+    assert model.engine.saved_tensors is None
+    output = model(batch(0))
+    assert output.grad_fn is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"activations": "auto"}, r"activations='auto'; expected one of \('keep', 'spill'\)"),
+        ({"activations": "spill"}, r"on the CPU.*AutoPlacement\(nvme_dir=\.\.\.\)"),
+    ],
+)
+def test_an_option_without_a_meaning_is_refused_by_name(options, says):
+    with pytest.raises(ValueError, match=says):
+        wrapped(AutoPlacement("60MiB", **options))
+
+
+def test_a_folder_that_is_none_is_refused_before_anything_is_changed(tmp_path):
+    module = blocks()
+    with pytest.raises(nvme.FolderError):
+        GeminiDDP(module, None, spill(tmp_path / "none"))
+    assert all(type(param) is nn.Parameter for param in module.parameters())
