@@ -18,7 +18,6 @@ from typing import Any
 from unittest.mock import patch
 
 from gemini.optim.state.memory import CudaMemory, EventTicket, StreamMark
-from gemini.runtime.step.early import EarlySpans
 from tests.cuda_stub.apart import in_a_process
 from tests.cuda_stub.cases import CASES, Case, training
 from tests.cuda_stub.races import Race, races
@@ -88,8 +87,9 @@ FAULTS: dict[str, Fault] = {
         "parameters on the host, two ranks",
         _planted(CudaMemory, "after_copies", lambda self: nullcontext()),
     ),
-    "a step does not come behind what was updated in backward": (
-        "state on the host, in backward", _planted(EarlySpans, "come_behind", lambda self: None),
+    "an update in backward does not come after its gradient": (
+        "state on the host, in backward",
+        _planted(CudaMemory, "beside", _before_anything(CudaMemory.beside)),
     ),
 }  # fmt: skip
 
