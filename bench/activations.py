@@ -61,7 +61,10 @@ ROWS = {  # and the row whose gradients each has
     "spill, chunked": "keep, chunked",
     "keep, chunked": "keep, chunked",
 }
-SHAPES = {"gpt2": {}, "tiny": {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 997}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "tiny": {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 997},
+}
 CHUNK_TOKENS = 512
 
 
@@ -129,7 +132,7 @@ def measured(job: Job) -> dict[str, Any]:
         "cpu_seconds": cpu, "wall_seconds": wall, "loss": float(loss.detach()),
         "digest": digest(gradients_of(model)),
     }  # fmt: skip
-    saved = model.engine.saved_tensors if ours else None
+    saved = model.engine.saved_tensors if isinstance(model, GeminiDDP) else None
     if saved is not None:
         found |= {f"{name}_mib": n / MIB for name, n in asdict(saved.traffic).items()}
     return found

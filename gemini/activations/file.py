@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import os
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,6 @@ from gemini.nvme import (
     BufferPool,
     NvmeError,
     OpenFile,
-    Pin,
     ThreadEngine,
     Transfer,
     check_process,
@@ -70,12 +70,11 @@ class SavedFile:
         self,
         folder: Path,
         label: str = "",
-        pin: Pin | None = None,
         *,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         """piece_bytes: of a buffer, whole pages."""
-        self._folder, self._label, self._pin = folder, label, pin
+        self._folder, self._label = folder, label
         self._piece_bytes = align_up(piece_bytes, PAGE_BYTES)
         self._pid = os.getpid()
         self._file: OpenFile | None = None
@@ -112,8 +111,9 @@ class SavedFile:
         if self._file is None or self._engine is None or self._pool is None:
             (file,) = create_files([self._folder], [0], f"{self._label}saved-", runs=[[]])
             file.unlink()
+            self._remove = weakref.finalize(self, remove_files, [file])  # also as Python ends
             self._file, self._engine = file, ThreadEngine(NUM_THREADS)
-            self._pool = BufferPool(NUM_BUFFERS, self._piece_bytes, self._pin)
+            self._pool = BufferPool(NUM_BUFFERS, self._piece_bytes)
         return self._file, self._engine, self._pool
 
     # -- writing --
@@ -206,7 +206,7 @@ class SavedFile:
         if self._engine is not None:
             self._engine.close()
         if self._file is not None:
-            remove_files([self._file])
+            self._remove()
         self._file = self._engine = self._pool = None
         self._space = FreeRuns()
 

@@ -73,7 +73,7 @@ class SavedStorage:
     def __del__(self) -> None:
         self.dead.append(Death(self))
 
-    def kept(self) -> UntypedStorage | None:
+    def origin(self) -> UntypedStorage | None:
         """The storage, where somebody else has kept it."""
         storage = self._origin()
         # an owner frees and refills a storage, as that of a parameter which is gathered

@@ -141,16 +141,24 @@ class SavedTensors:
         if _hooks_are_taken():
             yield
             return
-        plain = [buffer for buffer in buffers if type(buffer) in (Tensor, nn.Parameter)]
-        self._buffers = {buffer.untyped_storage()._cdata for buffer in plain}
-        self._largest_bytes = self._largest_bytes[1], 0
-        self._moved_before = self._lower.moved()
+        self._begin(buffers)
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
         with self._lock:
             self._changed(False)
             self._shrink(self._limit(), in_flight=0)
             self._changed(True)
+
+    def _begin(self, buffers: Iterable[Tensor]) -> None:
+        """Begin a forward, and forget what earlier ones have left in queues."""
+        plain = [buffer for buffer in buffers if type(buffer) in (Tensor, nn.Parameter)]
+        self._buffers = {buffer.untyped_storage()._cdata for buffer in plain}
+        self._largest_bytes = self._largest_bytes[1], 0
+        self._moved_before = self._lower.moved()
+        with self._lock:
+            alive = self._alive.items()  # in their order, which a heap has too
+            self._here = [number for number, record in alive if record.storage is not None]
+            self._done = deque(known for known in self._done if known() is not None)
 
     def _limit(self) -> float:
         keep = self._keep if self._is_told else self._room()
@@ -330,10 +338,10 @@ class SavedTensors:
 
     def _come_back(self, record: SavedStorage) -> None:
         """Wait for a record that is below, unless somebody has kept its storage."""
-        kept = record.kept()
-        if record.arrival is None and kept is not None:
+        origin = record.origin()
+        if record.arrival is None and origin is not None:
             self._is_away_no_more(record.number)
-            record.storage, record.shift = kept, 0
+            record.storage, record.shift = origin, 0
             self._resident_bytes += record.nbytes
             heapq.heappush(self._here, record.number)
             return
@@ -371,7 +379,7 @@ class SavedTensors:
         while place:
             place -= 1
             record = self._alive.get(self._away[place])
-            if record is None or record.kept() is not None:
+            if record is None or record.origin() is not None:
                 continue
             nbytes = record.nbytes
             too_far = self._arriving_bytes + nbytes > self._ahead_bytes

@@ -101,7 +101,7 @@ class Trace:
     def peak_saved_bytes(self) -> Bytes:
         return Bytes(max((m.saved_bytes for m in self.moments), default=0))
 
-    def kept(self, most: int | None) -> list[int]:
+    def non_model_within(self, most: int | None) -> list[int]:
         """Non-model bytes on the device at every moment, if at most `most` of the saved ones stay;
         None: all."""
         if most is None:

@@ -176,7 +176,9 @@ class Draft:
         self.problem = self._all_stays
         if saved is not None:
             self.problem = replace(self._all_stays, saved=saved)
-        self.non_model = self.inputs.trace.kept(None if saved is None else saved.room_bytes)
+        self.non_model = self.inputs.trace.non_model_within(
+            None if saved is None else saved.room_bytes
+        )
         self.demand = self._demand()
 
     def _demand(self) -> Demand:
@@ -240,8 +242,8 @@ class Draft:
 
             def price(room: int, is_first: bool) -> float:
                 nonlocal best
-                is_first = is_first or best[0] == inf
-                orders, on_hosts = (ORDERS, (0, host)) if is_first else ((best[1],), best[2])
+                is_new = is_first or best[0] == inf
+                orders, on_hosts = (ORDERS, (0, host)) if is_new else ((best[1],), best[2])
                 rooms = {spilling.homes(room, most, n): n for n in on_hosts}
                 tries = ((*tried(saved, orders), (n,)) for saved, n in rooms.items())
                 least = min(tries)
@@ -355,7 +357,7 @@ class Draft:
         if room < spilling.least_room:
             raise BudgetError.missing(
                 Tier.DEVICE, spilling.least_room - room, self.problem.budgets.device,
-                "saved bytes on their way from and to the device, beside what lives there",
+                "saved bytes that are on their way",
                 "raise device_budget by as much, or use a smaller batch",
             )  # fmt: skip
         most, host_left = max(self.saved_bytes), 0
@@ -366,8 +368,8 @@ class Draft:
         missing = most - found.kept_bytes - found.host_bytes - found.nvme_bytes
         if missing > 0:
             raise BudgetError.missing(
-                Tier.HOST, missing, self.problem.budgets.host, "saved bytes that leave the device",
-                "raise host_budget by as much, or give nvme_dir",
+                Tier.HOST, missing, self.problem.budgets.host, "saved bytes, without nvme_dir",
+                f"raise {Tier.HOST.value}_budget by as much, or use a smaller batch",
             )  # fmt: skip
         return found
 

@@ -146,8 +146,8 @@ class SavedHomes:
         return self.nvme_bytes + -(-self.nvme_bytes // _STORAGE_PAGES)
 
     def __str__(self) -> str:
-        kept, host, disk = map(format_bytes, (self.kept_bytes, self.host_bytes, self.nvme_bytes))
-        return f"activations: kept {kept}, host {host}, disk {disk}"
+        stays, host, disk = map(format_bytes, (self.kept_bytes, self.host_bytes, self.nvme_bytes))
+        return f"activations: kept {stays}, host {host}, disk {disk}"
 
 
 @dataclass(frozen=True, slots=True)

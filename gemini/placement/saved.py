@@ -50,13 +50,13 @@ class Spilling:
     def homes(self, room: int, most: int, host_left: int) -> SavedHomes:
         """Homes of at most `most` saved bytes that get `room` on the device; the host has
         `host_left` for the others, and files have the rest."""
-        kept = room - self.in_flight_bytes
-        away = max(0, most - kept)
+        stays = room - self.in_flight_bytes
+        away = max(0, most - stays)
         on_host = max(0, min(away, host_left))
         on_disk = (away - on_host) * self.has_files
         return SavedHomes(
-            Bytes(kept), Bytes(room), Bytes(on_host), Bytes(on_disk), self.staging_bytes,
-            max(kept, self.ahead_bytes),
+            Bytes(stays), Bytes(room), Bytes(on_host), Bytes(on_disk), self.staging_bytes,
+            max(stays, self.ahead_bytes),
         )  # fmt: skip
 
 

@@ -53,12 +53,12 @@ class SavedCalls:
             parts.backend.device,
             room=self._device_room,
             leave_alone=owns,
-            changed=parts.sampler.collector.saved_changed,
+            changed=parts.sampler.saved_changed,
             least_bytes=_within(budget, 4096, 4 * KIB, LEAST_BYTES),
             ahead_bytes=_within(budget, 16, 64 * KIB, AHEAD_BYTES),
         )
         parts.ledger.count_saved(lambda: self.saved.staging_bytes)
-        parts.sampler.collector.count_saved(self.saved)
+        parts.sampler.count_saved(self.saved)
 
     @contextmanager
     def around(self, module: nn.Module) -> Iterator[None]:
@@ -76,10 +76,7 @@ class SavedCalls:
 
     def follow_plan(self) -> None:
         """Let as many saved bytes stay as the plan of the coming forward says, if there is one."""
-        parts = self._parts
-        one_rank = parts.comm.world_size == 1
-        signature = parts.sampler.signature if one_rank else parts.planning.levels.signature
-        plan = parts.planning.plan_for("train", signature)
+        plan = self._parts.planning.plan_of_forward(self._parts.sampler.signature)
         if plan is None:
             self.saved.keep_what_fits()
         else:
@@ -130,5 +127,5 @@ def _tier_of(parts: Parts, piece: int, host_room: Callable[[], int | None]) -> L
         return FileTier(folder, config.label, piece_bytes=piece)
     file = None
     if folder is not None:
-        file = SavedFile(folder, config.label, config.pin, piece_bytes=piece)
+        file = SavedFile(folder, config.label, piece_bytes=piece)
     return HostTier(backend, file, host_room, in_flight_bytes=NUM_BUFFERS * piece)

@@ -186,8 +186,8 @@ def memory_report(parts: Parts, ignored: Iterable[nn.Parameter]) -> MemoryReport
         found = dict(measured.get(tier, {}))
         if tier is Tier.DEVICE and train:
             saved = planning.plan.saved
-            kept = train[-1].kept(None if saved is None else saved.room_bytes)
-            found["non-model"] = max(kept, default=0)
+            there = train[-1].non_model_within(None if saved is None else saved.room_bytes)
+            found["non-model"] = max(there, default=0)
         if tier is not Tier.DEVICE and parts.saved_tensors is not None:
             traffic = parts.saved_tensors.traffic  # what went to a file may have been on the host
             on_host = max(0, traffic.host_out - traffic.nvme_out)

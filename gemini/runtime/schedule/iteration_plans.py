@@ -147,7 +147,7 @@ def _less(found: Lowered, asked: Trace, leave: Collection[str]) -> Sequence[int]
     released = tuple(replace(shard, never_released=False) for shard in plan.shards)
     bare = replace(plan, gathers=(), shards=released)
     room = None if plan.saved is None else plan.saved.room_bytes
-    total = predict(bare, asked.kept(room)).total(Tier.DEVICE)
+    total = predict(bare, asked.non_model_within(room)).total(Tier.DEVICE)
     for chunk, shard in zip(plan.chunks, plan.shards, strict=True):
         if shard.param_home is Tier.DEVICE and "parameters" in leave:
             nbytes = chunk.payload_bytes if shard.in_payload else chunk.shard_bytes

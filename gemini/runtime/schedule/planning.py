@@ -464,9 +464,10 @@ class Planning:
             return IterationPlan(trace, self.result)
         return known
 
-    def plan_for(self, kind: Kind, signature: str) -> Plan | None:
-        """Plan of such an iteration; None: there is none, and nobody knows what it asks for."""
-        planned = self._planned_for(kind, signature)
+    def plan_of_forward(self, signature: str) -> Plan | None:
+        """Plan of training with such inputs here; None: nobody knows what they ask for."""
+        one_rank = self.comm.world_size == 1
+        planned = self._planned_for("train", signature if one_rank else self.levels.signature)
         return None if planned is None or planned.result is None else planned.result.plan
 
     def steps_for(self, kind: Kind, signature: str) -> GatherSteps | None:

@@ -17,7 +17,7 @@ from gemini.chunk.layout import ParamSpec
 from gemini.memtracer.collector import MemStatsCollector, input_signature
 from gemini.memtracer.forecast import bound
 from gemini.memtracer.module_calls import Caller, is_compiled
-from gemini.memtracer.monitor import PROCESS_NOISE_BYTES, ForwardTracker
+from gemini.memtracer.monitor import PROCESS_NOISE_BYTES, ForwardTracker, SavedBytes
 from gemini.memtracer.trace import Edge, Kind, Trace, TraceError
 from gemini.placement.overruns import Overruns
 from gemini.placement.tiers import Tier
@@ -70,6 +70,14 @@ class Sampler:
         overruns.noise_bytes = 0 if apart else PROCESS_NOISE_BYTES
         self.collector = MemStatsCollector(specs, monitors, counted, self._look)
         self.collector.deviations = overruns.found
+
+    def count_saved(self, saved: SavedBytes) -> None:
+        """Count what autograd saves, in traces to come."""
+        self.collector.count_saved(saved)
+
+    def saved_changed(self, moved: bool) -> None:
+        """Note that some of it is new or read, or has moved; see `MemStatsCollector`."""
+        self.collector.saved_changed(moved)
 
     def traces(self, kind: Kind | None = None) -> list[Trace]:
         """Traces of one kind, or of all; the last one of each signature."""

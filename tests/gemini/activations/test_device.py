@@ -24,7 +24,7 @@ ROW = 64 * KIB
 
 
 def on_device(backend, folder, room, keep, ahead=4 * ROW):
-    file = None if folder is None else SavedFile(folder, pin=backend.pin, piece_bytes=ROW)
+    file = None if folder is None else SavedFile(folder, piece_bytes=ROW)
     tier = HostTier(backend, file, lambda: room, in_flight_bytes=2 * ROW)
     saved = SavedTensors(tier, backend.device, least_bytes=ROW, ahead_bytes=ahead)
     saved.keep_at_most(keep)

@@ -252,6 +252,19 @@ def test_an_error_in_forward_leaves_nothing():
     assert shelf.of("drop") and sorted(shelf.of("drop")) == shelf.of("save")
 
 
+def test_nothing_is_noted_for_ever():
+    """Queues do not grow with iterations, whether anything leaves or not."""
+    for keep in (None, ROW):
+        saved = saved_on(Shelf(), keep)
+        lengths = []
+        for _ in range(6):
+            with saved.saving():
+                _, total = chain()
+            total.backward()
+            lengths.append(sum(len(x) for x in vars(saved).values() if hasattr(x, "__len__")))
+        assert lengths[1:] == lengths[1:2] * 5
+
+
 def test_a_bound_may_change_between_iterations():
     shelf = Shelf()
     saved = saved_on(shelf, None)

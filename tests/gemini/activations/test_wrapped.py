@@ -53,11 +53,17 @@ def batch(step):
     return torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(step))
 
 
+def keeps(saved, nbytes):
+    """Keep so many bytes, whatever plans say."""
+    saved.keep_at_most(nbytes)
+    saved.keep_at_most = saved.keep_what_fits = lambda *_: None
+
+
 def steps(model, optimizer, keep=None, num=3, first=0):
     """Train; bytes that were saved, that stayed, and that went to the file, by step."""
     seen, saved = [], model.engine.saved_tensors
     if keep is not None:  # whatever plans say
-        model._saved.follow_plan = lambda: saved.keep_at_most(keep)
+        keeps(saved, keep)
     for step in range(num):
         if model.engine.comm.world_size == 1:
             torch.manual_seed(step)
@@ -132,7 +138,7 @@ def test_what_the_budget_leaves_decides_until_a_plan_does(tmp_path):
 def test_evaluation_and_unwrapping_leave_nothing(tmp_path):
     model, _ = wrapped(spill(tmp_path))
     saved = model.engine.saved_tensors
-    model._saved.follow_plan = lambda: saved.keep_at_most(0)
+    keeps(saved, 0)
     with torch.no_grad():
         model(batch(0))
     assert saved.live_bytes == saved.traffic.nvme_out == 0
@@ -147,7 +153,7 @@ def test_evaluation_and_unwrapping_leave_nothing(tmp_path):
 
 def test_hooks_around_the_model_are_used_instead(tmp_path):
     model, _ = wrapped(spill(tmp_path))
-    model._saved.follow_plan = lambda: model.engine.saved_tensors.keep_at_most(0)
+    keeps(model.engine.saved_tensors, 0)
     with torch.autograd.graph.save_on_cpu():
         output = model(batch(0))
     assert model.engine.saved_tensors.live_bytes == 0

@@ -328,8 +328,13 @@ def test_saved_bytes_are_storages_that_are_there_all_through_a_period():
     assert [m.saved_bytes // nbytes for m in entered] == [0, 0, 1, 2, 2, 2, 1, 0]
     assert all(m.saved_bytes % nbytes == 0 for m in found.moments)
     peak = found.peak_non_model_bytes
-    assert max(found.kept(None)) == peak
-    assert max(found.kept(1 << 40)) == peak > max(found.kept(nbytes)) > max(found.kept(0))
+    assert max(found.non_model_within(None)) == peak
+    assert (
+        max(found.non_model_within(1 << 40))
+        == peak
+        > max(found.non_model_within(nbytes))
+        > max(found.non_model_within(0))
+    )
     assert not trace(Layers(64), (torch.ones(600, 64),)).peak_saved_bytes  # small ones stay
 
 
