@@ -87,8 +87,9 @@ FAULTS: dict[str, Fault] = {
         "parameters on the host, two ranks",
         _planted(CudaMemory, "after_copies", lambda self: nullcontext()),
     ),
-    "a step does not come behind what was updated in backward": (
-        "state on the host, in backward", _planted(CudaMemory, "join", lambda self: None),
+    "an update in backward does not come after its gradient": (
+        "state on the host, in backward",
+        _planted(CudaMemory, "beside", _before_anything(CudaMemory.beside)),
     ),
 }  # fmt: skip
 

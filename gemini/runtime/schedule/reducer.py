@@ -226,19 +226,16 @@ class Reducer:
         A reduction under way keeps a whole payload.
         """
         chunk.gradient.begin_reduce()
-        if chunk.gradient.is_reduced:
-            self._tell(chunk)
+        final = self._final if self._final and self._final.listeners and self.active else None
+        if final and chunk.gradient.is_reduced:
+            final(chunk)
         self._begun.append(chunk)
         if len(self._begun) > MAX_UNDER_WAY:
             first = self._begun.pop(0)
-            was_told = first.gradient.is_reduced
+            is_news = final and not first.gradient.is_reduced
             self._end(first)
-            if not was_told:
-                self._tell(first)
-
-    def _tell(self, chunk: Chunk) -> None:
-        if self._final is not None and self.active:
-            self._final(chunk)
+            if final and is_news:
+                final(first)
 
     def _end(self, chunk: Chunk) -> None:
         chunk.gradient.end_reduce()

@@ -182,7 +182,8 @@ class ShardState(Target):
             return len(blocks)
         # its new weights too
         largest = max(block.state_bytes + block.param_bytes for block in blocks)
-        left = plan.budgets.host - parts.planning.result.profile.peak(Tier.HOST)
+        result = parts.planning.result
+        left = plan.budgets.host - result.profile.peak(Tier.HOST)
         return min(len(blocks), max(0, left // largest))
 
     @property
