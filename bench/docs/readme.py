@@ -68,6 +68,16 @@ def _meshes(result: dict[str, Any]) -> str:
     return "\n\n".join([summary.table(result), summary.ratio_table(result), what + _where(result)])
 
 
+def _activations(result: dict[str, Any]) -> str:
+    from bench.activations import table
+
+    what = (
+        f"{result['model']}, 1 x {result['seq']} tokens{', dropout' * result['dropout']}; "
+        f"a budget of model data and {result['room_mib']} MiB. "
+    )
+    return f"{table(result['rows'])}\n\n{what}{_where(result)}"
+
+
 def _where(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     now_in = squashed().get(versions["commit"])
@@ -215,6 +225,7 @@ def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "activations-cpu": _activations,
     "ways": _ways,
     "converge-cpu": _converge,
     "muon-cpu": _muon,

@@ -69,6 +69,10 @@ EVERYTHING = (
     Result("checkpoint-cpu", ("bench.checkpoint",), 10, ("bench.checkpoint", "--layers", "2")),
     Result("ways", ("bench.ways",), 10),
     Result(
+        "activations-cpu", ("bench.activations",), 8,
+        ("bench.activations", "--model", "tiny", "--seq", "512", "--room", "60"),
+    ),
+    Result(
         "converge-cpu", ("bench.converge", "--picture", "docs/converge.svg"), 10,
         ("bench.converge", "--steps", "2", "--seeds", "1", "--only", "ours/fp32", "ours/8bit"),
     ),
