@@ -501,7 +501,7 @@ def _spilling(backend: Backend, placement: AutoPlacement) -> Backend:
     from gemini.nvme import check_folder
 
     placement.check_lower_tier(has_host_tier=backend.has_host_tier)
-    if placement.nvme_dir is not None:
+    if placement.nvme_dir is not None and placement.has_files:
         check_folder(placement.nvme_dir)
     return backend
 

@@ -18,7 +18,8 @@ def _check_fraction(name: str, value: float) -> None:
         raise ValueError(f"{name}={value} is outside [0, 1]")
 
 
-ACTIVATIONS = ("keep", "spill")
+KEEP, SPILL = "keep", "spill"
+ACTIVATIONS = (KEEP, SPILL)
 
 
 @by_name
@@ -97,7 +98,7 @@ class AutoPlacement:
     warmup_non_model_data_ratio: float = 0.8
     steady_cap_ratio: float = 0.9
     block_numel: int | None = None
-    activations: str = "keep"
+    activations: str = KEEP
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_non_model_data_ratio < 1:
@@ -116,12 +117,17 @@ class AutoPlacement:
         """Budgets of a node as they were given; None as no limit."""
         return Budgets.parse(self.device_budget, self.host_budget, self.nvme_budget)
 
+    @property
+    def has_files(self) -> bool:
+        """Whether anything may go to files."""
+        return self.nvme_dir is not None and self.budgets().nvme > 0
+
     def check_lower_tier(self, *, has_host_tier: bool) -> None:
         """Raise ValueError where activations have no tier below the device's memory."""
-        if not has_host_tier and self.nvme_dir is None:
+        if self.activations == SPILL and not (has_host_tier or self.has_files):
             raise ValueError(
                 f"activations={self.activations!r} on the CPU, whose memory is the host's; "
-                "expected a folder on a disk in AutoPlacement(nvme_dir=...)"
+                "expected a folder on a disk: AutoPlacement(nvme_dir=...), or --nvme"
             )
 
 
@@ -163,7 +169,7 @@ def has_budgets(policy: Placement) -> bool:
 
 def spills(policy: Placement) -> TypeGuard[AutoPlacement]:
     """Whether activations may leave the device."""
-    return isinstance(policy, AutoPlacement) and policy.activations == "spill"
+    return isinstance(policy, AutoPlacement) and policy.activations == SPILL
 
 
 def parse_placement(policy: str | Placement) -> Placement:

@@ -18,6 +18,7 @@ from gemini.optim.adaptive import LionRule
 from gemini.optim.rules.state_layout import WEIGHT_DTYPE
 from gemini.optim.sgd import SGDRule
 from gemini.placement.homes.budgets import first_that_fits
+from gemini.placement.policy import SPILL, AutoPlacement
 from gemini.placement.sizes import BudgetError, StateBytes, wider_chunks
 from gemini.placement.timetable.updates import TAIL, current_update
 
@@ -120,6 +121,11 @@ def plan_for(model: str | Path | nn.Module, machine: Hardware, training: Trainin
 
 def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> Question:
     """Search the model's chunks and trace it; see `plan_for`."""
+    if training.spills:
+        disk = AutoPlacement(
+            nvme_budget=machine.nvme, nvme_dir=machine.folder, activations=SPILL
+        )  # fmt: skip
+        disk.check_lower_tier(has_host_tier=machine.device != "cpu")
     model = (
         what
         if isinstance(what, nn.Module)

@@ -182,7 +182,7 @@ def train_arguments(plan: Answer, optim: str) -> str:
     given = [f"--device-mem {device}"]
     if machine.device != "cpu":
         given.append(f"--host-mem {machine.host_mem}")
-    if plan.peaks[Tier.NVME.value]:
+    if plan.peaks[Tier.NVME.value] or (asked.spills and machine.nvme):
         given.append(f"--nvme {machine.folder}")
     if asked.lora:
         given.append(f"--lora {asked.lora}")
@@ -194,6 +194,8 @@ def train_arguments(plan: Answer, optim: str) -> str:
         f"--update {plan.best_update}",
         "--checkpointing" if asked.checkpointing else "--no-checkpointing",
     ]  # fmt: skip
+    if asked.spills:
+        given.append("--activations spill")
     return " ".join(given)
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from gemini.arguments import Parser, by_name
+from gemini.placement.policy import ACTIVATIONS
 from gemini.placement.timetable.updates import RETIRED, SPECULATE, TAIL, UPDATES
 from gemini.plan.quantised import KINDS as QUANTISED
 from gemini.plan.words import OPTIMIZERS
@@ -17,7 +18,8 @@ from gemini.settings import Settings, flag, setting
 
 # fields that may change when a run goes on: where and how it computes, not what
 OF_THE_MACHINE = (
-    "out", "device_mem", "host_mem", "nvme", "nvme_write_budget", "checkpointing", "update",
+    "out", "device_mem", "host_mem", "nvme", "nvme_write_budget", "checkpointing",
+    "activations", "update",
     "save_every", "keep", "log_every", "samples", "sample_tokens", "report_to", "trust_remote_code",
     "reward", "merge",
 )  # fmt: skip
@@ -140,6 +142,9 @@ class TrainConfig(Settings):
     accumulate: int = _step(1, "forwards and backwards before a step", least=1)
     packing: bool = _step(False, "several rows share a sequence, and do not see each other")
     checkpointing: bool = _memory(True, "activations are computed again in backward, not kept")
+    activations: str = _memory(
+        "keep", "spill: what the device has no room for goes to RAM and --nvme", one_of=ACTIVATIONS
+    )
     epochs: float = _step(1.0, "passes over the data", above=0)
     steps: int = _step(0, "optimizer steps, in place of --epochs", least=0)
     lr: float = _step(2e-5, "learning rate", above=0)

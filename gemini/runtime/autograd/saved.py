@@ -14,6 +14,7 @@ from gemini.activations.host import HostTier
 from gemini.activations.lower import FileTier, LowerTier
 from gemini.activations.saved_tensors import AHEAD_BYTES, LEAST_BYTES, SavedTensors
 from gemini.chunk.parameter import handle_of
+from gemini.placement.policy import spills
 from gemini.placement.predict import KINDS
 from gemini.placement.saved import NUM_PIECES, piece_bytes, within
 from gemini.placement.tiers import Tier
@@ -116,7 +117,9 @@ class SavedCalls:
 
 def _tier_of(parts: Parts, piece: int, host_room: Callable[[], int | None]) -> LowerTier:
     config, backend = parts.storage.config, parts.backend
-    folder = None if config.folder is None else config.checked_folder()
+    policy, folder = parts.planning.policy, None
+    if config.folder is not None and spills(policy) and policy.has_files:
+        folder = config.checked_folder()
     if not backend.has_host_tier:
         assert folder is not None, "the policy was checked"
         return FileTier(folder, config.label, piece_bytes=piece)

@@ -572,7 +572,7 @@ def begin_planning(
         with_originals=with_originals, num_ahead=num_ahead, brings_params=update == SPECULATE,
     )  # fmt: skip
     if spills(policy) and budgets.device < UNLIMITED:
-        spilling = Spilling.within(budgets.device, has_files=policy.nvme_dir is not None)
+        spilling = Spilling.within(budgets.device, has_files=policy.has_files)
         inputs = replace(inputs, spilling=spilling)
     else:
         inputs = replace(inputs, trace=without_saved(used))

@@ -389,6 +389,7 @@ def test_what_does_not_fit_is_refused_with_a_change_that_does(folder, tmp_path, 
         ("--lora", "2"),
         ("--lora", "2", "--quantize", "int8"),
         ("--accumulate", "4", "--no-checkpointing"),
+        ("--activations", "spill", "--no-checkpointing", "--optim", "sgd"),
     ],
 )
 def test_plan_and_train_give_one_answer_and_the_run_follows_it(
@@ -436,7 +437,7 @@ def drawn(draw, folder, out):
         packing=method == "sft" and draw.random() < 0.5, checkpointing=draw.random() < 0.5,
         lr=draw.random() + 0.1,
         device_mem=draw.choice([None, "9MiB", "1GiB"]), host_mem=draw.choice([None, "1GiB"]),
-        nvme=draw.choice([None, str(out.parent)]),
+        nvme=draw.choice([None, str(out.parent)]), activations=draw.choice(["keep", "spill"]),
     )  # fmt: skip
 
 
