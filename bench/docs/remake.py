@@ -69,7 +69,8 @@ EVERYTHING = (
     Result("checkpoint-cpu", ("bench.checkpoint",), 10, ("bench.checkpoint", "--layers", "2")),
     Result("ways", ("bench.ways",), 10),
     Result(
-        "activations-cpu", ("bench.activations",), 8,
+        "activations-cpu",
+        ("bench.activations", "--rows", "spill;checkpointing;spill, checkpointing"), 5,
         ("bench.activations", "--model", "tiny", "--seq", "512", "--room", "60"),
     ),
     Result(
