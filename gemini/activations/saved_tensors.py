@@ -19,13 +19,10 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gemini.units import MIB
+from gemini.placement.saved import Spilling
 
 from .lower import LowerTier
 from .saved import Death, Handle, Kept, SavedStorage, guard_of
-
-LEAST_BYTES = 256 << 10  # storages below stay: a transfer has its price
-AHEAD_BYTES = 64 * MIB  # read before backward asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +57,8 @@ class SavedTensors:
         room: Callable[[], int | None] = lambda: None,
         leave_alone: Callable[[Tensor], bool] = lambda tensor: False,
         changed: Callable[[bool], None] = lambda moved: None,
-        least_bytes: int = LEAST_BYTES,
-        ahead_bytes: int = AHEAD_BYTES,
+        least_bytes: int = Spilling().least_bytes,
+        ahead_bytes: int = Spilling().ahead_bytes,
     ) -> None:
         self._lower, self._device = lower, device
         self._room, self._leave_alone, self._changed = room, leave_alone, changed

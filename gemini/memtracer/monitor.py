@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini.trees import tensors_in
 
+from .trace import LEAST_SAVED_BYTES
+
 log = logging.getLogger("gemini")
 
 PROCESS_NOISE_BYTES = 32 << 20  # what libraries and malloc may keep of an iteration
-LEAST_SAVED_BYTES = 1 << 18  # of a storage that may leave the device: smaller ones stay
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _HIGHEST, _RESIDENT = b"VmHWM:", b"VmRSS:"

@@ -21,6 +21,7 @@ from gemini.units import Bytes, ChunkId, Moment, ParamId
 FORMAT_VERSION = 2
 _WITHOUT_SAVED = 1  # the format before: nobody had counted what is saved for backward
 ASSUMED_SIGNATURE = "assumed"  # of inputs that nobody saw: it stands for all
+LEAST_SAVED_BYTES = 1 << 18  # of a storage that may leave the device: smaller ones stay
 MOST = 1 << 50  # bytes, or ids: more than there is anywhere
 
 Kind = Literal["train", "eval"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from gemini.memtracer.trace import TraceMoment
+from gemini.memtracer.trace import LEAST_SAVED_BYTES, TraceMoment
 from gemini.units import KIB, MIB, Bytes, Moment
 
 from .plan import Move, MoveKind, SavedHomes
@@ -27,20 +27,29 @@ class Spilling:
 
     staging_bytes: of RAM, through which they pass. in_flight_bytes: of the device, that are on
     their way out. ahead_bytes: of the device, read before backward asks for them. has_files: what
-    the host has no room for goes to a file.
+    the host has no room for goes to a file. least_bytes: of a storage that may leave: a transfer
+    has its price.
     """
 
     staging_bytes: int = 32 * MIB
     in_flight_bytes: int = 32 * MIB
     ahead_bytes: int = 64 * MIB
     has_files: bool = True
+    least_bytes: int = LEAST_SAVED_BYTES
 
     @classmethod
     def within(cls, budget: int, *, has_files: bool) -> Spilling:
         """Buffers that are small beside a budget of the device."""
-        in_flight = NUM_PIECES * piece_bytes(budget)
-        ahead = within(budget, 16, 64 * KIB, 64 * MIB)
-        return cls(in_flight * has_files, in_flight, ahead, has_files)
+        in_flight = NUM_PIECES * _part(budget, 256, 64 * KIB, 4 * MIB)
+        return cls(
+            in_flight * has_files, in_flight, _part(budget, 16, 64 * KIB, 64 * MIB), has_files,
+            _part(budget, 4096, 4 * KIB, LEAST_SAVED_BYTES),
+        )  # fmt: skip
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one transfer."""
+        return self.in_flight_bytes // NUM_PIECES
 
     @property
     def least_room(self) -> int:
@@ -60,14 +69,9 @@ class Spilling:
         )  # fmt: skip
 
 
-def piece_bytes(budget: int | None) -> int:
-    """Bytes of one transfer of saved bytes; the device's budget may be None."""
-    return within(budget, 256, 64 * KIB, 4 * MIB)
-
-
-def within(budget: int | None, part: int, least: int, most: int) -> int:
+def _part(budget: int, part: int, least: int, most: int) -> int:
     """A part of the budget, within bounds."""
-    return most if budget is None else max(least, min(most, budget // part))
+    return max(least, min(most, budget // part))
 
 
 def most_room(left: Sequence[int], stays: Sequence[int], saved: Sequence[int]) -> int | None:

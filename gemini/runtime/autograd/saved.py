@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from gemini.activations.file import SavedFile
 from gemini.activations.host import HostTier
 from gemini.activations.lower import FileTier, LowerTier
-from gemini.activations.saved_tensors import AHEAD_BYTES, LEAST_BYTES, SavedTensors
+from gemini.activations.saved_tensors import SavedTensors
 from gemini.chunk.parameter import handle_of
 from gemini.placement.policy import spills
 from gemini.placement.predict import KINDS
-from gemini.placement.saved import NUM_PIECES, piece_bytes, within
+from gemini.placement.saved import NUM_PIECES, Spilling
 from gemini.placement.tiers import Tier
 from gemini.runtime.parts import Parts
-from gemini.units import KIB
 
 NON_MODEL = "non-model"
 
@@ -45,18 +44,15 @@ class SavedCalls:
         self._ignored = [param for param in root.parameters() if handle_of(param) is None]
         self._base = 0  # bytes of others on the device
         self._planned: tuple[object, int] | None = None  # a plan's result, and its peak
-        overruns = parts.planning.overruns
-        budget = overruns.limits[Tier.DEVICE] if overruns.limits_device else None
-        # transfers and what is read ahead are small beside the budget
-        piece = piece_bytes(budget)
+        sizes = parts.planning.inputs.spilling or Spilling()  # none where nothing limits the device
         self.saved = parts.saved_tensors = SavedTensors(
-            _tier_of(parts, piece, self._host_room),
+            _tier_of(parts, sizes.piece_bytes, self._host_room),
             parts.backend.device,
             room=self._device_room,
             leave_alone=owns,
             changed=parts.sampler.saved_changed,
-            least_bytes=within(budget, 4096, 4 * KIB, LEAST_BYTES),
-            ahead_bytes=within(budget, 16, 64 * KIB, AHEAD_BYTES),
+            least_bytes=sizes.least_bytes,
+            ahead_bytes=sizes.ahead_bytes,
         )
         parts.ledger.count_saved(lambda: self.saved.staging_bytes)
         parts.sampler.count_saved(self.saved)
