@@ -160,6 +160,7 @@ class Calls:
             except BaseException:
                 self._sampler.abandon()
                 raise
+            self._sampler.choose_again(told_apart)
             self._graph_was_open = self._homes.graph_is_open
             self.midway.begin()
 
