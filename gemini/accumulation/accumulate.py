@@ -298,10 +298,9 @@ class _Walk:
             leaves = leaves_of([found])
             tied = self._of_prologue.keys() & leaves.keys()
             self._is_tied |= bool(tied)
-            own = [leaves[key] for key in leaves.keys() - tied if key in leaves]
+            own = [leaf for key, leaf in leaves.items() if key not in tied]
             if own:
-                ordered = [leaves[key] for key in leaves if key not in tied]
-                self._iteration.backward([found], [None], ordered if tied else None)
+                self._iteration.backward([found], [None], own if tied else None)
             batch.grad = leaf.grad
         self._iteration.reduce(len(self._chain.layers), self._params_of_prologue())
         return losses
@@ -370,7 +369,6 @@ class _Walk:
             if outputs:
                 self._iteration.backward(outputs, grads, list(self._of_prologue.values()))
             batch.grad = None
-        del batch
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

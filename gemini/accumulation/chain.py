@@ -158,8 +158,12 @@ class Chain:
         refuse(f"a forward called {len(calls)} of the {len(self.layers)} layers of {self.name}")
 
     def around(
-        self, surveyed: Surveyed, hidden: Tensor, forward: Callable[[], Any], ends: Callable[[], None]
-    ) -> tuple[Any, Tensor]:  # fmt: skip
+        self,
+        surveyed: Surveyed,
+        hidden: Tensor,
+        forward: Callable[[], Any],
+        ends: Callable[[], None],
+    ) -> tuple[Any, Tensor]:
         """Run prologue and epilogue of `forward`, with `hidden` [..] in place of what the last
         layer returns, and `ends()` between them.
 
@@ -273,8 +277,8 @@ def _list_of(root: nn.Module, named: str | None) -> tuple[str, nn.Module]:
     if len(lists) == 1:
         return lists[0]
     names = ", ".join(name for name, _ in lists) or "none"
-    refuse(f"{type(root).__name__} has {len(lists)} lists of layers ({names}), and a chain has one: "
-           "layers= names it")  # fmt: skip
+    refuse(f"{type(root).__name__} has {len(lists)} lists of layers ({names}), and a chain has "
+           "one: layers= names it")  # fmt: skip
 
 
 def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
