@@ -192,6 +192,15 @@ class SavedTensors:
             self._changed(True)
         return handle
 
+    def keep(self, tensor: Tensor) -> Handle | Kept:
+        """What stands for a tensor that a caller keeps itself, between forward and backward: it may
+        leave as what autograd saves, and the last one kept is expected first by `brought`."""
+        return self._pack(tensor)
+
+    def brought(self, kept: Handle | Kept) -> Tensor:
+        """Tensor that `keep` has taken, in the device's memory. Raises NvmeError."""
+        return self._unpack(kept)
+
     def _record_of(self, tensor: Tensor, guard: Tensor) -> SavedStorage:
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)

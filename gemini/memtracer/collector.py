@@ -112,12 +112,16 @@ class MemStatsCollector:
         self._model_at_begin = self._model_before = self._model_bytes()
         self._started = time.perf_counter()
 
-    def record(self, edge: Edge, module: str, params: tuple[ParamId, ...]) -> None:
-        """Record that a call begins or ends: the period before it ends."""
+    def record(
+        self, edge: Edge, module: str, params: tuple[ParamId, ...], phase: Phase | None = None
+    ) -> None:
+        """Record that a call begins or ends: the period before it ends. phase: None: whether this
+        code runs inside a backward."""
         if not self.collecting:
             return
         self._end_period()
-        phase: Phase = "backward" if in_backward() else "forward"
+        if phase is None:
+            phase = "backward" if in_backward() else "forward"
         self._moments.append(TraceMoment(phase, edge, module, params, Bytes(0)))
 
     def add_layer(self, layer: Layer) -> None:

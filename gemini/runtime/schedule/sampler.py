@@ -74,6 +74,8 @@ class Sampler:
         overruns.noise_bytes = 0 if apart else PROCESS_NOISE_BYTES
         self.collector = MemStatsCollector(specs, monitors, counted, self._look)
         self.collector.deviations = overruns.found
+        # one call of the trace stands for all calls in it, of a layer with all micro-batches
+        self.is_visiting = False
 
     def count_saved(self, saved: SavedBytes) -> None:
         """Count what autograd saves, in traces to come."""
@@ -240,7 +242,7 @@ class Sampler:
     def record(self, edge: Edge, caller: Caller) -> None:
         """Record that a call begins or has ended."""
         params = caller.traced or caller.params
-        if self.collector.collecting and params:
+        if self.collector.collecting and params and not self.is_visiting:
             self.collector.record(edge, caller.name, params)
 
     def end(self) -> None:
