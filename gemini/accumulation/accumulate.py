@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -248,7 +249,7 @@ class _Walk:
         for j in range(len(self._work._batches)):
             self._streams.begin(j)
             with torch.set_grad_enabled(j == 0):  # which shows what has a gradient there
-                recorded = self._chain.prologue(self._surveyed, lambda j=j: self._root(j))
+                recorded = self._chain.prologue(self._surveyed, partial(self._root, j))
             if j == 0:
                 self._of_prologue = leaves_of([recorded.hidden])
             hidden = recorded.hidden.detach()
@@ -355,14 +356,16 @@ class _Walk:
         if not self._of_prologue:
             return
         for j, batch in enumerate(self._batches):
+            outputs: list[Tensor] = []
+            grads: list[Tensor | None] = []
             if self._is_tied:
                 last = self._iteration.brought(batch.boundaries[-1]).detach()
                 found, hidden = self._epilogue(j, last)
                 outputs, grads = [found], [None]
             else:
                 self._streams.begin(j)
-                recorded = self._chain.prologue(self._surveyed, lambda j=j: self._root(j))
-                hidden, outputs, grads = recorded.hidden, [], []
+                recorded = self._chain.prologue(self._surveyed, partial(self._root, j))
+                hidden = recorded.hidden
             if batch.grad is not None:
                 outputs, grads = [*outputs, hidden], [*grads, batch.grad]
             batch.boundaries.clear()

@@ -82,7 +82,7 @@ class Chain:
         """named: path of the list of layers in `root`; None: its only one."""
         self.root = root
         self.name, self.list = _list_of(root, named)
-        self.layers = list(self.list)
+        self.layers = list(self.list.children())
         self._check_own()
 
     def _check_own(self) -> None:
@@ -247,7 +247,8 @@ class _Survey:
             assert given is not None
             if given._version != self._version:
                 refuse(f"{where} changes its hidden states in place, and gets them twice")
-            kind, rest = None, ()
+            kind: type | None = None
+            rest: Any = ()
             if isinstance(output, (tuple, list)) and output:
                 kind, hidden, rest = type(output), output[0], output[1:]
             else:
@@ -310,11 +311,9 @@ def _check_kept(what: str, value: Any) -> None:
     """Refuse an argument that layers may change, or that has gradients of its own."""
     if any(tensor.requires_grad for tensor in tensors_in(value)):
         refuse(f"{what} needs a gradient of its own")
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            _check_kept(what, item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    items: Any = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (tuple, list, dict)):
+        for item in items:
             _check_kept(what, item)
     elif not (isinstance(value, (Tensor, *PLAIN)) or callable(value)):
         refuse(f"{what} is a {type(value).__name__}, which calls of layers may change (a cache: "

@@ -18,6 +18,7 @@ from gemini.chunk.parameter import handle_of
 from gemini.chunk.storage import Chunk
 from gemini.ddp import GeminiDDP
 from gemini.memtracer.module_calls import Caller
+from gemini.memtracer.trace import Phase
 from gemini.units import ParamId
 
 AT_END = -1  # a chunk of the prologue, or of anything else
@@ -109,7 +110,7 @@ class Iteration:
     def visit(self, layer: int, *, backward: bool) -> Iterator[None]:
         """Context in which the weights of one layer stay, for its calls with all micro-batches."""
         engine, caller = self._engine, self._callers[layer]
-        phase = "backward" if backward else "forward"
+        phase: Phase = "backward" if backward else "forward"
         if engine.all_gathered:
             yield
             return
