@@ -237,8 +237,8 @@ def _is_of_one_token(signature: str) -> bool:
 
 
 def _saved_of(parts: Parts) -> str:
-    plan = parts.plan
-    return "; ".join(str(one) for one in (plan.saved, plan.recomputed) if one is not None)
+    saved = parts.plan.saved
+    return "" if saved is None else str(saved)
 
 
 def _moves_of(parts: Parts) -> str:
