@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr as StatefulTensorMgr
     from gemini.runtime.wrap.materialise import init_empty as init_empty
 
+    from .accumulation.accumulate import accumulate as accumulate
     from .checkpoint.export import export_safetensors as export_safetensors
     from .checkpoint.load import load_checkpoint as load_checkpoint
     from .checkpoint.pretrained import load_pretrained as load_pretrained
@@ -59,6 +60,7 @@ _HOME = {
     "Metrics": "gemini.metrics",
     "NvmeConfig": "gemini.optim",
     "PrecisionPolicy": "gemini.options",
+    "accumulate": "gemini.accumulation.accumulate",
     "export_safetensors": "gemini.checkpoint.export",
     "fuse": "gemini.fused",
     "init_empty": "gemini.runtime.wrap.materialise",

@@ -56,6 +56,30 @@ class LowerTier(Protocol):
         ...
 
 
+class NoTier:
+    """No tier: everything stays, and is counted."""
+
+    staging_bytes = in_flight_bytes = 0
+
+    def moved(self) -> Moved:
+        return 0, 0, 0, 0
+
+    def save(self, storage: UntypedStorage) -> None:
+        return None
+
+    def is_saved(self, copy: Copy, *, wait: bool = False) -> bool:
+        raise AssertionError("nothing was copied")
+
+    def load(self, copy: Copy) -> Arrival:
+        raise AssertionError("nothing was copied")
+
+    def drop(self, copy: Copy, arrival: Arrival | None) -> None:
+        raise AssertionError("nothing was copied")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 @dataclass(slots=True, eq=False)
 class FileArrival:
     """A storage that is read from a file into memory of the CPU."""

@@ -62,7 +62,7 @@ class SavedTensors:
     ) -> None:
         self._lower, self._device = lower, device
         self._room, self._leave_alone, self._changed = room, leave_alone, changed
-        self._least_bytes, self._ahead_bytes = least_bytes, ahead_bytes
+        self.least_bytes, self._ahead_bytes = least_bytes, ahead_bytes
         self._is_told = False  # by `keep_at_most`
         self._keep: int | None = None
         # Finalizers that the collector runs may end records while one is looked at; see `_reap`.
@@ -129,6 +129,12 @@ class SavedTensors:
 
     # -- hooks --
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether what is saved now comes here, and not to hooks of somebody else."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return hooks is not None and hooks[0] == self._pack
+
     @contextmanager
     def saving(self, buffers: Iterable[Tensor] = ()) -> Iterator[None]:
         """Context of a forward. Inside hooks of somebody else, theirs are used.
@@ -170,7 +176,7 @@ class SavedTensors:
         if tensor.is_leaf and tensor.requires_grad:  # its owner has it
             return False
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self._least_bytes or not tensor.numel():
+        if storage.nbytes() < self.least_bytes or not tensor.numel():
             return False
         return storage._cdata not in self._buffers and not self._leave_alone(tensor)
 
@@ -185,6 +191,15 @@ class SavedTensors:
             self._shrink(self._limit(), in_flight=self._lower.in_flight_bytes)
             self._changed(True)
         return handle
+
+    def keep(self, tensor: Tensor) -> Handle | Kept:
+        """What stands for a tensor that a caller keeps itself, between forward and backward: it may
+        leave as what autograd saves, and the last one kept is expected first by `brought`."""
+        return self._pack(tensor)
+
+    def brought(self, kept: Handle | Kept) -> Tensor:
+        """Tensor that `keep` has taken, in the device's memory. Raises NvmeError."""
+        return self._unpack(kept)
 
     def _record_of(self, tensor: Tensor, guard: Tensor) -> SavedStorage:
         storage = tensor.untyped_storage()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,19 @@ from gemini.saved_names import SavedNames, params_by_path
 from gemini.trees import map_tensors, tensors_in
 from gemini.units import Bytes, ParamId
 
-from .module_calls import Caller, ModuleCalls, callers_of, has_experts, in_backward
+from .module_calls import Caller, ModuleCalls, callers_of, has_experts, in_backward, repeated_blocks
 from .monitor import Monitor, SavedBytes, SavedCounter, StorageTracker
-from .trace import Departure, Edge, Kind, Phase, Trace, TraceMoment, model_digest
+from .trace import (
+    LEAST_SAVED_BYTES,
+    Departure,
+    Edge,
+    Kind,
+    Layer,
+    Phase,
+    Trace,
+    TraceMoment,
+    model_digest,
+)
 
 log = logging.getLogger("gemini")
 
@@ -76,6 +87,9 @@ class MemStatsCollector:
         self._key: tuple[Kind, str] | None = None
         self.collecting = False
         self._moments: list[TraceMoment] = []
+        # blocks in the order of their calls, and how many of them are computed again
+        self.layers: dict[str, Layer] = {}
+        self.recomputed = 0
         self._model_at_begin = 0  # what monitors that include model data start from
         self._model_before = 0  # model data as the period began, or when it changed last
         self._used = 0  # most non-model bytes in this period, up to that change
@@ -89,7 +103,7 @@ class MemStatsCollector:
     def begin(self, kind: Kind, signature: str = "") -> None:
         """Begin an iteration."""
         self._key, self.collecting = (kind, signature), True
-        self._moments = []
+        self._moments, self.layers, self.recomputed = [], {}, 0
         for monitor in self._monitors:
             monitor.start()
             monitor.period()
@@ -98,13 +112,29 @@ class MemStatsCollector:
         self._model_at_begin = self._model_before = self._model_bytes()
         self._started = time.perf_counter()
 
-    def record(self, edge: Edge, module: str, params: tuple[ParamId, ...]) -> None:
-        """Record that a call begins or ends: the period before it ends."""
+    def record(
+        self, edge: Edge, module: str, params: tuple[ParamId, ...], phase: Phase | None = None
+    ) -> None:
+        """Record that a call begins or ends: the period before it ends. phase: None: whether this
+        code runs inside a backward."""
         if not self.collecting:
             return
         self._end_period()
-        phase: Phase = "backward" if in_backward() else "forward"
+        if phase is None:
+            phase = "backward" if in_backward() else "forward"
         self._moments.append(TraceMoment(phase, edge, module, params, Bytes(0)))
+
+    def add_layer(self, layer: Layer) -> None:
+        """Note the call of a block; more calls of one add up."""
+        known = self.layers.get(layer.name)
+        if known is not None:
+            layer = replace(
+                layer,
+                saved_bytes=Bytes(known.saved_bytes + layer.saved_bytes),
+                input_bytes=Bytes(known.input_bytes + layer.input_bytes),
+                seconds=known.seconds + layer.seconds,
+            )
+        self.layers[layer.name] = layer
 
     def before_change(self) -> None:
         """Note that model data is about to be allocated or freed within a period."""
@@ -151,7 +181,10 @@ class MemStatsCollector:
         for monitor in self._monitors:
             monitor.stop()
         kind, signature = self._key
-        traced = Trace(kind, signature, self._model_digest, tuple(self._moments))
+        layers, recomputed = tuple(self.layers.values()), min(self.recomputed, len(self.layers))
+        traced = Trace(
+            kind, signature, self._model_digest, tuple(self._moments), layers, recomputed
+        )  # fmt: skip
         known = self.traces.get(self._key)
         if known is not None:
             deviation = known.deviation_of(traced)
@@ -274,6 +307,36 @@ def listening(
             handle.remove()
 
 
+@contextmanager
+def _noting_layers(
+    module: nn.Module, collector: MemStatsCollector, saved: SavedBytes
+) -> Iterator[None]:
+    """Context in which a collector is told what every repeated block saves."""
+    before: dict[str, tuple[int, int]] = {}
+
+    def begins(name: str, block: nn.Module, args: Any) -> None:
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors_in(args)}
+        sizes = (storage.nbytes() for storage in storages.values())
+        given = sum(nbytes for nbytes in sizes if nbytes >= LEAST_SAVED_BYTES)
+        before[name] = saved.live_bytes, given
+
+    def ends(name: str, block: nn.Module, args: Any, outputs: Any) -> None:
+        if not in_backward():
+            live, given = before[name]
+            grown = max(0, saved.live_bytes - live)
+            collector.add_layer(Layer(name, Bytes(grown), Bytes(given)))
+
+    handles = []
+    for name, block in repeated_blocks(module):
+        handles.append(block.register_forward_pre_hook(partial(begins, name)))
+        handles.append(block.register_forward_hook(partial(ends, name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def input_signature(inputs: Any) -> str:
     """Shapes and dtypes of all tensors in `inputs`, in order; a user's objects are opened."""
     leaves = tensors_in(inputs, objects=_OBJECTS)
@@ -335,6 +398,7 @@ def trace(
                 _reparametrize_module(module, {**actual, **buffers}),
                 saved_bytes.counting(),
                 listening(module, made, ids, Moments(collector)),
+                _noting_layers(module, collector, saved_bytes),
                 torch.set_grad_enabled(kind == "train"),
             ):
                 outputs = module(*positional, **keywords)

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from gemini.units import Bytes
 
+from .layers import least_of
 from .trace import Kind, Trace
 
 Sizes = tuple[tuple[int, ...], ...]  # of every input, in order
@@ -69,7 +70,8 @@ def bound(traces: Iterable[Trace], kind: Kind, signature: str) -> Trace | None:
     bytes_, saved = (
         _least_bound([(of, row(trace)) for trace, of in like], sizes) for row in (_bytes, _saved)
     )
-    return _with_bytes(replace(like[-1][0], signature=signature), bytes_, saved)
+    layers = least_of([trace for trace, _ in like])
+    return _with_bytes(replace(like[-1][0], signature=signature, layers=layers), bytes_, saved)
 
 
 def _least_bound(like: Sequence[_Known], sizes: Sizes) -> _Row:
@@ -127,7 +129,7 @@ def without_saved(trace: Trace) -> Trace:
 def forward_of(trace: Trace) -> Trace:
     """Trace of an evaluation that asks for what the forward of training does."""
     moments = tuple(moment for moment in trace.moments if moment.phase == "forward")
-    return replace(trace, kind="eval", moments=moments)
+    return replace(trace, kind="eval", moments=moments, layers=(), recomputed=0)
 
 
 def grown(trace: Trace, factor: float) -> Trace:

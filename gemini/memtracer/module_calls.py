@@ -162,6 +162,25 @@ def has_experts(module: nn.Module) -> bool:
     return isinstance(getattr(module, "experts", None), nn.Module)
 
 
+def repeated_blocks(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Children of ModuleLists, by name, but those inside of others, compiled ones, and those that
+    their model checkpoints itself."""
+    taken: list[str] = []
+    for path, parent in root.named_modules():
+        if not isinstance(parent, nn.ModuleList) or any(path.startswith(one) for one in taken):
+            continue
+        taken.append(f"{path}.")
+        owner = root.get_submodule(path.rpartition(".")[0])
+        if getattr(owner, "gradient_checkpointing", False):
+            continue
+        for name, block in parent.named_children():
+            if any(True for _ in block.parameters()) and not (
+                getattr(block, "gradient_checkpointing", False)
+                or any(is_compiled(inner) for inner in block.modules())
+            ):
+                yield f"{path}.{name}" if path else name, block
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile made it; the compiler is not imported, which takes seconds."""
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None

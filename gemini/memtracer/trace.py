@@ -61,6 +61,20 @@ class TraceMoment:
         return f"{self.phase} {self.edge} of {self.module or 'the root module'}"
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Repeated block of a model, which may be computed again in backward.
+
+    saved_bytes: of all that its call saves for backward. input_bytes: of what it was given, which
+    stays if it is computed again. seconds: of its forward; 0 where nothing was timed.
+    """
+
+    name: str
+    saved_bytes: Bytes
+    input_bytes: Bytes
+    seconds: float = 0.0
+
+
 class Departure:
     """Departure from a plan; `str` says what happened."""
 
@@ -88,6 +102,8 @@ class Trace:
     signature: str  # of the inputs: see `input_signature`
     model_digest: str  # see `model_digest`
     moments: tuple[TraceMoment, ...]
+    layers: tuple[Layer, ...] = ()  # in the order of their calls; see `memtracer.layers`
+    recomputed: int = 0  # the first so many of them were computed again in backward
 
     def digest(self) -> str:
         """Digest of the sequence of events; measurements do not enter."""
@@ -189,11 +205,15 @@ class Trace:
             raise TraceError(f"no trace of format {FORMAT_VERSION}: found {version!r}")
         fields = _Fields(data)
         moments, has_saved = fields.array("moments"), data["format"] == FORMAT_VERSION
+        layers = [_Fields(one, f"layer {i}: ") for i, one in enumerate(data.get("layers", ()))]
+        recomputed = data.get("recomputed", 0)
         return cls(
             fields.one_of("kind", get_args(Kind)),
             fields.text("signature"),
             fields.text("model_digest"),
             tuple(_moment(_Fields(m, f"moment {i}: "), has_saved) for i, m in enumerate(moments)),
+            tuple(map(_layer, layers)),
+            fields.number(recomputed, "recomputed", most=len(layers)),
         )
 
 
@@ -214,6 +234,14 @@ def _moment(fields: _Fields, has_saved: bool) -> TraceMoment:
         float(fields.number(fields.value("seconds"), "seconds", kinds=(int, float))),
         saved,
     )
+
+
+def _layer(fields: _Fields) -> Layer:
+    saved, given = (
+        Bytes(fields.number(fields.value(name), name)) for name in ("saved_bytes", "input_bytes")
+    )
+    seconds = float(fields.number(fields.value("seconds"), "seconds", kinds=(int, float)))
+    return Layer(fields.text("name"), saved, given, seconds)
 
 
 class _Fields:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
 import numpy as np
 
+from gemini.memtracer.layers import recomputing, with_seconds
 from gemini.placement.homes.budget_fill import (
     check_nvme,
     fill,
@@ -16,7 +17,7 @@ from gemini.placement.homes.budget_fill import (
     host_overflows,
     missing_for_everything,
 )
-from gemini.placement.saved import Spilling, most_room, moves_of_saved, search_room
+from gemini.placement.saved import Spilling, most_room, moves_of_saved, search_number, search_room
 from gemini.placement.timetable.allowed import OverlapFacts, against_tail, facts_of
 from gemini.placement.timetable.gathers import GatherSteps, gather_steps
 from gemini.placement.timetable.moves import leaving_bytes, moves_of
@@ -33,7 +34,7 @@ from gemini.placement.timetable.updates import SERIAL, TAIL, StepCost, best_upda
 from gemini.units import ChunkId, Moment
 
 from .cost import bounds
-from .plan import Forecast, Plan, SavedHomes, ShardPlan
+from .plan import Forecast, Plan, Recomputed, SavedHomes, ShardPlan
 from .policy import (
     AutoPlacement,
     ConstPlacement,
@@ -41,6 +42,7 @@ from .policy import (
     StaticPlacement,
     has_budgets,
     never_released,
+    recomputes,
 )
 from .predict import Profile, predict
 from .problem import Homes, PlacementProblem, PlanInputs, static_homes
@@ -142,7 +144,6 @@ class Draft:
             average=inputs.average,
         )
         self.problem = self._all_stays
-        self._digests = layout.digest(), trace.digest()  # of long values: taken once
         self.needs = trace.chunk_needs(chunk_of)
         self.calls = trace.calls(chunk_of)
         self.reductions = (
@@ -162,12 +163,30 @@ class Draft:
             self.reductions = {c: replace(r, end=end) for c, r in self.reductions.items()}
         self.never_released = never_released(policy, [c.payload_bytes for c in self.problem.chunks])
         self.prefetched = prefetched_at(self.needs, inputs.max_prefetch)
-        self.saved_bytes = [m.saved_bytes for m in trace.moments]
+        self._cap = policy.steady_cap_ratio if isinstance(policy, AutoPlacement) else 1.0
+        self._layout_digest = layout.digest()  # of a long value: taken once
+        self._traced = inputs
+        # layers of which some may be computed again, if the plan says so
+        self.num_layers = len(trace.layers) if recomputes(policy) else 0
+        if trace.kind != "train":
+            self.num_layers = 0
+        self.recompute(trace.recomputed)
+
+    def recompute(self, number: int) -> None:
+        """Go on with the first `number` layers computed again in backward."""
+        inputs = self._traced
+        if number != inputs.trace.recomputed:
+            trace = inputs.trace
+            if not any(m.seconds for m in trace.moments):
+                trace = with_seconds(trace, inputs.compute_seconds())
+            inputs = replace(inputs, trace=recomputing(trace, number))
+        self.inputs = inputs
+        self.saved_bytes = [m.saved_bytes for m in inputs.trace.moments]
         self.spilling: Spilling | None = None  # None: no saved bytes may leave
-        if inputs.spilling is not None and isinstance(policy, AutoPlacement):
+        if inputs.spilling is not None and isinstance(self.policy, AutoPlacement):
             is_some = max(self.saved_bytes, default=0) > inputs.spilling.least_room
             self.spilling = inputs.spilling if is_some else None
-        self._cap = policy.steady_cap_ratio if isinstance(policy, AutoPlacement) else 1.0
+        self._trace_digest = inputs.trace.digest()
         self.keep(None)
         self.compute = inputs.compute_seconds()
 
@@ -197,19 +216,62 @@ class Draft:
         if isinstance(self.policy, StaticPlacement):
             return static_homes(self.policy, self.problem)
         try:
-            return self._fastest()
+            return self.best_number(self._fastest)
         except BudgetError as error:
             error.without_frames()
         self.give_up_cap()
-        return self._fastest()
+        return self.best_number(self._fastest)
+
+    def best_number(self, found_with: Callable[[], tuple[float | None, Homes]]) -> Homes:
+        """The best of the homes that are found with every number of layers computed again.
+
+        found_with: homes after their price, if it is known; 0 of none is best. What was measured
+        with some layers computed again stays so as long as it fits.
+        """
+        if not self.num_layers:
+            return found_with()[1]
+        found: dict[int, tuple[float, Homes, float]] = {}
+        refused: list[BudgetError] = []
+        cap = self._cap
+
+        def price(number: int) -> float:
+            self._cap = cap
+            self.recompute(number)
+            try:
+                known, homes = found_with()
+            except BudgetError as error:
+                refused.append(error.without_frames())
+                return inf
+            homes.recomputed = number
+            is_best = known == 0 and not number
+            if any(self.compute):
+                known = known if is_best else known or self._price(homes)
+            else:  # nobody knows what a layer takes: as few as fit
+                known = number
+            found[number] = known or 0.0, homes, self._cap
+            return found[number][0]
+
+        asked = self._traced.recomputed
+        if asked is None:
+            asked = self._traced.trace.recomputed or None
+        if asked is not None:
+            price(min(asked, self.num_layers))
+        if not found:
+            search_number(self.num_layers, price)
+        if not found:
+            raise min(refused, key=severity)
+        best = min(found, key=lambda number: (found[number][0], number))
+        self._cap = found[best][2]
+        self.recompute(best)
+        return found[best][1]
 
     def give_up_cap(self) -> None:
         """Give the cap up before a plan fails."""
         self._cap = 1.0
         self.demand = self._demand()
 
-    def _fastest(self) -> Homes:
-        """Homes with which an iteration is predicted to be shortest.
+    def _fastest(self) -> tuple[float, Homes]:
+        """Price and homes with which an iteration is predicted to be shortest.
 
         If saved bytes may leave the device, homes are filled beside several rooms for those that
         stay, and what they leave free is for saved bytes too.
@@ -217,7 +279,8 @@ class Draft:
         spilling = self.spilling
         self.keep(None)
         if spilling is None:
-            return self._in_best_order(ORDERS)[2]
+            price_of_best, _, homes = self._in_best_order(ORDERS)
+            return price_of_best, homes
         refused: list[BudgetError] = []
         found: list[tuple[float, str, Homes]] = []
 
@@ -254,7 +317,8 @@ class Draft:
             search_room(spilling.least_room, most, price)
         if not found:
             raise min(refused, key=severity)
-        return min(found, key=lambda one: one[0])[2]
+        least, _, homes = min(found, key=lambda one: one[0])
+        return least, homes
 
     def _all_but_saved(self, spilling: Spilling) -> Iterator[tuple[float, str, Homes]]:
         """Homes with all model data on the device, and with as many saved bytes as that leaves room
@@ -376,6 +440,8 @@ class Draft:
     # -- the rest --
 
     def finish(self, homes: Homes) -> PlanResult:
+        if homes.recomputed != self.inputs.trace.recomputed and self.num_layers:
+            self.recompute(homes.recomputed)
         self.keep(homes.saved)
         gathered = self._gathered(homes)
         trace = self.inputs.trace
@@ -455,8 +521,8 @@ class Draft:
             moves = tuple(sorted((*moves, *more), key=lambda move: move.begin))
         return Plan(
             kind=trace.kind,
-            layout_digest=self._digests[0],
-            trace_digest=self._digests[1],
+            layout_digest=self._layout_digest,
+            trace_digest=self._trace_digest,
             num_trace_moments=len(self.needs),
             has_host_tier=problem.has_host_tier,
             unsharded_grads=self.unsharded_grads,
@@ -477,7 +543,16 @@ class Draft:
                 schedule.gap,
             ),
             saved=problem.saved,
+            recomputed=self._recomputed(),
         )  # fmt: skip
+
+    def _recomputed(self) -> Recomputed | None:
+        trace = self.inputs.trace
+        if not trace.recomputed:
+            return None
+        first = trace.layers[: trace.recomputed]
+        seconds = sum(layer.seconds for layer in first)
+        return Recomputed(tuple(layer.name for layer in first), len(trace.layers), seconds)
 
     def _gather_room(self, homes: Homes) -> Vector:
         """Bytes for payloads at every moment, in these homes."""

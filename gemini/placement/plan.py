@@ -151,6 +151,20 @@ class SavedHomes:
 
 
 @dataclass(frozen=True, slots=True)
+class Recomputed:
+    """Layers that are computed again in backward: `names` of `num_layers`, which takes `seconds`
+    more, as far as somebody has timed them."""
+
+    names: tuple[str, ...]
+    num_layers: int
+    seconds: float
+
+    def __str__(self) -> str:
+        more = f", {self.seconds:.3g} s" if self.seconds else ""
+        return f"computed again in backward: {len(self.names)} of {self.num_layers} layers{more}"
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """Consequences of a plan, for predictions, costs and pictures. No executor reads it."""
 
@@ -180,6 +194,7 @@ class Plan:
     host_staging: Staging
     forecast: Forecast
     saved: SavedHomes | None = field(default=None, repr=False)  # None: all that is saved stays
+    recomputed: Recomputed | None = field(default=None, repr=False)  # None: no layer is
 
     @property
     def num_moments(self) -> int:
@@ -202,7 +217,8 @@ class Plan:
 
     def digest(self) -> str:
         """Digest of exactly this plan; equal on all ranks."""
-        return digest_of(self) if self.saved is None else digest_of((self, self.saved))
+        more = [one for one in (self.saved, self.recomputed) if one is not None]
+        return digest_of((self, *more)) if more else digest_of(self)
 
     def bytes_moved(self) -> dict[tuple[Tier, Tier], int]:
         """Bytes of one iteration over every link that is used."""

@@ -171,11 +171,17 @@ def _in_homes(draft: Draft, homes: Homes) -> PlanResult:
     """Finish a plan in its homes. Raises BudgetError where what a moment needs does not fit."""
     for chunk in sorted(draft.never_released):
         homes.never_released[chunk] = True
-    if draft.lacks(homes) is not None:
-        draft.give_up_cap()
-    homes.saved = draft.saved_beside(homes)
-    draft.keep(homes.saved)
-    draft.check_room(homes)
+
+    def within() -> tuple[float | None, Homes]:
+        mine = homes.copy()
+        if draft.lacks(mine) is not None:
+            draft.give_up_cap()
+        mine.saved = draft.saved_beside(mine)
+        draft.keep(mine.saved)
+        draft.check_room(mine)
+        return 0.0 if mine.saved is None else None, mine
+
+    homes = draft.best_number(within)
     planned = draft.finish(homes)
     over = draft.over_budget(planned.profile)
     if over is not None:

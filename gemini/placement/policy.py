@@ -18,8 +18,8 @@ def _check_fraction(name: str, value: float) -> None:
         raise ValueError(f"{name}={value} is outside [0, 1]")
 
 
-KEEP, SPILL = "keep", "spill"
-ACTIVATIONS = (KEEP, SPILL)
+KEEP, SPILL, AUTO = "keep", "spill", "auto"
+ACTIVATIONS = (KEEP, SPILL, AUTO)
 
 
 @by_name
@@ -84,7 +84,8 @@ class AutoPlacement:
         takes it. Where it is None, `NvmeConfig.block_numel` is a wish, as long as no parameter
         lives in a file: files stay as they were cut.
     activations: `"keep"`, or `"spill"`: of what forward saves for backward, the oldest goes to the
-        host and to `nvme_dir` where the device budget has no room for it. The bits are the same.
+        host and to `nvme_dir` where the device budget has no room for it. `"auto"`: children of a
+        ModuleList, too, are computed again in backward where that is faster. The bits are the same.
 
     Raises ValueError for a ratio out of range and for what is no size. Budgets that cannot hold the
     model are a BudgetError when it is wrapped; one that an iteration passes is a `BudgetWarning`.
@@ -169,7 +170,12 @@ def has_budgets(policy: Placement) -> bool:
 
 def spills(policy: Placement) -> TypeGuard[AutoPlacement]:
     """Whether activations may leave the device."""
-    return isinstance(policy, AutoPlacement) and policy.activations == SPILL
+    return isinstance(policy, AutoPlacement) and policy.activations != KEEP
+
+
+def recomputes(policy: Placement) -> bool:
+    """Whether a plan may have layers computed again in backward."""
+    return isinstance(policy, AutoPlacement) and policy.activations == AUTO
 
 
 def parse_placement(policy: str | Placement) -> Placement:

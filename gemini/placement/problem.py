@@ -51,6 +51,7 @@ class Homes:
     device_staging: Staging = field(default_factory=Staging)
     host_staging: Staging = field(default_factory=Staging)
     saved: SavedHomes | None = None  # of bytes saved for backward; None: all stay
+    recomputed: int = 0  # the first so many layers are computed again in backward
 
     @classmethod
     def all_on(cls, tier: Tier, chunks: Sequence[ChunkBytes]) -> Homes:
@@ -93,6 +94,7 @@ class PlanInputs:
     original_home: Tier | None = None  # where these values live already
     average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights: `average_bytes`
     spilling: Spilling | None = None  # how saved bytes leave the device; None: they stay
+    recomputed: int | None = None  # layers computed again in backward; None: as many as is best
 
     @property
     def memory(self) -> Tier:

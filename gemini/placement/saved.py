@@ -18,6 +18,7 @@ from .tiers import Tier
 
 NUM_PIECES = 8  # that may be on their way out
 _COARSE = 3  # levels below all that is saved, at the same distance
+_FEW = 8  # layers, of which every number is tried
 _ROUNDS = 6  # of halving the distance to the levels beside the best
 
 
@@ -111,6 +112,37 @@ def moves_of_saved(homes: SavedHomes, moments: Sequence[TraceMoment]) -> Iterato
             taken = (j for j in range(i, len(saved)) if saved[j] < away)
             yield from _both(homes, away - less, away, i, next(taken, len(saved)), out=False)
             away -= less
+
+
+def search_number(most: int, price: Callable[[int], float]) -> None:
+    """Ask for the price of numbers of layers from 0 to `most`, which are computed again: of all of
+    few; else of some, and of those beside the best.
+
+    price: infinite where nothing fits; 0 where nothing is better.
+    """
+    if price(0) == 0:
+        return
+    if most <= _FEW:
+        for number in range(1, most + 1):
+            price(number)
+        return
+    found: dict[int, float] = {}
+
+    def asked(number: int) -> None:
+        if 0 < number <= most and number not in found:
+            found[number] = price(number)
+
+    step = -(-most // _COARSE)
+    for number in range(most, 0, -step):
+        asked(number)
+    while step > 1:
+        step = -(-step // 2)
+        # the last that has a price at all may be beside one that has none
+        best = min(found, key=lambda number: (found[number], -number))
+        for number in (best - step, best + step):
+            asked(number)
+        if step == 1 and min(found, key=lambda number: (found[number], -number)) != best:
+            step = 2
 
 
 def _both(

@@ -20,7 +20,7 @@ from torch import nn
 
 from gemini.chunk.layout import ParamSpec, specs_of
 from gemini.memtracer.collector import trace
-from gemini.memtracer.trace import Trace, TraceMoment, model_digest
+from gemini.memtracer.trace import Layer, Trace, TraceMoment, model_digest
 from gemini.units import Bytes, ParamId
 
 _DEPTH_NAMES = ("num_hidden_layers", "n_layer")
@@ -56,7 +56,15 @@ class Activations:
                 a.non_model_bytes + more * max(0, b.non_model_bytes - a.non_model_bytes),
             )
         )
-        return replace(two, moments=moments, signature=f"batch {batch}")
+        layers = tuple(
+            replace(
+                a,
+                saved_bytes=Bytes(a.saved_bytes + more * (b.saved_bytes - a.saved_bytes)),
+                input_bytes=Bytes(a.input_bytes + more * (b.input_bytes - a.input_bytes)),
+            )
+            for a, b in zip(two.layers, three.layers, strict=True)
+        )
+        return replace(two, moments=moments, signature=f"batch {batch}", layers=layers)
 
 
 def activations_of(
@@ -189,7 +197,7 @@ def _deepened(
 
     def shifted(moments: Sequence[TraceMoment], layers: int) -> list[TraceMoment]:
         def renamed(name: str) -> str:
-            return _LAYER.sub(lambda m: m[0].replace(m[1], str(int(m[1]) + layers)), name, count=1)
+            return _shifted_name(name, layers)
 
         return [
             replace(
@@ -202,6 +210,9 @@ def _deepened(
             for moment in moments
         ]
 
+    def renamed_layer(layer: Layer, layers: int) -> Layer:
+        return replace(layer, name=_shifted_name(layer.name, layers))
+
     moments = shifted(forward[:one], 0)
     for layers in range(more + 1):
         moments += shifted(forward[one:two], layers)
@@ -211,7 +222,18 @@ def _deepened(
     for layers in reversed(range(more + 1)):
         moments += shifted(backward[two:one], layers)
     moments += shifted(backward[one:], 0)
-    return Trace(shallow.kind, shallow.signature, model_digest(specs), tuple(moments))
+    first, *others = shallow.layers or (None,)
+    deep: list[Layer] = []
+    if first is not None and len(others) == _TRACED_LAYERS - 1:
+        deep = [first, *(renamed_layer(others[0], i) for i in range(more)), *(
+            renamed_layer(layer, more) for layer in others
+        )]  # fmt: skip
+    return Trace(shallow.kind, shallow.signature, model_digest(specs), tuple(moments), tuple(deep))
+
+
+def _shifted_name(name: str, layers: int) -> str:
+    """Name in a model that has so many layers more before this one."""
+    return _LAYER.sub(lambda m: m[0].replace(m[1], str(int(m[1]) + layers)), name, count=1)
 
 
 def _first(moments: Sequence[TraceMoment], layer: int) -> int:

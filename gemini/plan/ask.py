@@ -18,7 +18,7 @@ from gemini.optim.adaptive import LionRule
 from gemini.optim.rules.state_layout import WEIGHT_DTYPE
 from gemini.optim.sgd import SGDRule
 from gemini.placement.homes.budgets import first_that_fits
-from gemini.placement.policy import SPILL, AutoPlacement
+from gemini.placement.policy import AUTO, KEEP, SPILL, AutoPlacement
 from gemini.placement.sizes import BudgetError, StateBytes, wider_chunks
 from gemini.placement.timetable.updates import TAIL, current_update
 
@@ -33,6 +33,11 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # planes that are no masters, by optimizer
 LAYOUTS = {"adamw": AdamRule.layout, "lion": LionRule.layout, "sgd": SGDRule.layout}
 QUANTISED = ("adamw",)  # whose state may be kept in fewer bits
+_GO = {
+    KEEP: "",
+    SPILL: ", the oldest below the device where it has no room",
+    AUTO: ", or below the device, or computed again, as the plan says",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Training:
     scores: whether a reward model is trained, with a head of one score.
     loaded: whether the module has its values before it is wrapped, as `from_pretrained` leaves it.
     keep_originals: of `GeminiDDP`.
-    spills: whether activations may leave the device: activations="spill" of `AutoPlacement`.
+    activations: where they go: of `AutoPlacement`.
     """
 
     batch: int = 1
@@ -77,7 +82,7 @@ class Training:
     scores: bool = False
     loaded: bool = False
     keep_originals: bool = False
-    spills: bool = False
+    activations: str = KEEP
 
     def __post_init__(self) -> None:
         if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
@@ -94,7 +99,7 @@ class Training:
         trained = f"LoRA of rank {self.lora}" if self.lora else "all parameters trained"
         trained += f" on a base in {self.quantize}" if self.quantize else ""
         kept = "computed again in backward" if self.checkpointing else "kept for backward"
-        kept += ", the oldest below the device where it has no room" if self.spills else ""
+        kept += _GO[self.activations]
         times = f", {self.accumulate} times a step" if self.accumulate > 1 else ""
         how = "traced" if self.activation_bytes is None else "given"
         loss = "of a reward model" if self.scores else "with the loss of trl"
@@ -121,7 +126,7 @@ def plan_for(model: str | Path | nn.Module, machine: Hardware, training: Trainin
 
 def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> Question:
     """Search the model's chunks and trace it; see `plan_for`."""
-    if training.spills:
+    if training.activations == SPILL:
         disk = AutoPlacement(
             nvme_budget=machine.nvme, nvme_dir=machine.folder, activations=SPILL
         )  # fmt: skip
@@ -186,7 +191,7 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
             current_update(training.update), training.ema, *models.experts_of(model), other,
             state.splits(WEIGHT_DTYPE), training.quantize,
             models.products_of(model) if has_master else 0, training.lengths, training.loaded,
-            training.keep_originals, training.spills,
+            training.keep_originals, training.activations,
         )  # fmt: skip
 
     def fitting(chunks: ChunkConfiguration) -> Question:

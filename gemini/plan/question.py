@@ -20,7 +20,7 @@ from gemini.placement.fit import (
     with_ahead,
 )
 from gemini.placement.planner import PlanInputs, PlanResult, plan_within
-from gemini.placement.policy import AutoPlacement, has_budgets
+from gemini.placement.policy import AUTO, KEEP, AutoPlacement, has_budgets
 from gemini.placement.problem import average_bytes
 from gemini.placement.saved import Spilling
 from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
@@ -119,7 +119,12 @@ class Question:
     lengths: int = 1  # of inputs that differ in a run, `seq` the longest
     loaded: bool = False  # the module has its values before it is wrapped
     keep_originals: bool = False  # of frozen weights, as `GeminiDDP` takes it
-    spills: bool = False  # activations="spill" of `AutoPlacement`
+    activations_go: str = KEEP  # `activations` of `AutoPlacement`
+
+    @property
+    def spills(self) -> bool:
+        """Whether activations may leave the device."""
+        return self.activations_go != KEEP
 
     @property
     def policy(self) -> AutoPlacement:
@@ -127,7 +132,7 @@ class Question:
         machine = self.machine
         return AutoPlacement(
             f"{machine.device_mem}B", f"{machine.host_mem}B", f"{machine.nvme}B", machine.folder,
-            activations="spill" if self.spills else "keep",
+            activations=self.activations_go,
         )  # fmt: skip
 
     @property
@@ -160,7 +165,11 @@ class Question:
         """
         inputs, result = self.fitted()
         flops = self.flops_per_token * self.batch * self.seq
-        priced = replace(inputs, bandwidths=self.machine.bandwidths, flops=flops)
+        recomputed = result.plan.recomputed
+        priced = replace(
+            inputs, bandwidths=self.machine.bandwidths, flops=flops,
+            recomputed=0 if recomputed is None else len(recomputed.names),
+        )  # fmt: skip
         return priced, plan_within(result.plan, priced, self.policy)
 
     def wrapped(self) -> Fitted:
@@ -203,8 +212,12 @@ class Question:
             has_host_tier=has_host_tier,
             with_originals=self.with_originals,
         )
-        if self.spills:
-            has_files = self.machine.nvme > 0
+        has_files = self.machine.nvme > 0
+        if self.activations_go == AUTO:  # what a layer takes has a part in its choice
+            flops = self.flops_per_token * self.batch * self.seq
+            links = replace(inputs.bandwidths, flops=self.machine.bandwidths.flops)
+            inputs = replace(inputs, bandwidths=links, flops=flops)
+        if self.spills and (has_host_tier or has_files):
             spilling = Spilling.within(inputs.budgets.device, has_files=has_files)
             inputs = replace(inputs, spilling=spilling)
         block_numel = usual_block_numel(inputs)

@@ -127,6 +127,8 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
             places.append(f"{_WHERE[tier]} {format_bytes(plan.peaks[tier.value])}{of}{contents}")
     yield f"at the peak: {'; '.join(places)}; {process_in_words(plan.process)}"
     planned = plan.result.plan
+    if planned.recomputed is not None:
+        yield f"{planned.recomputed} a step"
     if planned.saved is not None:
         yield f"{planned.saved} of a rank, of those that backward needs"
     written = sum(n for (_, to), n in planned.bytes_moved().items() if to is Tier.NVME)
@@ -195,7 +197,7 @@ def train_arguments(plan: Answer, optim: str) -> str:
         "--checkpointing" if asked.checkpointing else "--no-checkpointing",
     ]  # fmt: skip
     if asked.spills:
-        given.append("--activations spill")
+        given.append(f"--activations {asked.activations_go}")
     return " ".join(given)
 
 

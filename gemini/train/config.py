@@ -143,7 +143,9 @@ class TrainConfig(Settings):
     packing: bool = _step(False, "several rows share a sequence, and do not see each other")
     checkpointing: bool = _memory(True, "activations are computed again in backward, not kept")
     activations: str = _memory(
-        "keep", "spill: what the device has no room for goes to RAM and --nvme", one_of=ACTIVATIONS
+        "keep",
+        "spill: the oldest go to RAM and --nvme; auto: or are computed again",
+        one_of=ACTIVATIONS,
     )
     epochs: float = _step(1.0, "passes over the data", above=0)
     steps: int = _step(0, "optimizer steps, in place of --epochs", least=0)

@@ -12,7 +12,6 @@ from gemini.doctor.measure import flops_of
 from gemini.memtracer.monitor import resident_bytes
 from gemini.nvme.files.file import free_bytes
 from gemini.placement.homes.budgets import USABLE
-from gemini.placement.policy import SPILL
 from gemini.placement.speeds import FOLDER, agreed
 from gemini.plan.ask import Training
 from gemini.plan.machine import TYPICAL_PROCESS, Hardware
@@ -37,7 +36,7 @@ def training_of(config: TrainConfig, world_size: int) -> Training:
         checkpointing=config.checkpointing, optimizer=optimizer, state=state,
         accumulate=config.accumulate, update=config.update, by_trl=True,
         trust_remote_code=config.trust_remote_code, scores=config.scores,
-        lengths=len(config.padded_lengths), spills=config.activations == SPILL,
+        lengths=len(config.padded_lengths), activations=config.activations,
     )  # fmt: skip
 
 

@@ -20,8 +20,8 @@ class Attempt:
     def __init__(self, parts: Parts, homes: MovingHomes, module: nn.Module, inputs: Any) -> None:
         self._parts = weakref.proxy(parts)
         self._homes = homes
-        self._buffers = _Versions(module.buffers())
-        self._inputs = _Versions(tensors_in(inputs))
+        self._buffers = Versions(module.buffers())
+        self._inputs = Versions(tensors_in(inputs))
         self._graph_was_open = homes.graph_is_open
         self._random = torch.get_rng_state()
         device = parts.backend.device
@@ -70,7 +70,7 @@ class Attempt:
         parts.sampler.begin(inputs, again=True)  # what was known of such inputs was too little
 
 
-class _Versions:
+class Versions:
     """Tensors, and how often each was changed in place."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

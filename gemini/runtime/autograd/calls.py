@@ -98,7 +98,7 @@ class Calls:
                 handles.append(module.register_forward_pre_hook(waits, prepend=True))
         self.midway.hook(root)
         # last, so that these hooks are around the root's own, if it is a caller
-        handles += around_forward(root, self._begin_forward, self._end_forward)
+        handles += around_forward(root, self.begin_forward, self.end_forward)
 
     def listen(self) -> None:
         """Take gradients as autograd accumulates them, of parameters that require one."""
@@ -160,6 +160,7 @@ class Calls:
             except BaseException:
                 self._sampler.abandon()
                 raise
+            self._sampler.choose_again(told_apart)
             self._graph_was_open = self._homes.graph_is_open
             self.midway.begin()
 
@@ -195,7 +196,7 @@ class Calls:
 
     @_disable_dynamo
     @taking_turns
-    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+    def begin_forward(self, module: nn.Module, args: Any) -> None:
         """Begin a forward of the root module, by whichever entry point it is called."""
         parts = self._parts
         parts.forward_depth += 1
@@ -228,8 +229,7 @@ class Calls:
     def begin_cycle(self) -> None:
         """Begin a cycle: a forward outside the cycle before, or all micro-batches of a schedule."""
         self._meetings.begin_cycle()
-        self.unpin()
-        # inputs may differ between ranks, and what is gathered when may not
+        self.unpin()  # and as inputs may differ between ranks, what is gathered when may not:
         one_rank = self._parts.comm.world_size == 1
         levels = self._parts.planning.levels
         signature = self._sampler.signature if one_rank else levels.signature
@@ -237,7 +237,7 @@ class Calls:
 
     @_disable_dynamo
     @taking_turns
-    def _end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._parts.forward_depth = max(0, self._parts.forward_depth - 1)
         if not in_pass(self._parts):
             if self._parts.all_gathered:
@@ -276,7 +276,7 @@ class Calls:
         viewed = tuple(parts.viewed)
         if viewed:  # operators that took such a view have no hook of their own
             self._manager.pin(viewed)
-            self._gather(viewed, in_cycle=False)
+            self.gather(viewed, in_cycle=False)
 
     @contextmanager
     def microbatch(self) -> Iterator[None]:
@@ -358,7 +358,7 @@ class Calls:
         backward = torch._C._current_graph_task_id() != -1
         is_in_pass = backward or self._parts.forward_depth > 0
         if is_in_pass:
-            self._let_go()
+            self.let_go()
         if self._collector.collecting:
             self._sampler.record("leave", caller)
         if recorded and is_in_pass and not backward:
@@ -384,7 +384,7 @@ class Calls:
         self._manager.end_use(caller.chunks, caller.params, TensorState.HOLD_AFTER_BACKWARD)
         if in_pass:
             self._reducer.closed(caller.chunks, caller.whole)
-            self._let_go()
+            self.let_go()
         if in_pass and self._collector.collecting:
             self._sampler.record("leave", caller)
 
@@ -436,14 +436,10 @@ class Calls:
     @taking_turns
     def fetch(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
         """Make parameters readable that no module has in use; returns their chunks."""
-        idle: set[ChunkId] = set()
-        for param in params:
-            if self._manager.state_of(param) is not TensorState.COMPUTE:
-                idle.add(self._parts.chunk_of[param])
-        if not idle:
-            return ()
+        state_of, chunk_of = self._manager.state_of, self._parts.chunk_of
+        idle = {chunk_of[param] for param in params if state_of(param) is not TensorState.COMPUTE}
         chunks = tuple(sorted(idle))
-        if not self._parts.is_summoned:
+        if chunks and not self._parts.is_summoned:
             if in_pass(self._parts):
                 self._sampler.record("enter", self._caller_for(chunks))
             self._make_there(chunks)
@@ -455,14 +451,14 @@ class Calls:
         is_in_pass = in_pass(self._parts)
         caller = self._caller_for(chunks)
         if is_in_pass and not self._parts.is_summoned:
-            self._let_go()
+            self.let_go()
             self._sampler.record("leave", caller)
         if not torch.is_grad_enabled():
             return
         results = [t for t in tensors_in(result) if t.requires_grad and type(t) is not ChunkView]
-        if results and self._parts.control_vector.active and not is_in_pass:
-            refuse_unscaled(self._parts.layout, caller.traced[0])
         if results:
+            if self._parts.control_vector.active and not is_in_pass:
+                refuse_unscaled(self._parts.layout, caller.traced[0])
             others = [t for t in tensors_in(arguments) if handle_of(t) is None]
             self._modules.watch(caller, results, others, in_pass=is_in_pass)
 
@@ -530,11 +526,15 @@ class Calls:
         if not (self._parts.forward_depth or torch._C._current_graph_task_id() != -1):
             self._make_readable(chunks)
             return
+        visits, there = self._sampler.is_visiting, self._parts.chunks
+        if visits and all(there[chunk].gathered for chunk in chunks):
+            return
         if self._meetings.reads_outside:
             self._meetings.end_reading()
-        self._gather(chunks, in_cycle=not self._manager.holds)
+        self.gather(chunks, in_cycle=not (self._manager.holds or visits))
 
-    def _gather(self, chunks: tuple[ChunkId, ...], *, in_cycle: bool) -> None:
+    def gather(self, chunks: tuple[ChunkId, ...], *, in_cycle: bool) -> None:
+        """Gather the chunks of a call; `in_cycle`: by the steps, of which it is one."""
         manager = self._manager
         if self._parts.regather.arriving:
             self._parts.regather.arrive(chunks)
@@ -553,8 +553,10 @@ class Calls:
         if measured:
             self._collector.after_change()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """End a call's use of its chunks, in a pass."""
+        if self._sampler.is_visiting:
+            return
         if self._collector.collecting:
             self._collector.before_change()
             self._manager.call_ended()
@@ -576,7 +578,7 @@ class Calls:
 
     def _gather_read(self, names: Sequence[str], wanted: Container[str]) -> None:
         """Gather the chunks that any rank reads. Collective."""
-        self._gather(tuple(sorted(ChunkId(int(name)) for name in names)), in_cycle=False)
+        self.gather(tuple(sorted(ChunkId(int(name)) for name in names)), in_cycle=False)
 
 
 def _own_params(module: nn.Module, whole: bool) -> list[ParamId]:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from gemini.activations.file import SavedFile
 from gemini.activations.host import HostTier
-from gemini.activations.lower import FileTier, LowerTier
+from gemini.activations.lower import FileTier, LowerTier, NoTier
 from gemini.activations.saved_tensors import SavedTensors
 from gemini.chunk.parameter import handle_of
-from gemini.placement.policy import spills
+from gemini.placement.policy import recomputes, spills
 from gemini.placement.predict import KINDS
 from gemini.placement.saved import NUM_PIECES, Spilling
 from gemini.placement.tiers import Tier
@@ -56,6 +56,10 @@ class SavedCalls:
         )
         parts.ledger.count_saved(lambda: self.saved.staging_bytes)
         parts.sampler.count_saved(self.saved)
+        if recomputes(parts.planning.policy) and parts.stage is None:
+            from .recompute import Layers
+
+            Layers(parts, self.saved, root)
 
     @contextmanager
     def around(self, module: nn.Module) -> Iterator[None]:
@@ -117,7 +121,8 @@ def _tier_of(parts: Parts, piece: int, host_room: Callable[[], int | None]) -> L
     if config.folder is not None and spills(policy) and policy.has_files:
         folder = config.checked_folder()
     if not backend.has_host_tier:
-        assert folder is not None, "the policy was checked"
+        if folder is None:  # layers may be computed again all the same
+            return NoTier()
         return FileTier(folder, config.label, piece_bytes=piece)
     file = None
     if folder is not None:

@@ -237,8 +237,8 @@ def _is_of_one_token(signature: str) -> bool:
 
 
 def _saved_of(parts: Parts) -> str:
-    saved = parts.plan.saved
-    return "" if saved is None else str(saved)
+    plan = parts.plan
+    return "; ".join(str(one) for one in (plan.saved, plan.recomputed) if one is not None)
 
 
 def _moves_of(parts: Parts) -> str:

@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from gemini.chunk.layout import ChunkLayout
 from gemini.memtracer.forecast import covers, with_bytes_added, without_saved
+from gemini.memtracer.layers import without_choice
 from gemini.memtracer.trace import (
     ASSUMED_SIGNATURE,
     Kind,
@@ -32,7 +33,7 @@ from gemini.placement.fit import (
 )
 from gemini.placement.homes.budgets import Machine, in_words_of, resolve
 from gemini.placement.overruns import BudgetWarning, Overruns, user_stacklevel
-from gemini.placement.plan import Plan, UpdatePath
+from gemini.placement.plan import Plan, Recomputed, UpdatePath
 from gemini.placement.planner import PlanInputs, PlanResult, plan_above, plan_grown, plan_within
 from gemini.placement.policy import (
     AutoPlacement,
@@ -95,6 +96,8 @@ class Planning:
     others: IterationPlans = field(default_factory=IterationPlans)
     moves: HomeMoves = field(default_factory=HomeMoves)  # so far
     levels: Levels = field(default_factory=Levels)  # of iterations of several ranks
+    # layers that are computed again, by the signature of inputs that this was planned for
+    _recomputed: dict[str, Recomputed | None] = field(default_factory=dict, init=False)
     keeps_homes: bool = False  # whatever iterations ask for
     waiting_bytes: int = 0  # of gradients of earlier backwards, as the iteration begins
 
@@ -135,8 +138,13 @@ class Planning:
             self.inputs, self.result = fitted()
         except BudgetError as error:
             raise in_words_of(self.policy, self.machine, error) from None
-        self.others.clear()
+        self._forget_plans()
         self.compare(self.plan)
+
+    def _forget_plans(self) -> None:
+        """Forget what was planned in other homes than those of the plan of training."""
+        self.others.clear()
+        self._recomputed.clear()
 
     def keep_homes(self) -> None:
         """Move nothing from now on: of several ranks that release nothing, nobody has a trace."""
@@ -237,7 +245,13 @@ class Planning:
             self._refused(inputs, error.without_frames())
             return False
         self.overruns.forget(f"{trace.kind} {trace.signature}")
+        before = self.inputs.trace
+        # the same inputs, with other layers computed again, as was planned
+        is_training |= bool(trace.layers) and (
+            without_choice(before.signature) == without_choice(trace.signature)
+        )
         if trace.kind == "train" and (is_training or not self.has_trace):
+            self._recomputed[without_choice(trace.signature)] = planned.plan.recomputed
             self.inputs, self.result, self.has_trace = inputs, planned, True
         else:
             self._keep(IterationPlan(trace, planned))
@@ -249,6 +263,34 @@ class Planning:
 
     def _keep(self, planned: IterationPlan) -> None:
         self.others.keep(planned, self.waiting_bytes)
+        trace = planned.trace
+        if planned.result is None or trace.kind != "train" or not trace.layers:
+            return
+        found = planned.result.plan.recomputed
+        self._recomputed[without_choice(trace.signature)] = found
+        asked = planned.result.inputs.trace
+        if asked.signature != trace.signature:  # such an iteration is another one from now on
+            self.others.keep(replace(planned, trace=asked), self.waiting_bytes)
+
+    def recomputed_for(self, signature: str) -> Recomputed | None:
+        """Layers that an iteration with such inputs computes again, of training."""
+        return self._recomputed.get(signature, self.plan.recomputed)
+
+    def refuse_layers(self, names: Collection[str]) -> None:
+        """Plan without these layers from now on, in the present homes: none is computed again."""
+
+        def without(inputs: PlanInputs) -> PlanInputs:
+            left = tuple(one for one in inputs.trace.layers if one.name not in names)
+            return replace(inputs, trace=replace(inputs.trace, layers=left, recomputed=0))
+
+        inputs = without(self.inputs) if not self.inputs.trace.recomputed else self.inputs
+        self._begun = without(self._begun[0]), self._begun[1]
+        self.inputs = inputs
+        self._forget_plans()
+        try:
+            self.result = plan_within(self.plan, inputs, self.policy)
+        except BudgetError as error:
+            self._refused(inputs, error.without_frames())
 
     def follow_all(self, trace: Trace | None) -> bool:
         """Plan with the traces of all ranks, in the present homes; returns whether it was possible.
@@ -428,7 +470,7 @@ class Planning:
         begun, was_measured = self._begun
         self._begun = replace(begun, layout=layout), was_measured
         self.inputs, self.result = inputs, planned
-        self.others.clear()
+        self._forget_plans()
         self.compare(self.plan)
 
     def use_plan(self, planned: PlanResult, inputs: PlanInputs | None = None) -> None:
@@ -439,7 +481,7 @@ class Planning:
         self.result = planned
         homes = tuple(shard.param_home for shard in planned.plan.shards)
         self.inputs = replace(inputs or self.inputs, fixed_params=homes)
-        self.others.clear()
+        self._forget_plans()
 
     def asked_by(self, trace: Trace) -> Trace:
         """Trace that counts for homes: one that was given with the module if it is of such an
@@ -572,8 +614,9 @@ def begin_planning(
         with_originals=with_originals, num_ahead=num_ahead, brings_params=update == SPECULATE,
     )  # fmt: skip
     if spills(policy) and budgets.device < UNLIMITED:
-        spilling = Spilling.within(budgets.device, has_files=policy.has_files)
-        inputs = replace(inputs, spilling=spilling)
+        if backend.has_host_tier or policy.has_files:
+            spilling = Spilling.within(budgets.device, has_files=policy.has_files)
+            inputs = replace(inputs, spilling=spilling)
     else:
         inputs = replace(inputs, trace=without_saved(used))
     inputs = replace(inputs, block_numel=block_sizes(policy, inputs)[0])

@@ -287,6 +287,17 @@ class Reducer:
         self._begun.clear()
         self._nothing_is_left()
 
+    def reduce_held(self, chunks: Sequence[Chunk], after: Sequence[Chunk] = ()) -> None:
+        """Wait for the reductions of `after`, and begin those of what `holding` has left of
+        `chunks`; all ranks call it with the same. With no chunks nothing is left."""
+        for chunk in after:
+            self._end(chunk)
+        for chunk in chunks:
+            chunk.gradient.begin_reduce()
+        if not chunks:
+            self._nothing_is_left()
+            self.unsynchronised = False
+
     def reduce_deferred(self, factor: float) -> None:
         """Reduce once what `holding` has left, times `factor`; all ranks call it."""
         for chunk in self._order:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.units import ParamId
+
+if TYPE_CHECKING:
+    from gemini.runtime.autograd.recompute import Layers
 
 log = logging.getLogger("gemini")
 
@@ -54,6 +57,7 @@ class Sampler:
         self._overruns = overruns
         ledger.judge_by(overruns)
         self._traced = traced
+        self.layers: Layers | None = None  # that may be computed again; None: none may
         self._key: tuple[Kind, str] | None = None  # of the iteration that began last
         self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
         # the most bytes on the device in the last sampled iteration, and of each trace
@@ -70,6 +74,8 @@ class Sampler:
         overruns.noise_bytes = 0 if apart else PROCESS_NOISE_BYTES
         self.collector = MemStatsCollector(specs, monitors, counted, self._look)
         self.collector.deviations = overruns.found
+        # one call of the trace stands for all calls in it, of a layer with all micro-batches
+        self.is_visiting = False
 
     def count_saved(self, saved: SavedBytes) -> None:
         """Count what autograd saves, in traces to come."""
@@ -96,7 +102,9 @@ class Sampler:
             self._stale.add(self._key)
         kind: Kind = "train" if torch.is_grad_enabled() else "eval"
         traces = self.collector.traces
-        self._key = key = (kind, input_signature(inputs))
+        self._key = key = (kind, self._signature(kind, inputs))
+        if self.layers is not None and self.layers.proves:
+            return
         if key in traces:
             traces[key] = traces.pop(key)  # used last
             if key not in self._stale:
@@ -108,6 +116,21 @@ class Sampler:
         if kind == "train":
             self._ledger.peaks.clear()
         self.collector.begin(*key)
+        if self.layers is not None:
+            self.collector.recomputed = len(self.layers.names)
+
+    def _signature(self, kind: Kind, inputs: Any) -> str:
+        """Signature of inputs, and of the layers that are computed again."""
+        signature = input_signature(inputs)
+        return signature if self.layers is None else self.layers.choose(kind, signature)
+
+    def choose_again(self, inputs: Any) -> None:
+        """Begin the iteration anew if other layers are computed again by now: it was planned."""
+        if self.layers is not None and self._key is not None:
+            kind, signature = self._key
+            if self._signature(kind, inputs) != signature:
+                self.abandon()
+                self.begin(inputs, again=False)
 
     def _forget_one(self, kind: Kind) -> None:
         """Forget the trace that was not used the longest, and is not the largest of this kind."""
@@ -124,7 +147,16 @@ class Sampler:
         if self._key is None:
             return None
         known = *self._given, *self.collector.traces.values()
+        if self.layers is not None:
+            known = tuple(self._as_chosen(trace) for trace in known)
         return self.measured() or bound(known, *self._key)
+
+    def _as_chosen(self, trace: Trace) -> Trace:
+        """Forecast of what was measured, with the layers of this iteration computed again."""
+        from gemini.memtracer.layers import recomputing
+
+        assert self.layers is not None
+        return recomputing(trace, len(self.layers.names)) if trace.kind == "train" else trace
 
     def measured(self) -> Trace | None:
         """Trace of the iteration that began last, or of one like it."""
@@ -210,7 +242,7 @@ class Sampler:
     def record(self, edge: Edge, caller: Caller) -> None:
         """Record that a call begins or has ended."""
         params = caller.traced or caller.params
-        if self.collector.collecting and params:
+        if self.collector.collecting and params and not self.is_visiting:
             self.collector.record(edge, caller.name, params)
 
     def end(self) -> None:

@@ -177,7 +177,7 @@ def test_activations_that_stay_cost_nothing():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"activations": "auto"}, r"activations='auto'; expected one of \('keep', 'spill'\)"),
+        ({"activations": "all"}, r"activations='all'; expected one of \('keep', 'spill', 'auto'\)"),
         ({"activations": "spill"}, r"on the CPU.*AutoPlacement\(nvme_dir=\.\.\.\)"),
     ],
 )

@@ -1,0 +1,379 @@
+"""`gemini.accumulate`: forward and backward of several micro-batches, layer by layer.
+
+k micro-batches · n layers · h[i][j] hidden states of micro-batch j before layer i
+
+One micro-batch after the other brings every layer's weights 2k times a step. Here they come twice:
+layer i runs forward with all micro-batches without a graph, of which the boundaries h[i][j] stay;
+in backward it runs forward again with one micro-batch after the other, each followed by its
+backward. Gradients of a parameter are added up in the order of micro-batches, and each micro-batch
+has random numbers of its own, so that bits are those of the other order.
+
+A weight that prologue and epilogue share (a tied embedding) has, of one micro-batch, one gradient:
+the sum of both. So epilogues run twice: once for h[n][j], and at the end once more, beside the
+prologue, for that weight.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.arguments import by_name
+from gemini.ddp import GeminiDDP
+from gemini.memtracer.module_calls import in_backward
+from gemini.units import ParamId
+
+from .chain import Chain, Recorded, Surveyed, leaves_of, refuse, without_cache
+from .iteration import Iteration, params_among
+
+ORDERS = ("layers", "batches")
+
+# What a survey has shown of a module, by the list of layers and what a micro-batch consists of
+_SURVEYED: weakref.WeakKeyDictionary[nn.Module, dict[Any, Surveyed]] = weakref.WeakKeyDictionary()
+
+
+@by_name
+def accumulate(
+    model: GeminiDDP,
+    micro_batches: Sequence[Any],
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    order: str = "layers",
+    layers: str | None = None,
+) -> list[Tensor]:
+    """Run forward and backward of all micro-batches; `optimizer.step()` follows.
+
+    micro_batches: each a mapping of keyword arguments, a tuple or list of positional ones, or one
+        tensor. All ranks give the same number.
+    loss: (output, micro-batch) -> scalar; None is `output.loss`. Gradients are those of the sum of
+        losses: a mean over micro-batches or tokens is divided here.
+    order: `"layers"`: all micro-batches run through a layer before the next one, so weights come
+        twice a step, and boundaries between layers, [k] hidden states each, stay until backward.
+        `"batches"`: one micro-batch after the other, with the same bits.
+    layers: name of the `ModuleList` or `Sequential` of layers that follow each other; None is the
+        model's only `ModuleList`, as decoders of Hugging Face have it.
+
+    Returns the losses, detached. Random numbers of each micro-batch are seeded by one draw of
+    torch's generator, of the host and of the device.
+
+    Raises ValueError for a model that is no chain of layers, before any gradient is changed, and
+    RuntimeError without gradients, inside a backward, in a pipeline, or for another number of
+    micro-batches than another rank's, on all ranks.
+    """
+    batches = list(micro_batches)
+    _check(model, batches, order)
+    if model.engine.comm.world_size > 1:
+        model.engine.call(f"gemini.accumulate() of {len(batches)} micro-batches")
+    work = _Work(model, batches, loss, _Streams(model.engine.backend.device, len(batches)))
+    with work.streams.restored():
+        return work.by_batches() if order == "batches" else work.by_layers(layers)
+
+
+def _check(model: GeminiDDP, batches: Sequence[Any], order: str) -> None:
+    if not isinstance(model, GeminiDDP):
+        raise ValueError(f"model is a {type(model).__name__}; expected a GeminiDDP")
+    if not batches:
+        raise ValueError("micro_batches is empty; expected at least one")
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r}; expected one of {', '.join(ORDERS)}")
+    if model.engine.is_unwrapped:
+        raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
+    if in_backward() or not torch.is_grad_enabled():
+        raise RuntimeError("gemini.accumulate() inside a backward or no_grad() forms no gradients")
+    if model.engine.together is not None:
+        raise RuntimeError(
+            "gemini.accumulate() of a stage of a pipeline; the schedule runs its micro-batches"
+        )
+
+
+class _Streams:
+    """Random numbers of each micro-batch: states of the generators of the host and the device."""
+
+    def __init__(self, device: torch.device, num_batches: int) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._seeds = torch.randint(2**62, (num_batches,), device="cpu").tolist()
+
+    def begin(self, batch: int) -> None:
+        torch.default_generator.manual_seed(self._seeds[batch])
+        if self._device is not None:
+            with torch.cuda.device(self._device):
+                torch.cuda.manual_seed(self._seeds[batch])
+
+    def now(self) -> tuple[Tensor, Tensor | None]:
+        device = None if self._device is None else torch.cuda.get_rng_state(self._device)
+        return torch.get_rng_state(), device
+
+    def go_on(self, state: tuple[Tensor, Tensor | None]) -> None:
+        torch.set_rng_state(state[0])
+        if self._device is not None and state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self._device)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context behind which generators go on as before it."""
+        before = self.now()
+        try:
+            yield
+        finally:
+            self.go_on(before)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """One micro-batch on its way through the layers.
+
+    boundaries: h[0..n] as `Iteration.keep` has them. states: of generators before layer i, and
+    before the epilogue. grad: of the hidden states that backward has come to.
+    """
+
+    recorded: Recorded
+    boundaries: list[Any] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)
+    grad: Tensor | None = None
+
+
+class _Work:
+    """One call of `accumulate`."""
+
+    def __init__(
+        self,
+        model: GeminiDDP,
+        batches: Sequence[Any],
+        loss: Callable[[Any, Any], Tensor] | None,
+        streams: _Streams,
+    ) -> None:
+        self._model, self._batches, self._loss = model, batches, loss
+        self.streams = streams
+
+    def _loss_of(self, output: Any, batch: Any) -> Tensor:
+        found: Any
+        if self._loss is not None:
+            found = self._loss(output, batch)
+        elif isinstance(output, Mapping):
+            found = output.get("loss")
+        else:
+            found = getattr(output, "loss", None)
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            raise ValueError(
+                f"no loss: {type(found).__name__} of a {type(output).__name__}; expected "
+                "loss=lambda output, batch: ..., a scalar, or an output with a loss"
+            )
+        return found
+
+    # -- one micro-batch after the other --
+
+    def by_batches(self) -> list[Tensor]:
+        losses = []
+        last = len(self._batches) - 1
+        several = self._model.engine.comm.world_size > 1
+        for j, batch in enumerate(self._batches):
+            self.streams.begin(j)
+            args, kwargs = self._given(batch)
+            with self._model.no_sync() if several and j < last else nullcontext():
+                found = self._loss_of(self._model(*args, **kwargs), batch)
+                found.backward()
+            losses.append(found.detach())
+        return losses
+
+    def _given(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a forward."""
+        if isinstance(batch, Mapping):
+            return (), without_cache(self._model.module, batch)
+        args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        return args, without_cache(self._model.module, {})
+
+    # -- one layer after the other --
+
+    def by_layers(self, layers: str | None) -> list[Tensor]:
+        chain = Chain(self._model.module, layers)
+        surveyed, is_new = self._survey(chain)
+        with Iteration(self._model, chain.layers, chain.name, self._batches) as iteration:
+            walk = _Walk(self, chain, surveyed, iteration)
+            walk.prologues()
+            walk.forwards()
+            losses = walk.epilogues(surveyed.loss if is_new else None)
+            walk.backwards()
+            walk.ends()
+        return losses
+
+    def _survey(self, chain: Chain) -> tuple[Surveyed, bool]:
+        """What a whole forward of the first micro-batch has shown, once for a kind of them."""
+        batch = self._batches[0]
+        parts = tuple(sorted(batch)) if isinstance(batch, Mapping) else len(self._given(batch)[0])
+        known = _SURVEYED.setdefault(self._model, {})
+        key = (chain.name, tuple(map(id, chain.layers)), chain.root.training, parts)
+        if key in known:
+            return known[key], False
+        args, kwargs = self._given(batch)
+        self.streams.begin(0)
+        with torch.no_grad():
+            known_now = chain.survey(
+                lambda: self._loss_of(self._model(*args, **kwargs), batch).float()
+            )
+        known[key] = known_now
+        return known_now, True
+
+    def forget_survey(self) -> None:
+        _SURVEYED.pop(self._model, None)
+
+
+class _Walk:
+    """Passes of all micro-batches over a chain, in one iteration of the engine."""
+
+    def __init__(self, work: _Work, chain: Chain, surveyed: Surveyed, iteration: Iteration) -> None:
+        self._work, self._chain, self._surveyed = work, chain, surveyed
+        self._iteration = iteration
+        self._streams = work.streams
+        self._batches: list[_Batch] = []
+        # leaves of the prologue, and those of them that epilogues use, too
+        self._of_prologue: dict[int, Tensor] = {}
+        self._is_tied = False
+        # whether h[i] needs a gradient; and for h[0]
+        self._needs: list[bool] = []
+
+    def _root(self, j: int) -> Any:
+        args, kwargs = self._work._given(self._work._batches[j])
+        return self._iteration.root(args, kwargs)
+
+    # -- forward --
+
+    def prologues(self) -> None:
+        """Find h[0][j] and the arguments of all layers."""
+        for j in range(len(self._work._batches)):
+            self._streams.begin(j)
+            with torch.set_grad_enabled(j == 0):  # which shows what has a gradient there
+                recorded = self._chain.prologue(self._surveyed, partial(self._root, j))
+            if j == 0:
+                self._of_prologue = leaves_of([recorded.hidden])
+            hidden = recorded.hidden.detach()
+            batch = _Batch(Recorded(hidden, recorded.calls), states=[self._streams.now()])
+            batch.boundaries.append(self._iteration.keep(hidden))
+            batch.recorded = Recorded(hidden.new_empty(0), recorded.calls)
+            self._batches.append(batch)
+        trained = bool(self._of_prologue)
+        for layer in self._chain.layers:
+            self._needs.append(trained)
+            trained = trained or any(param.requires_grad for param in layer.parameters())
+        self._needs.append(trained)
+
+    @torch.no_grad()
+    def forwards(self) -> None:
+        """Run every layer with all micro-batches, without graphs.
+
+        The last first: what is kept last is read first, and backwards begin with micro-batch 0.
+        """
+        for i, layer in enumerate(self._chain.layers):
+            with self._iteration.visit(i, backward=False):
+                for batch in reversed(self._batches):
+                    hidden = self._iteration.brought(batch.boundaries[i])
+                    self._streams.go_on(batch.states[i])
+                    with self._iteration.saving(layer):
+                        output = batch.recorded.calls[i](layer, hidden)
+                    batch.states.append(self._streams.now())
+                    hidden = self._chain.hidden_of(i, output)
+                    batch.boundaries.append(self._iteration.keep(hidden))
+
+    # -- backward --
+
+    def epilogues(self, first: Tensor | None) -> list[Tensor]:
+        """Run norm, head and loss of every micro-batch, back to h[n][j]. Returns losses.
+
+        first: loss of the first micro-batch in a whole forward; None: nobody has run one.
+        """
+        losses = []
+        for j, batch in enumerate(self._batches):
+            leaf = self._leaf(batch, len(self._chain.layers))
+            found = self._epilogue(j, leaf)[0]
+            losses.append(found.detach())
+            if j == 0 and first is not None and not _same_bits(found.detach().float(), first):
+                self._work.forget_survey()
+                refuse(f"the loss layer by layer is {float(found)!r}, and {float(first)!r} in one "
+                       "forward: what this model computes is more than its chain")  # fmt: skip
+            leaves = leaves_of([found])
+            tied = self._of_prologue.keys() & leaves.keys()
+            self._is_tied |= bool(tied)
+            own = [leaf for key, leaf in leaves.items() if key not in tied]
+            if own:
+                self._iteration.backward([found], [None], own if tied else None)
+            batch.grad = leaf.grad
+        self._iteration.reduce(len(self._chain.layers), self._params_of_prologue())
+        return losses
+
+    def _params_of_prologue(self) -> frozenset[ParamId]:
+        return params_among(list(self._of_prologue.values()))
+
+    def _epilogue(self, j: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss of a micro-batch from h[n][j], and h[0][j] with its graph."""
+        batch = self._batches[j]
+        self._streams.begin(j)
+        output, first = self._chain.around(
+            self._surveyed,
+            hidden.view_as(hidden),  # a leaf has no place in the graph for hooks to watch
+            lambda: self._root(j),
+            lambda: self._streams.go_on(batch.states[-1]),
+        )
+        return self._work._loss_of(output, self._work._batches[j]), first
+
+    def _leaf(self, batch: _Batch, i: int) -> Tensor:
+        """h[i][j], as a leaf that gets its gradient if anything before it is trained."""
+        hidden = self._iteration.brought(batch.boundaries[i]).detach()
+        return hidden.requires_grad_(self._needs[i])
+
+    def backwards(self) -> None:
+        """Run every layer again, from the last to the lowest that is trained, and its backward."""
+        params = self._params_of_prologue()
+        for i in reversed(range(len(self._chain.layers))):
+            if not self._needs[i + 1]:
+                break
+            with self._iteration.visit(i, backward=True):
+                for batch in self._batches:
+                    if batch.grad is not None:
+                        batch.grad = self._backward(batch, i)
+            self._iteration.reduce(i, params)
+
+    def _backward(self, batch: _Batch, i: int) -> Tensor | None:
+        layer, leaf = self._chain.layers[i], self._leaf(batch, i)
+        self._streams.go_on(batch.states[i])
+        with self._iteration.saving(layer):
+            output = batch.recorded.calls[i](layer, leaf.view_as(leaf) if self._needs[i] else leaf)
+        grad, hidden = batch.grad, self._chain.hidden_of(i, output)
+        batch.grad = None
+        if not (self._is_tied and i == len(self._chain.layers) - 1):  # `ends` reads it
+            batch.boundaries[i + 1] = None
+        del output
+        self._iteration.backward([hidden], [grad])
+        return leaf.grad
+
+    def ends(self) -> None:
+        """Form the gradients of prologues, each with the one of its epilogue if they share it."""
+        if not self._of_prologue:
+            return
+        for j, batch in enumerate(self._batches):
+            outputs: list[Tensor] = []
+            grads: list[Tensor | None] = []
+            if self._is_tied:
+                last = self._iteration.brought(batch.boundaries[-1]).detach()
+                found, hidden = self._epilogue(j, last)
+                outputs, grads = [found], [None]
+            else:
+                self._streams.begin(j)
+                recorded = self._chain.prologue(self._surveyed, partial(self._root, j))
+                hidden = recorded.hidden
+            if batch.grad is not None:
+                outputs, grads = [*outputs, hidden], [*grads, batch.grad]
+            batch.boundaries.clear()
+            if outputs:
+                self._iteration.backward(outputs, grads, list(self._of_prologue.values()))
+            batch.grad = None
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    both_nan = bool(one.isnan().all()) and bool(other.isnan().all())
+    return both_nan or bool((one == other).all())

@@ -1,0 +1,326 @@
+"""Micro-batches layer by layer: the bits of one after the other, wherever model data lives."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import gemini
+from bench.shared.simulated import SimBackend
+from bench.shared.workers import run_ranks
+from gemini import AutoPlacement, GeminiDDP, StaticPlacement
+from optim import HybridAdam
+
+VOCAB, WIDTH = 23, 8
+SMALL = {"min_chunk_size_m": 0.0005}
+ON_HOST = StaticPlacement(offload_param_frac=1.0, offload_optim_frac=1.0)
+IN_FILES = AutoPlacement("48KiB", block_numel=1024)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, 3 * WIDTH)
+        self.outer = nn.Linear(3 * WIDTH, WIDTH)
+        self.dropout = dropout
+
+    def forward(self, hidden, scale, *, other=None):
+        inner = torch.nn.functional.gelu(self.inner(self.norm(hidden))) * scale
+        return (hidden + nn.functional.dropout(self.outer(inner), self.dropout), None)
+
+
+class Chained(nn.Module):
+    """Embedding, blocks, norm and a head, which may be the embedding."""
+
+    def __init__(self, *, dropout=0.0, tied=True, frozen=False, num_layers=3):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        if frozen:  # as of a base with adapters
+            self.requires_grad_(False)
+            for block in self.blocks[1:]:
+                block.inner.requires_grad_(True)
+        self.dropout = dropout
+
+    def forward(self, ids):
+        hidden = nn.functional.dropout(self.embedding(ids), self.dropout)
+        for block in self.blocks:
+            hidden = block(hidden, 1.5, other=ids > 2)[0]
+        return self.head(nn.functional.dropout(self.norm(hidden), self.dropout))
+
+
+def batches(step, k=3, seed=0):
+    """Of several lengths."""
+    generator = torch.Generator().manual_seed(100 * seed + step)
+    return [torch.randint(VOCAB, (2, 4 + j), generator=generator) for j in range(k)]
+
+
+def loss_of(output, ids):
+    """Of the next token, in the share of this micro-batch."""
+    return (
+        nn.functional.cross_entropy(output[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()) / 3
+    )
+
+
+def wrapped(placement="cuda", *, device="cpu", precision="fp32", **module):
+    options = {"precision": precision, **SMALL}
+    model = GeminiDDP(Chained(**module), device, placement, **options)
+    return model, HybridAdam(model.parameters(), lr=1e-2)
+
+
+def trained(model, optimizer, order, steps=3, **options):
+    """Losses, digest, and the next random number."""
+    losses = []
+    torch.manual_seed(1)
+    for step in range(steps):
+        losses += gemini.accumulate(model, batches(step), loss_of, order=order, **options)
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(loss) for loss in losses], model.digest(), float(torch.rand(()))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("placement", "precision"),
+    [("cuda", "fp32"), (ON_HOST, "bf16"), (IN_FILES, "fp32")],
+    ids=["device", "host", "files"],
+)
+def test_bits_are_those_of_one_micro_batch_after_the_other(placement, precision, tied, dropout):
+    def run(order):
+        device = SimBackend() if placement is ON_HOST else "cpu"
+        with warnings.catch_warnings():  # a budget of a few KiB is passed by activations
+            warnings.simplefilter("ignore", gemini.BudgetWarning)
+            return trained(
+                *wrapped(placement, device=device, precision=precision, tied=tied, dropout=dropout),
+                order,
+            )
+
+    assert run("layers") == run("batches")
+
+
+def test_without_dropout_they_are_those_of_a_users_own_loop():
+    model, optimizer = wrapped()
+    expected = []
+    for step in range(2):
+        for ids in batches(step):
+            loss = loss_of(model(ids), ids)
+            loss.backward()
+            expected.append(float(loss))
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses, digest, _ = trained(*wrapped(), "layers", steps=2)
+    assert (losses, digest) == (expected, model.digest())
+
+
+def test_layers_come_twice_a_step_and_steps_follow_the_plan():
+    counts = {}
+    for order in ("layers", "batches"):
+        model, optimizer = wrapped(ON_HOST, device=SimBackend(), num_layers=5)
+        gathers = []
+        for step in range(4):
+            before = model.engine.manager.gathers
+            trained(model, optimizer, order, steps=1)
+            gathers.append(model.engine.manager.gathers - before)
+            same = batches(0)
+            assert [ids.shape for ids in same] == [ids.shape for ids in batches(step)]
+        assert not model.memory_stats.deviations
+        counts[order] = gathers[-1]
+    chunks = len(model.engine.chunks)
+    assert counts["layers"] <= 2 * chunks < counts["batches"]
+
+
+def test_a_frozen_base_passes_gradients_on_to_the_layers_that_are_trained():
+    runs = [trained(*wrapped(frozen=True, dropout=0.25), order) for order in ("layers", "batches")]
+    assert runs[0] == runs[1]
+
+
+def test_fp16_has_its_loss_scale():
+    runs = []
+    for order in ("layers", "batches"):
+        runs.append(trained(*wrapped(ON_HOST, device=SimBackend(), precision="fp16"), order))
+    assert runs[0] == runs[1]
+
+
+def test_evaluation_and_a_skipped_step_between():
+    found = []
+    for order in ("layers", "batches"):
+        model, optimizer = wrapped(ON_HOST, device=SimBackend(), dropout=0.25)
+        trained(model, optimizer, order, steps=1)
+        with torch.no_grad():
+            loss = float(loss_of(model.eval()(batches(7)[0]), batches(7)[0]))
+        model.train()
+        gemini.accumulate(model, batches(8), loss_of, order=order)
+        optimizer.zero_grad()
+        found.append((loss, trained(model, optimizer, order)))
+    assert found[0] == found[1]
+
+
+def test_gradients_add_to_those_that_there_are():
+    digests = []
+    for order in ("layers", "batches"):
+        model, optimizer = wrapped()
+        for seed in (1, 2):
+            gemini.accumulate(model, batches(0, seed=seed), loss_of, order=order)
+        optimizer.step()
+        digests.append(model.digest())
+    assert digests[0] == digests[1]
+
+
+# -- what ends in the middle --
+
+
+class Lost(Exception):
+    pass
+
+
+@pytest.mark.parametrize("placement", ["cuda", ON_HOST], ids=["device", "host"])
+@pytest.mark.parametrize("at", ["loss", "layer", "backward"])
+def test_an_error_leaves_nothing_behind(placement, at):
+    device = SimBackend() if placement is ON_HOST else "cpu"
+    model, optimizer = wrapped(placement, device=device, dropout=0.25)
+    other = wrapped(placement, device=device if placement == "cuda" else SimBackend(), dropout=0.25)
+    trained(model, optimizer, "layers", steps=1)
+    trained(*other, "layers", steps=1)
+    before, layers = torch.get_rng_state(), list(model.module.blocks)
+
+    def loss(output, ids):
+        if at == "loss" and ids.shape[1] == 5:
+            raise Lost
+        return loss_of(output, ids)
+
+    def fails(module, *_):
+        if at == "layer" or (at == "backward" and torch.is_grad_enabled()):
+            raise Lost
+
+    handle = layers[1].register_forward_pre_hook(fails)
+    with pytest.raises(Lost):
+        gemini.accumulate(model, batches(1), loss)
+    handle.remove()
+    assert list(model.module.blocks) == layers
+    torch.get_rng_state()
+    if at != "layer":
+        with pytest.raises(RuntimeError, match="zero_grad"):
+            optimizer.step()
+    optimizer.zero_grad()
+    torch.set_rng_state(before)
+    assert trained(model, optimizer, "layers") == trained(*other, "layers")
+
+
+# -- what is no chain --
+
+
+class Twisted(Chained):
+    def __init__(self, twist):
+        super().__init__()
+        self.twist = twist
+        if twist == "shared":
+            self.blocks[1].inner.weight = self.blocks[0].inner.weight
+        if twist == "lists":
+            self.others = nn.ModuleList([nn.Linear(1, 1)])
+        if twist == "buffer":
+            self.blocks[1].norm = nn.BatchNorm1d(WIDTH)
+            self.blocks[1].norm.forward = lambda x: self.blocks[1].norm.running_mean.add_(1) * 0 + x
+
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        first = hidden
+        for i, block in enumerate(self.blocks):
+            if self.twist == "skips" and i == 1:
+                continue
+            if self.twist == "between":
+                hidden = hidden * 2
+            scale = self.embedding.weight[0, 0] if self.twist == "needs" else 1.5
+            hidden = block(hidden, {"cache": {1}} if self.twist == "cache" else scale)[0]
+        return self.head(hidden + (first if self.twist == "around" else 0))
+
+
+@pytest.mark.parametrize(
+    ("twist", "said"),
+    [
+        ("shared", "is a parameter of another part"),
+        ("lists", "2 lists of layers"),
+        ("skips", "was called where"),
+        ("between", "other hidden states"),
+        ("cache", "which calls of layers may change"),
+        ("buffer", "buffer that a forward changes"),
+    ],
+)
+def test_what_is_no_chain_is_refused_by_name(twist, said):
+    model = GeminiDDP(Twisted(twist), "cpu", "cuda", precision="fp32", **SMALL)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match=said) as refused:
+        if twist == "cache":
+            model.module.blocks[0].forward = lambda hidden, scale: (hidden, None)
+        gemini.accumulate(model, batches(0), loss_of)
+    assert 'order="batches"' in str(refused.value)
+    assert all(param.grad is None for param in model.parameters())
+    assert not torch.equal(torch.get_rng_state(), before)  # one draw, and no more
+
+
+@pytest.mark.parametrize(
+    ("twist", "said"), [("needs", "gradient of its own"), ("around", "more than")]
+)
+def test_gradients_past_the_chain_are_refused(twist, said):
+    model = GeminiDDP(Twisted(twist), "cpu", "cuda", precision="fp32", **SMALL)
+    if twist == "needs":
+        with pytest.raises(ValueError, match=said):
+            gemini.accumulate(model, batches(0), loss_of)
+        return
+    with pytest.raises(ValueError, match=said):
+        gemini.accumulate(model, batches(0), loss_of)
+
+
+def test_wrong_arguments():
+    model, _ = wrapped()
+    for arguments, said in (
+        ((model, []), "at least one"),
+        ((model.module, batches(0)), "expected a GeminiDDP"),
+        ((model, batches(0)), "expected loss="),
+    ):
+        with pytest.raises(ValueError, match=said):
+            gemini.accumulate(*arguments)
+    with pytest.raises(ValueError, match="expected one of"):
+        gemini.accumulate(model, batches(0), loss_of, order="rows")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="forms no gradients"):
+        gemini.accumulate(model, batches(0), loss_of)
+
+
+# -- ranks --
+
+
+def _rank(rank, placement, order):
+    model, optimizer = wrapped(placement, precision="bf16")  # ranks share a generator
+    found = []
+    for step in range(3):
+        found += gemini.accumulate(model, batches(step, seed=rank), loss_of, order=order)
+        optimizer.step()
+        optimizer.zero_grad()
+    digest = model.digest()
+    said = ""
+    try:
+        gemini.accumulate(model, batches(0, k=2 + rank), loss_of, order=order)
+    except RuntimeError as error:
+        said = str(error)
+    return [float(loss) for loss in found], digest, "micro-batches" in said
+
+
+def _both(rank, world):
+    return [_rank(rank, placement, order)
+            for placement in ("cuda", "zero2") for order in ("layers", "batches")]  # fmt: skip
+
+
+def test_two_ranks_have_the_bits_of_the_other_order():
+    for rank in run_ranks(2, _both):
+        for layers, one_by_one in zip(rank[::2], rank[1::2], strict=True):
+            assert layers == one_by_one
+            assert layers[2]
