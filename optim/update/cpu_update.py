@@ -98,6 +98,7 @@ class CpuWorkers:
         count = min(self.num_threads, len(tasks))
         with DeferredSignals():
             wait_all([self._pool.submit(take) for _ in range(count)])
+        del work, tasks  # a worker may hold `take` a little longer, and gradients with it
         return results  # type: ignore[return-value]
 
     def scratch(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
