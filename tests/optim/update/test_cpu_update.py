@@ -1,4 +1,7 @@
 import math
+import threading
+import weakref
+from concurrent.futures import thread
 from dataclasses import replace
 
 import pytest
@@ -62,6 +65,24 @@ def test_workers_leave_the_main_threads_setting_alone():
     assert set(workers.map(lambda _: torch.get_num_threads(), range(8))) == {1}
     assert torch.get_num_threads() == before
     workers.close()
+
+
+def test_what_was_worked_on_is_freed_while_a_worker_has_yet_to_let_go(workers, monkeypatch):
+    """A worker has an item for a moment after its result is there: here, until it is told."""
+    let_go, run = threading.Event(), thread._WorkItem.run
+
+    def lingering(item):
+        run(item)
+        let_go.wait(60)
+
+    monkeypatch.setattr(thread._WorkItem, "run", lingering)
+    grads = [torch.randn(n) for n in SIZES]
+    watched = [weakref.ref(grad) for grad in grads]
+    grad_sum(workers, grads)
+    del grads
+    there = [ref() is not None for ref in watched]
+    let_go.set()
+    assert there == [False] * len(SIZES)
 
 
 def test_the_first_error_of_a_task_is_raised_when_all_have_ended(workers):
