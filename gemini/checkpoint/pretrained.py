@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from gemini.checkpoint.untrusted.lazy_tensors import INDEX, TORCH_INDEX, LazyTen
 from gemini.ddp import GeminiDDP
 from gemini.options import ModuleOptions, takes_options_of
 from gemini.plan.models import config_fields, model_class_of
+from gemini.placement.policy import AutoPlacement
 from gemini.plan.quantised import stacked_experts
 from gemini.runtime.comm.connect import everyone, is_pipeline
 from gemini.runtime.wrap.materialise import Materialiser, init_empty
@@ -38,6 +39,9 @@ from .quantise import (
     quantised_experts,
     without_memory,
 )
+
+if TYPE_CHECKING:
+    from gemini.serving.decode import Serving
 
 log = logging.getLogger("gemini")
 
@@ -58,6 +62,12 @@ def load_pretrained(
     quantize: Any = None,
     lora: Any = None,
     trust_remote_code: bool = False,
+    serve: bool = False,
+    device_budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    nvme_dir: str | None = None,
+    max_tokens: int = 2048,
+    max_sequences: int = 16,
     **options: Unpack[ModuleOptions],
 ) -> GeminiDDP:
     """Load a Hugging Face model from a folder of weights, or the hub, and wrap it. All ranks call.
@@ -86,6 +96,12 @@ def load_pretrained(
         before the base has its values: no DoRA, PiSSA or others that start from them.
     trust_remote_code: True runs the Python code that the folder brings for its model, with your
         rights: read it first. False runs none, and refuses a model that needs it.
+    serve: True loads a causal language model that only decodes: all is frozen, in the dtype of the
+        files, without gradients or state, and `model.generate` of transformers drives it. What the
+        budgets have no room for on the device is read for every token, and no more.
+    device_budget, host_budget, nvme_dir: see `gemini.AutoPlacement`; of `serve` alone.
+    max_tokens, max_sequences: that `serve` decodes at once: the cache and the activations of so
+        many are in the plan, and a pass with more is refused with a ValueError.
     options: of `GeminiDDP`.
 
     Raises FormatError for a folder without weights, or with a link out of it or another thing that
@@ -95,6 +111,8 @@ def load_pretrained(
     and missing.
     """
     _check_lora(lora)
+    budgets = {"device_budget": device_budget, "host_budget": host_budget, "nvme_dir": nvme_dir}
+    serving = _serving(serve, budgets, (max_tokens, max_sequences), quantize or lora)
     if "init_state_dict" in options:
         raise ValueError(
             "init_state_dict= with load_pretrained; expected none: values are the folder's"
@@ -121,6 +139,8 @@ def load_pretrained(
         buffers = dict(module.named_buffers())
         for name in sorted(buffers.keys() & files.keys()):
             buffers[name].data = files[name].to(buffers[name].dtype)
+        if serving is not None:
+            return GeminiDDP(module, **serving.prepare(module, options))
         if quantize is None and lora is None:
             return GeminiDDP(module, **options)
         if quantize is not None:
@@ -130,6 +150,28 @@ def load_pretrained(
         # after adapters: peft would take the layers that make weights of experts for targets
         values.quantise_experts(module, quantize)
         return GeminiDDP(module, **options)
+
+
+def _serving(
+    serve: bool, budgets: dict[str, Any], bounds: tuple[int, int], changed: Any
+) -> Serving | None:
+    """What to serve with. Raises ValueError for arguments that exclude each other."""
+    if not serve:
+        given = [name for name, value in budgets.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"{given[0]}= without serve=True; expected "
+                f"placement_policy=gemini.AutoPlacement({given[0]}=...)"
+            )
+        return None
+    if changed is not None:
+        raise ValueError(
+            "serve=True with quantize= or lora=; expected neither: merge adapters first, see "
+            "docs/serving.md"
+        )
+    from gemini.serving.decode import Serving
+
+    return Serving(*bounds, AutoPlacement(**budgets, steady_cap_ratio=1.0))
 
 
 def _check_lora(lora: Any) -> None:

@@ -7,11 +7,11 @@ are gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gemini.placement.plan import Staging, UpdatePath
 from gemini.placement.problem import Homes, PlacementProblem
-from gemini.placement.sizes import SMALLER_CHUNKS, BudgetError
+from gemini.placement.sizes import SMALLER_CHUNKS, BudgetError, ChunkBytes
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.room import Demand, DeviceRoom
 from gemini.units import MIN_BLOCK_NUMEL, ChunkId
@@ -58,7 +58,7 @@ def _fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
     _take_what_is_there(problem, homes, room)
     forced = _forced_blocks(problem)
     for kind in order:
-        for chunk in problem.chunks:
+        for chunk in _in_order(problem):
             i = chunk.id
             may_rise = problem.fixed_params is None and homes.param[i] is not Tier.DEVICE
             if (
@@ -91,6 +91,18 @@ def _fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
     homes.device_staging, homes.host_staging = problem.staging(homes)
     check_nvme(problem, homes)
     return homes
+
+
+def _in_order(problem: PlacementProblem) -> Sequence[ChunkBytes]:
+    """Chunks in the order in which they take room.
+
+    Where nothing is trained, each is read once an iteration, so that what rises saves its own bytes
+    and no more; but what stays below passes through buffers as large as the largest of it: large
+    ones come first.
+    """
+    if any(chunk.trainable for chunk in problem.chunks):
+        return problem.chunks
+    return sorted(problem.chunks, key=lambda chunk: (-chunk.payload_bytes, chunk.id))
 
 
 def check_nvme(problem: PlacementProblem, homes: Homes) -> None:

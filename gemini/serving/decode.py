@@ -1,0 +1,120 @@
+"""What a model that only decodes asks for, before it ever ran: a trace, and the options that use it.
+
+The weights of a decode step are a cycle: each is read once a token, and its next use is exactly
+one token away. So nothing is gained by a change of homes from token to token: as much stays on the
+device as has room there, and the rest is read, through buffers as large as the largest part of it.
+Chunks are therefore small, and the largest ones stay.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.memtracer.collector import trace
+from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace
+from gemini.placement.policy import AutoPlacement
+from gemini.trees import tensors_in
+from gemini.units import Bytes
+
+from .limit import TokenLimit
+
+CHUNK_SIZE_M = 0.25  # small parameters share a chunk of so many 2**20 elements; others have one
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_CACHE_OBJECTS = 3  # levels of objects between a cache and its tensors
+_LOGITS_BYTES = 12  # of one logit: in 16 bits, in fp32, and what sampling makes of it
+_OWN = ("placement_policy", "trace", "min_chunk_size_m", "search_range_m", "chunks")
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Bounds of a model that only decodes.
+
+    max_tokens: of all sequences at once, prompts and what was decoded: the cache of keys and values
+        holds so many, and the longest prompt may have as many.
+    max_sequences: that are decoded in one pass.
+    placement: budgets. All that memory leaves beside the cache and the activations is filled.
+    """
+
+    max_tokens: int
+    max_sequences: int
+    placement: AutoPlacement
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is below 1; expected 1 or more")
+
+    def prepare(self, module: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Freeze a module that has no values yet; returns the options to wrap it with.
+
+        Raises ValueError for options that serving decides, and for a module that does not decode.
+        """
+        theirs = [name for name in _OWN if name in options]
+        if theirs:
+            raise ValueError(f"{theirs[0]}= with serve=True; expected none: serving plans its own")
+        config = getattr(module, "config", None)
+        if not hasattr(module, "generate") or getattr(config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"serve=True with {type(module).__name__}, which is no decoder that generates; "
+                "expected a causal language model"
+            )
+        module.eval().requires_grad_(False)
+        precision = options.get("precision") or _precision_of(module)
+        planned = self.trace(module, "fp32" if precision == "fp32" else "bf16")
+        TokenLimit(self.max_tokens, self.max_sequences).watch(module)
+        return {
+            **options, "precision": precision, "placement_policy": self.placement,
+            "trace": planned, "min_chunk_size_m": CHUNK_SIZE_M, "search_range_m": 0.0,
+        }  # fmt: skip
+
+    def trace(self, module: nn.Module, precision: str) -> Trace:
+        """Trace of a pass at the bounds; it stands for every pass within them.
+
+        A pass over the longest prompt has the most activations; one token beside a full cache needs
+        the cache, one layer of it again as it grows, and logits of every sequence.
+        """
+        caches: list[int] = []
+
+        def ends(_: nn.Module, __: Any, outputs: Any) -> None:
+            caches.extend(_layer_bytes(getattr(outputs, "past_key_values", None)))
+
+        inputs: dict[str, Any] = {
+            "input_ids": torch.zeros(1, self.max_tokens, dtype=torch.long), "use_cache": True,
+        }  # fmt: skip
+        if "logits_to_keep" in inspect.signature(module.forward).parameters:
+            inputs["logits_to_keep"] = 1
+        handle = module.register_forward_hook(ends)
+        try:
+            found = trace(module, inputs, precision=precision, kind="eval")
+        finally:
+            handle.remove()
+        vocabulary = getattr(module.config.get_text_config(), "vocab_size", 0)
+        logits = self.max_sequences * vocabulary * _LOGITS_BYTES
+        decoding = sum(caches) + max(caches, default=0) + logits
+        moments = tuple(
+            replace(moment, non_model_bytes=Bytes(max(moment.non_model_bytes, decoding)))
+            for moment in found.moments
+        )
+        return replace(found, signature=ASSUMED_SIGNATURE, moments=moments)
+
+
+def _precision_of(module: nn.Module) -> str:
+    """Precision in which most of a module's parameters are."""
+    sizes: dict[str, int] = {}
+    for param in module.parameters():
+        name = _PRECISIONS.get(param.dtype, "bf16")
+        sizes[name] = sizes.get(name, 0) + param.numel()
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _layer_bytes(cache: Any) -> list[int]:
+    """Bytes of every layer of a cache; of all in one where it has no layers."""
+    layers = getattr(cache, "layers", None)
+    parts = [cache] if layers is None else layers
+    return [sum(t.nbytes for t in tensors_in(part, objects=_CACHE_OBJECTS)) for part in parts]
