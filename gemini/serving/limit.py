@@ -44,4 +44,4 @@ def _length(cache: Any) -> int:
     """Tokens of each sequence that a cache has, or has room for if it never grows."""
     if cache is None:
         return 0
-    return max(int(cache.get_seq_length()), int(cache.get_max_cache_shape() or 0))
+    return max(int(cache.get_seq_length()), int(getattr(cache, "max_cache_len", 0)))
