@@ -140,7 +140,7 @@ def load_pretrained(
         for name in sorted(buffers.keys() & files.keys()):
             buffers[name].data = files[name].to(buffers[name].dtype)
         if serving is not None:
-            return GeminiDDP(module, **serving.prepare(module, options))
+            return GeminiDDP(module, **serving.prepare(module, options)).eval()
         if quantize is None and lora is None:
             return GeminiDDP(module, **options)
         if quantize is not None:

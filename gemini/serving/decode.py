@@ -20,11 +20,14 @@ from gemini.memtracer.collector import trace
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace
 from gemini.placement.policy import AutoPlacement
 from gemini.trees import tensors_in
-from gemini.units import Bytes
+from gemini.units import MIB, Bytes
 
 from .limit import TokenLimit
 
-CHUNK_SIZE_M = 0.25  # small parameters share a chunk of so many 2**20 elements; others have one
+# Small parameters share a chunk of at most so many 2**20 elements, and of at most this part of the
+# model; each larger one has its own.
+CHUNK_SIZE_M = 0.25
+_CHUNK_SHARE = 64
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CACHE_OBJECTS = 3  # levels of objects between a cache and its tensors
 _LOGITS_BYTES = 12  # of one logit: in 16 bits, in fp32, and what sampling makes of it
@@ -68,9 +71,11 @@ class Serving:
         precision = options.get("precision") or _precision_of(module)
         planned = self.trace(module, "fp32" if precision == "fp32" else "bf16")
         TokenLimit(self.max_tokens, self.max_sequences).watch(module)
+        numel = sum(param.numel() for param in module.parameters())
+        size_m = min(CHUNK_SIZE_M, max(1, numel // _CHUNK_SHARE) / MIB)
         return {
             **options, "precision": precision, "placement_policy": self.placement,
-            "trace": planned, "min_chunk_size_m": CHUNK_SIZE_M, "search_range_m": 0.0,
+            "trace": planned, "min_chunk_size_m": size_m, "search_range_m": 0.0,
         }  # fmt: skip
 
     def trace(self, module: nn.Module, precision: str) -> Trace:

@@ -44,4 +44,5 @@ def _length(cache: Any) -> int:
     """Tokens of each sequence that a cache has, or has room for if it never grows."""
     if cache is None:
         return 0
-    return max(int(cache.get_seq_length()), int(getattr(cache, "max_cache_len", 0)))
+    rooms = (getattr(layer, "max_cache_len", 0) for layer in getattr(cache, "layers", ()))
+    return max(int(cache.get_seq_length()), *rooms)
