@@ -23,8 +23,8 @@ from gemini.checkpoint.format.manifest import FormatError
 from gemini.checkpoint.untrusted.lazy_tensors import INDEX, TORCH_INDEX, LazyTensors
 from gemini.ddp import GeminiDDP
 from gemini.options import ModuleOptions, takes_options_of
-from gemini.plan.models import config_fields, model_class_of
 from gemini.placement.policy import AutoPlacement
+from gemini.plan.models import config_fields, model_class_of
 from gemini.plan.quantised import stacked_experts
 from gemini.runtime.comm.connect import everyone, is_pipeline
 from gemini.runtime.wrap.materialise import Materialiser, init_empty
@@ -112,7 +112,7 @@ def load_pretrained(
     """
     _check_lora(lora)
     budgets = {"device_budget": device_budget, "host_budget": host_budget, "nvme_dir": nvme_dir}
-    serving = _serving(serve, budgets, (max_tokens, max_sequences), quantize or lora)
+    serving = _serving(serve, budgets, (max_tokens, max_sequences), lora)
     if "init_state_dict" in options:
         raise ValueError(
             "init_state_dict= with load_pretrained; expected none: values are the folder's"
@@ -139,21 +139,20 @@ def load_pretrained(
         buffers = dict(module.named_buffers())
         for name in sorted(buffers.keys() & files.keys()):
             buffers[name].data = files[name].to(buffers[name].dtype)
-        if serving is not None:
-            return GeminiDDP(module, **serving.prepare(module, options)).eval()
-        if quantize is None and lora is None:
-            return GeminiDDP(module, **options)
+        served = None if serving is None else serving.begin(module, options)
         if quantize is not None:
             values.quantise(config_of(quantize, dtype or values.dtype_of("", torch.bfloat16)))
         if lora is not None:
             module = values.adapt(lora)
         # after adapters: peft would take the layers that make weights of experts for targets
         values.quantise_experts(module, quantize)
-        return GeminiDDP(module, **options)
+        if served is None:
+            return GeminiDDP(module, **options)
+        return GeminiDDP(module, **served.options(module, options)).eval()
 
 
 def _serving(
-    serve: bool, budgets: dict[str, Any], bounds: tuple[int, int], changed: Any
+    serve: bool, budgets: dict[str, Any], bounds: tuple[int, int], lora: Any
 ) -> Serving | None:
     """What to serve with. Raises ValueError for arguments that exclude each other."""
     if not serve:
@@ -164,11 +163,8 @@ def _serving(
                 f"placement_policy=gemini.AutoPlacement({given[0]}=...)"
             )
         return None
-    if changed is not None:
-        raise ValueError(
-            "serve=True with quantize= or lora=; expected neither: merge adapters first, see "
-            "docs/serving.md"
-        )
+    if lora is not None:
+        raise ValueError("serve=True with lora=; expected none: adapters are merged first")
     from gemini.serving.decode import Serving
 
     return Serving(*bounds, AutoPlacement(**budgets, steady_cap_ratio=1.0))

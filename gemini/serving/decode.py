@@ -1,4 +1,4 @@
-"""What a model that only decodes asks for, before it ever ran: a trace, and the options that use it.
+"""What a model that only decodes asks for, before it ever ran: a trace, and options that use it.
 
 The weights of a decode step are a cycle: each is read once a token, and its next use is exactly
 one token away. So nothing is gained by a change of homes from token to token: as much stays on the
@@ -9,18 +9,20 @@ Chunks are therefore small, and the largest ones stay.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from gemini.chunk.layout import ITEMSIZE, ParamSpec, specs_of
 from gemini.memtracer.collector import trace
-from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace
+from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace, model_digest
 from gemini.placement.policy import AutoPlacement
+from gemini.runtime.wrap.specs import collect_params
 from gemini.trees import tensors_in
-from gemini.units import MIB, Bytes
+from gemini.units import MIB, Bytes, ParamId
 
 from .limit import TokenLimit
 
@@ -53,8 +55,8 @@ class Serving:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is below 1; expected 1 or more")
 
-    def prepare(self, module: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Freeze a module that has no values yet; returns the options to wrap it with.
+    def begin(self, module: nn.Module, options: Mapping[str, Any]) -> Served:
+        """Freeze a module that has no values yet, and trace it as it is before it is quantised.
 
         Raises ValueError for options that serving decides, and for a module that does not decode.
         """
@@ -69,14 +71,12 @@ class Serving:
             )
         module.eval().requires_grad_(False)
         precision = options.get("precision") or _precision_of(module)
+        dtype = "float32" if precision == "fp32" else "bfloat16"
+        names = [spec.name for spec in specs_of(module, dtype)]
         planned = self.trace(module, "fp32" if precision == "fp32" else "bf16")
         TokenLimit(self.max_tokens, self.max_sequences).watch(module)
-        numel = sum(param.numel() for param in module.parameters())
-        size_m = min(CHUNK_SIZE_M, max(1, numel // _CHUNK_SHARE) / MIB)
-        return {
-            **options, "precision": precision, "placement_policy": self.placement,
-            "trace": planned, "min_chunk_size_m": size_m, "search_range_m": 0.0,
-        }  # fmt: skip
+        largest = max(param.numel() for param in module.parameters())
+        return Served(planned, names, precision, self.placement, largest * ITEMSIZE[dtype])
 
     def trace(self, module: nn.Module, precision: str) -> Trace:
         """Trace of a pass at the bounds; it stands for every pass within them.
@@ -107,6 +107,57 @@ class Serving:
             for moment in found.moments
         )
         return replace(found, signature=ASSUMED_SIGNATURE, moments=moments)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Trace of a module that is about to be wrapped.
+
+    names: of the parameters that the trace numbers. weight_bytes: of the largest one, in the
+        precision of computing.
+    """
+
+    trace: Trace
+    names: Sequence[str]
+    precision: str
+    placement: AutoPlacement
+    weight_bytes: int
+
+    def options(self, module: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options to wrap the module with, which may be quantised by now.
+
+        Then parameters have other sizes, and a layer computes with a copy of its weight.
+        """
+        module.requires_grad_(False)
+        dtypes = {id(param): "bfloat16" for param in module.parameters()}  # no digest has them
+        specs = collect_params(module, dtypes).specs
+        trace = self.trace
+        if trace.model_digest != model_digest(specs):
+            trace = self._of_quantised(specs)
+        numel = sum(param.numel() for param in module.parameters())
+        size_m = min(CHUNK_SIZE_M, max(1, numel // _CHUNK_SHARE) / MIB)
+        return {
+            **options, "precision": self.precision, "placement_policy": self.placement,
+            "trace": trace, "min_chunk_size_m": size_m, "search_range_m": 0.0,
+        }  # fmt: skip
+
+    def _of_quantised(self, specs: Sequence[ParamSpec]) -> Trace:
+        places = {name: ParamId(i) for i, spec in enumerate(specs) for name in spec.names}
+        gone = [name for name in self.names if name not in places]
+        if gone:
+            raise ValueError(
+                f"serve=True with quantize=, which gives {gone[0]} another name; expected a model "
+                "without stacked experts"
+            )
+        moments = tuple(
+            replace(
+                moment,
+                params=tuple(places[self.names[param]] for param in moment.params),
+                non_model_bytes=Bytes(moment.non_model_bytes + self.weight_bytes),
+            )
+            for moment in self.trace.moments
+        )
+        return replace(self.trace, moments=moments, model_digest=model_digest(specs))
 
 
 def _precision_of(module: nn.Module) -> str:

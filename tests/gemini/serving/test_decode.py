@@ -1,10 +1,11 @@
-"""Models that only decode: tokens are those of plain transformers, and reads are what has no room."""
+"""Models that only decode: tokens of plain transformers, and reads of what has no room."""
 
 import json
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
 
 import gemini
 from bench.shared.workers import run_ranks
@@ -98,6 +99,22 @@ def test_tokens_are_plain_ones_and_each_reads_what_has_no_room(kind, tmp_path):
         assert read_bytes(model) > before
 
 
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_quantised_weights_are_read_and_give_the_tokens_of_resident_ones(quantize, tmp_path):
+    saved(tmp_path / "model", "llama")
+    roomy = gemini.load_pretrained(tmp_path / "model", serve=True, quantize=quantize, **BOUNDS)
+    planned = roomy.engine.planning
+    nbytes = sum(chunk.payload_bytes for chunk in planned.plan.chunks)
+    asked = planned.inputs.trace.peak_non_model_bytes
+    model = gemini.load_pretrained(
+        tmp_path / "model", serve=True, quantize=quantize, device_budget=asked + nbytes // 2,
+        nvme_dir=str(tmp_path), **BOUNDS,
+    )  # fmt: skip
+    ids = prompts(8)
+    assert torch.equal(answers(model, ids), answers(roomy, ids))
+    assert 0 < read_bytes(model) / NEW < 0.75 * nbytes
+
+
 def test_beams_and_samples_are_plain_ones(tmp_path):
     plain, nbytes = saved(tmp_path / "model", "llama", torch.float32)
     model, _ = loaded(tmp_path / "model", nbytes, tmp_path)
@@ -182,7 +199,7 @@ def test_the_cache_and_the_activations_of_all_tokens_are_planned(tmp_path):
         ({"device_budget": "1MiB"}, "device_budget= without serve=True"),
         ({"serve": True, "trace": None}, "trace= with serve=True"),
         ({"serve": True, "placement_policy": "auto"}, "placement_policy= with serve=True"),
-        ({"serve": True, "quantize": "int8"}, "serve=True with quantize="),
+        ({"serve": True, "lora": LoraConfig(target_modules=["q_proj"])}, "serve=True with lora="),
         ({"serve": True, "max_tokens": 0}, "max_tokens=0 is below 1"),
         (
             {"serve": True, "model_class": transformers.LlamaForSequenceClassification,
