@@ -1,4 +1,4 @@
-"""python -m gemini plan | train | generate | run | doctor | clean | from-colossal | from-deepspeed"""
+"""python -m gemini COMMAND: plan, train, generate, run, doctor, clean, and two that translate."""
 
 from __future__ import annotations
 

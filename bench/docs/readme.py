@@ -78,6 +78,16 @@ def _activations(result: dict[str, Any]) -> str:
     return f"{table(result['rows'])}\n\n{what}{_where(result)}"
 
 
+def _serving(result: dict[str, Any]) -> str:
+    from bench.serving import table
+
+    what = (
+        f"{result['model']} in bf16, {result['weights_mib']:.0f} MiB, of which "
+        f"{result['room']:.0%} have room; {result['rounds']} rounds. "
+    )
+    return f"{table(result['rows'])}\n\n{what}{_where(result)}"
+
+
 def _where(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     now_in = squashed().get(versions["commit"])
@@ -226,6 +236,7 @@ def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "activations-cpu": _activations,
+    "serving-cpu": _serving,
     "ways": _ways,
     "converge-cpu": _converge,
     "muon-cpu": _muon,

@@ -74,6 +74,10 @@ EVERYTHING = (
         ("bench.activations", "--model", "tiny", "--seq", "512", "--room", "60"),
     ),
     Result(
+        "serving-cpu", ("bench.serving",), 3,
+        ("bench.serving", "--model", "tiny", "--rounds", "1", "--new-tokens", "2"),
+    ),
+    Result(
         "converge-cpu", ("bench.converge", "--picture", "docs/converge.svg"), 10,
         ("bench.converge", "--steps", "2", "--seeds", "1", "--only", "ours/fp32", "ours/8bit"),
     ),

@@ -99,7 +99,8 @@ class Serving:
             found = trace(module, inputs, precision=precision, kind="eval")
         finally:
             handle.remove()
-        vocabulary = getattr(module.config.get_text_config(), "vocab_size", 0)
+        config: Any = module.config
+        vocabulary = getattr(config.get_text_config(), "vocab_size", 0)
         logits = self.max_sequences * vocabulary * _LOGITS_BYTES
         decoding = sum(caches) + max(caches, default=0) + logits
         moments = tuple(
