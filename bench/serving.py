@@ -35,12 +35,13 @@ from typing import Any
 
 import torch
 
-from bench.support.machine import MALLOC_ENVIRONMENT, write_result
+import gemini
+from bench.support.machine import write_result
 from gemini.memtracer.monitor import process_peak_rss_bytes, reset_peak_rss
 from gemini.nvme import default_folder
 from gemini.units import MIB
 
-ROWS = {"plain": 1, "gemini": 1, "gemini, 8": 8, "accelerate": 1}  # and their prompts
+ROWS = {"plain": 1, "plain, 8": 8, "gemini": 1, "gemini, 8": 8, "accelerate": 1}  # prompts
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-334m": {
         "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24,
@@ -60,7 +61,8 @@ class Job:
 
     row: str
     folder: str  # with the model, and for files
-    room: float  # share of the weights
+    room_bytes: int  # for weights
+    beside_bytes: int  # that `gemini` plans for the cache and the activations
     new_tokens: int
 
 
@@ -76,32 +78,30 @@ def weights_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def loaded(job: Job) -> tuple[Any, int, Any]:
-    """Model of a row, the bytes of weights that have no room, and what counts reads."""
+def loaded(job: Job) -> tuple[Any, Any]:
+    """Model of a row, and what counts its reads."""
     from transformers import AutoModelForCausalLM
 
     folder = Path(job.folder, "model")
-    weights = weights_bytes(folder)
     if job.row.startswith("gemini"):
-        import gemini
-
-        bounds = {"max_tokens": MAX_TOKENS, "max_sequences": 8}
-        # as much as accelerate has for weights, and the cache and activations beside it
-        beside = 0
-        for budget in (weights, round(job.room * weights)):
-            model = gemini.load_pretrained(
-                folder, serve=True, device_budget=budget + beside, nvme_dir=job.folder, **bounds
-            )
-            beside = model.engine.planning.inputs.trace.peak_non_model_bytes
-        return model, round((1 - job.room) * weights), model.engine.storage
+        model = gemini.load_pretrained(
+            folder, serve=True, nvme_dir=job.folder, max_tokens=MAX_TOKENS, max_sequences=8,
+            device_budget=job.room_bytes + job.beside_bytes,
+        )  # fmt: skip
+        return model, model.engine.storage
     options: dict[str, Any] = {}
     if job.row == "accelerate":
         options = {
             "device_map": "auto", "offload_folder": str(Path(job.folder, "offloaded")),
-            "max_memory": {"cpu": round(job.room * weights)},
+            "max_memory": {"cpu": job.room_bytes},
         }  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
-    return model, round((1 - job.room) * weights), None
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options), None
+
+
+def beside(job: Job) -> dict[str, int]:
+    """Bytes that `gemini` plans for the cache and the activations."""
+    model, _ = loaded(job)
+    return {"beside": model.engine.planning.inputs.trace.peak_non_model_bytes}
 
 
 def measured(job: Job) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def measured(job: Job) -> dict[str, Any]:
     torch.set_num_threads(1)
     reset_peak_rss(forget=True)
     base = process_peak_rss_bytes()
-    model, least, storage = loaded(job)
+    model, storage = loaded(job)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(2, 900, (1, 16), generator=generator).expand(ROWS[job.row], -1)
 
@@ -130,7 +130,7 @@ def measured(job: Job) -> dict[str, Any]:
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     read = 0 if storage is None else storage.traffic().nvme_read - before
     return {
-        "read_mib": read / job.new_tokens / MIB, "of_least": read / job.new_tokens / least,
+        "read_mib": read / job.new_tokens / MIB,
         "cpu_seconds": cpu / job.new_tokens, "seconds": wall / job.new_tokens,
         "added_rss_mib": (process_peak_rss_bytes() - base) / MIB,
         "tokens": hashlib.sha256(out[0].numpy().tobytes()).hexdigest()[:16],
@@ -139,21 +139,22 @@ def measured(job: Job) -> dict[str, Any]:
 
 def run(job: Job) -> dict[str, Any]:
     """A row in a process of its own. Raises CalledProcessError where it dies."""
-    environment = {**os.environ, **MALLOC_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", __spec__.name, "--job", json.dumps(asdict(job))]
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def summed(name: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Row of the table: medians, and the range of the seconds."""
+def summed(name: str, rounds: list[dict[str, Any]], least_mib: float) -> dict[str, Any]:
+    """Row of the table: medians, and the range of the seconds. least_mib: weights without room."""
     seconds = [one["seconds"] for one in rounds]
     row = {
         key: statistics.median(one[key] for one in rounds) for key in rounds[0] if key != "tokens"
     }
     return {
-        "row": name, **row, "range": [min(seconds), max(seconds)],
+        "row": name, **row, "of_least": row["read_mib"] / least_mib,
+        "range": [min(seconds), max(seconds)],
         "tokens": sorted({one["tokens"] for one in rounds}),
     }  # fmt: skip
 
@@ -184,22 +185,28 @@ def main() -> int:
     parser.add_argument("--job", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job is not None:
-        print(json.dumps(measured(Job(**json.loads(args.job)))))
+        job = Job(**json.loads(args.job))
+        print(json.dumps(measured(job) if job.new_tokens else beside(job)))
         return 0
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in ROWS}
     with tempfile.TemporaryDirectory(dir=args.nvme_dir or default_folder()) as folder:
         save(Path(folder, "model"), SHAPES[args.model])
         weights = weights_bytes(Path(folder, "model"))
+        more = run(Job("gemini", folder, 2 * weights, 0, 0))["beside"]
         for _ in range(args.rounds):
             for name, rounds in found.items():
-                rounds.append(run(Job(name, folder, args.room, args.new_tokens)))
+                rounds.append(
+                    run(Job(name, folder, round(args.room * weights), more, args.new_tokens))
+                )
                 print({"row": name, **rounds[-1]}, file=sys.stderr, flush=True)
-    rows = [summed(name, rounds) for name, rounds in found.items()]
+    rows = [summed(name, rounds, (1 - args.room) * weights / MIB)
+            for name, rounds in found.items()]  # fmt: skip
     print(table(rows))
     if args.json is not None:
         figures = {
             "model": args.model, "room": args.room, "new_tokens": args.new_tokens,
-            "rounds": args.rounds, "weights_mib": weights / MIB, "rows": rows,
+            "rounds": args.rounds, "weights_mib": weights / MIB, "beside_mib": more / MIB,
+            "rows": rows,
         }  # fmt: skip
         write_result(args.json, figures)
     plain = rows[0]["tokens"]

@@ -75,6 +75,9 @@ class Serving:
         names = [spec.name for spec in specs_of(module, dtype)]
         planned = self.trace(module, "fp32" if precision == "fp32" else "bf16")
         TokenLimit(self.max_tokens, self.max_sequences).watch(module)
+        head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        if isinstance(head, nn.Module):
+            head.register_forward_pre_hook(_contiguous)
         largest = max(param.numel() for param in module.parameters())
         return Served(planned, names, precision, self.placement, largest * ITEMSIZE[dtype])
 
@@ -159,6 +162,12 @@ class Served:
             for moment in self.trace.moments
         )
         return replace(self.trace, moments=moments, model_digest=model_digest(specs))
+
+
+def _contiguous(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Input of the head, which is the last token of each sequence, as a slice: torch would multiply
+    it with a copy of the frozen weight for each of them."""
+    return (args[0].contiguous(), *args[1:]) if args else args
 
 
 def _precision_of(module: nn.Module) -> str:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemini
 from bench.shared.workers import run_ranks
@@ -144,6 +145,31 @@ def test_two_ranks_decode_the_same_tokens(kind, tmp_path):
     budget = 2 * asked + 3 * nbytes // 4  # of a node, whose ranks have a half each
     for found, homes in run_ranks(on_a_rank, 2, tmp_path / "model", budget, processes=True):
         assert torch.equal(found, want) and Tier.NVME in homes
+
+
+class Products(TorchDispatchMode):
+    """Shapes of what batched products multiply with."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.bmm.default:
+            self.shapes.append(tuple(args[1].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_head_is_not_copied_for_each_sequence(tmp_path):
+    saved(tmp_path / "model", "llama")
+    model = gemini.load_pretrained(tmp_path / "model", serve=True, **BOUNDS)
+    hidden = torch.randn(8, PROMPT, 64, dtype=torch.bfloat16)[:, -1:]
+    with Products() as products, torch.no_grad():
+        torch.nn.functional.linear(hidden, model.module.lm_head.weight)
+    assert (8, 64, 512) in products.shapes  # as torch would
+    with Products() as products:
+        answers(model, prompts(8))
+    assert not any(512 in shape for shape in products.shapes)
 
 
 def test_all_stays_where_there_is_room_and_nothing_is_read(tmp_path):

@@ -91,6 +91,8 @@ class FrozenFiles:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="frozen")  # starts when it is used
         self._reads: list[Future[None]] = []
         self._files: dict[ChunkId, SharedBlocks] = {}
+        # of files, which other processes may have too; asked for at every gather
+        self.file_bytes = 0
         self._traffic = Traffic()
         self._pid = os.getpid()
 
@@ -108,11 +110,6 @@ class FrozenFiles:
     @property
     def staging_bytes(self) -> int:
         return 0 if self._pool is None else self._pool.nbytes
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of files, which other processes may have too."""
-        return sum(blocks.file_bytes for blocks in self._files.values())
 
     @property
     def traffic(self) -> Traffic:
@@ -170,7 +167,9 @@ class FrozenFiles:
                 partial(self._views, chunk, values),
                 what=self._names[chunk],
             )  # fmt: skip
+            self.file_bytes += self._files[chunk].file_bytes
             if old is not None:
+                self.file_bytes -= old.file_bytes
                 old.close()
         written = self._files[chunk].written_bytes
         self._meter.written_bytes += written
@@ -189,7 +188,9 @@ class FrozenFiles:
         for chunk in chunks:
             del self._tensors[chunk]
             if chunk in self._files:  # else it was never written
-                self._files.pop(chunk).close()
+                gone = self._files.pop(chunk)
+                self.file_bytes -= gone.file_bytes
+                gone.close()
 
     def close(self) -> None:
         """Wait for reads, and let all files go; nothing in a forked child."""
@@ -200,6 +201,7 @@ class FrozenFiles:
         for blocks in self._files.values():
             blocks.close()
         self._files.clear()
+        self.file_bytes = 0
         self._engine.close()
 
     # -- inside --
