@@ -167,7 +167,8 @@ class Served:
 def _contiguous(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Input of the head, which is the last token of each sequence, as a slice: torch would multiply
     it with a copy of the frozen weight for each of them."""
-    return (args[0].contiguous(), *args[1:]) if args else args
+    # not `contiguous`, which leaves the strides of dimensions of size 1, and those decide it too
+    return (args[0].clone(memory_format=torch.contiguous_format), *args[1:]) if args else args
 
 
 def _precision_of(module: nn.Module) -> str:

@@ -163,13 +163,14 @@ class Products(TorchDispatchMode):
 def test_the_head_is_not_copied_for_each_sequence(tmp_path):
     saved(tmp_path / "model", "llama")
     model = gemini.load_pretrained(tmp_path / "model", serve=True, **BOUNDS)
-    hidden = torch.randn(8, PROMPT, 64, dtype=torch.bfloat16)[:, -1:]
-    with Products() as products, torch.no_grad():
-        torch.nn.functional.linear(hidden, model.module.lm_head.weight)
-    assert (8, 64, 512) in products.shapes  # as torch would
-    with Products() as products:
-        answers(model, prompts(8))
-    assert not any(512 in shape for shape in products.shapes)
+    for count in (1, 8):
+        hidden = torch.randn(count, PROMPT, 64, dtype=torch.bfloat16)[:, -1:]
+        with Products() as products, torch.no_grad():
+            torch.nn.functional.linear(hidden, model.module.lm_head.weight)
+        assert (count, 64, 512) in products.shapes  # as torch would
+        with Products() as products:
+            answers(model, prompts(count))
+        assert not any(512 in shape for shape in products.shapes)
 
 
 def test_all_stays_where_there_is_room_and_nothing_is_read(tmp_path):
