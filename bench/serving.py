@@ -71,7 +71,8 @@ def save(folder: Path, shape: dict[str, Any]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16).save_pretrained(folder)
+    module: Any = LlamaForCausalLM(LlamaConfig(**shape))
+    module.to(torch.bfloat16).save_pretrained(folder)
 
 
 def weights_bytes(folder: Path) -> int:

@@ -75,7 +75,8 @@ class Serving:
         names = [spec.name for spec in specs_of(module, dtype)]
         planned = self.trace(module, "fp32" if precision == "fp32" else "bf16")
         TokenLimit(self.max_tokens, self.max_sequences).watch(module)
-        head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        find_head: Any = getattr(module, "get_output_embeddings", lambda: None)
+        head = find_head()
         if isinstance(head, nn.Module):
             head.register_forward_pre_hook(_contiguous)
         largest = max(param.numel() for param in module.parameters())
