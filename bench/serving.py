@@ -76,7 +76,7 @@ def save(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def weights_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in sorted(folder.glob("*.safetensors")))
 
 
 def loaded(job: Job) -> tuple[Any, Any]:
@@ -92,11 +92,14 @@ def loaded(job: Job) -> tuple[Any, Any]:
         return model, model.engine.storage
     options: dict[str, Any] = {}
     if job.row == "accelerate":
-        options = {
+        options |= {
             "device_map": "auto", "offload_folder": str(Path(job.folder, "offloaded")),
             "max_memory": {"cpu": job.room_bytes},
         }  # fmt: skip
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options), None
+    found = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, trust_remote_code=False, **options
+    )
+    return found, None
 
 
 def beside(job: Job) -> dict[str, int]:

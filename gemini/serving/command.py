@@ -110,9 +110,8 @@ def continued(
     than the plan has room for."""
     import torch
 
-    given = tokenizer(list(prompts), return_tensors="pt", padding=True)
-    given = {name: given[name].to(model.engine.backend.device) for name in
-             ("input_ids", "attention_mask")}  # fmt: skip
+    found, device = tokenizer(list(prompts), return_tensors="pt", padding=True), _device(model)
+    given = {name: found[name].to(device) for name in ("input_ids", "attention_mask")}
     length = given["input_ids"].shape[1]
     asked = len(prompts) * (length + options.max_new_tokens)
     if asked > options.max_tokens:
@@ -131,6 +130,10 @@ def continued(
     return [tokenizer.decode(row[length:], skip_special_tokens=True) for row in out]
 
 
+def _device(model: Any) -> Any:
+    return next(model.parameters()).device
+
+
 def _prompts(options: argparse.Namespace) -> list[str]:
     """Raises ValueError where there is none."""
     prompts = list(options.prompt)
@@ -143,7 +146,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1; expected 1 or more")
-    return number
+    said = f"{text!r}; expected a whole number from 1 on"
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(said)
+    return int(text)

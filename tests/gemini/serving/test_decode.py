@@ -278,7 +278,7 @@ def test_the_command_continues_prompts_as_plain_transformers_does(tmp_path, caps
     ("flags", "status", "words"),
     [
         ([], 2, "no prompt; expected --prompt TEXT"),
-        (["--prompt", "a", "--max-new-tokens", "0"], 2, "0 is below 1"),
+        (["--prompt", "a", "--max-new-tokens", "0"], 2, "expected a whole number from 1 on"),
         (["--prompt", "a", "--max-new-tokens", "99", "--max-tokens", "40"], 2, "--max-tokens 40"),
         (["--prompt", "a", "--device-mem", "1KiB"], 1, "raise device_budget"),
         (["--prompt", "a", "--device-mem", "many"], 2, "many"),
