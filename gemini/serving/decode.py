@@ -72,15 +72,14 @@ class Serving:
         module.eval().requires_grad_(False)
         precision = options.get("precision") or _precision_of(module)
         dtype = "float32" if precision == "fp32" else "bfloat16"
-        names = [spec.name for spec in specs_of(module, dtype)]
-        planned = self.trace(module, "fp32" if precision == "fp32" else "bf16")
-        TokenLimit(self.max_tokens, self.max_sequences).watch(module)
+        sizes = {spec.name: spec.numel * ITEMSIZE[dtype] for spec in specs_of(module, dtype)}
         find_head: Any = getattr(module, "get_output_embeddings", lambda: None)
         head = find_head()
         if isinstance(head, nn.Module):
             head.register_forward_pre_hook(_contiguous)
-        largest = max(param.numel() for param in module.parameters())
-        return Served(planned, names, precision, self.placement, largest * ITEMSIZE[dtype])
+        planned = self.trace(module, "fp32" if precision == "fp32" else "bf16")
+        TokenLimit(self.max_tokens, self.max_sequences).watch(module)
+        return Served(planned, sizes, precision, self.placement)
 
     def trace(self, module: nn.Module, precision: str) -> Trace:
         """Trace of a pass at the bounds; it stands for every pass within them.
@@ -93,8 +92,12 @@ class Serving:
         def ends(_: nn.Module, __: Any, outputs: Any) -> None:
             caches.extend(_layer_bytes(getattr(outputs, "past_key_values", None)))
 
+        config: Any = module.config
+        text = config.get_text_config()
+        length = min(self.max_tokens, getattr(text, "max_position_embeddings", self.max_tokens))
+        rows = -(-self.max_tokens // length)
         inputs: dict[str, Any] = {
-            "input_ids": torch.zeros(1, self.max_tokens, dtype=torch.long), "use_cache": True,
+            "input_ids": torch.zeros(rows, length, dtype=torch.long), "use_cache": True,
         }  # fmt: skip
         if "logits_to_keep" in inspect.signature(module.forward).parameters:
             inputs["logits_to_keep"] = 1
@@ -103,9 +106,7 @@ class Serving:
             found = trace(module, inputs, precision=precision, kind="eval")
         finally:
             handle.remove()
-        config: Any = module.config
-        vocabulary = getattr(config.get_text_config(), "vocab_size", 0)
-        logits = self.max_sequences * vocabulary * _LOGITS_BYTES
+        logits = self.max_sequences * getattr(text, "vocab_size", 0) * _LOGITS_BYTES
         decoding = sum(caches) + max(caches, default=0) + logits
         moments = tuple(
             replace(moment, non_model_bytes=Bytes(max(moment.non_model_bytes, decoding)))
@@ -118,15 +119,14 @@ class Serving:
 class Served:
     """Trace of a module that is about to be wrapped.
 
-    names: of the parameters that the trace numbers. weight_bytes: of the largest one, in the
+    sizes: bytes of the parameters, in the order in which the trace numbers them, by name; in the
         precision of computing.
     """
 
     trace: Trace
-    names: Sequence[str]
+    sizes: Mapping[str, int]
     precision: str
     placement: AutoPlacement
-    weight_bytes: int
 
     def options(self, module: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
         """Options to wrap the module with, which may be quantised by now.
@@ -148,17 +148,19 @@ class Served:
 
     def _of_quantised(self, specs: Sequence[ParamSpec]) -> Trace:
         places = {name: ParamId(i) for i, spec in enumerate(specs) for name in spec.names}
-        gone = [name for name in self.names if name not in places]
+        names = list(self.sizes)
+        gone = [name for name in names if name not in places]
         if gone:
             raise ValueError(
                 f"serve=True with quantize=, which gives {gone[0]} another name; expected a model "
                 "without stacked experts"
             )
+        copy = max(self.sizes[spec.name] for spec in specs if spec.form is not None)
         moments = tuple(
             replace(
                 moment,
-                params=tuple(places[self.names[param]] for param in moment.params),
-                non_model_bytes=Bytes(moment.non_model_bytes + self.weight_bytes),
+                params=tuple(places[names[param]] for param in moment.params),
+                non_model_bytes=Bytes(moment.non_model_bytes + copy),
             )
             for moment in self.trace.moments
         )

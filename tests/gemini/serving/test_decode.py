@@ -182,6 +182,15 @@ def test_all_stays_where_there_is_room_and_nothing_is_read(tmp_path):
     assert not model.training
 
 
+@pytest.mark.parametrize("kind", ["opt", "gpt2"])
+def test_more_tokens_are_planned_than_one_sequence_may_have(kind, tmp_path):
+    """These have 128 positions."""
+    plain, _ = saved(tmp_path / "model", kind)
+    model = gemini.load_pretrained(tmp_path / "model", serve=True, max_tokens=8 * 100)
+    ids = prompts(8).repeat(1, 15)
+    assert torch.equal(answers(model, ids), answers(plain, ids))
+
+
 def test_what_the_plan_has_no_room_for_is_refused_before_anything_runs(tmp_path):
     plain, nbytes = saved(tmp_path / "model", "llama")
     model, _ = loaded(tmp_path / "model", nbytes, tmp_path, max_tokens=33, max_sequences=3)
