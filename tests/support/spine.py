@@ -62,7 +62,8 @@ OTHER_ROOMS = (
     "gemini/activations",
     *("gemini/checkpoint", "gemini/chunk", "gemini/doctor", "gemini/integrations"),
     *("gemini/memtracer", "gemini/mesh", "gemini/migrate", "gemini/placement", "gemini/plan"),
-    *("gemini/train", "gemini/runtime/autograd", "gemini/runtime/comm", "gemini/runtime/gradients"),
+    *("gemini/serving", "gemini/train", "gemini/runtime/autograd", "gemini/runtime/comm"),
+    "gemini/runtime/gradients",
     *("gemini/runtime/inspect", "gemini/runtime/pipeline", "gemini/runtime/schedule"),
     *("gemini/runtime/wrap", "optim/rules", "optim/update", "io/nvme", "kernels_triton"),
 )
