@@ -30,7 +30,17 @@ from gemini.ddp import GeminiDDP
 from gemini.memtracer.module_calls import in_backward
 from gemini.units import ParamId
 
-from .chain import Chain, Recorded, Surveyed, leaves_of, refuse, without_cache
+from .chain import (
+    REMEDY,
+    Chain,
+    NoChainError,
+    Recorded,
+    Surveyed,
+    goes_around,
+    leaves_of,
+    refuse,
+    without_cache,
+)
 from .iteration import Iteration, params_among
 
 ORDERS = ("layers", "batches")
@@ -70,7 +80,7 @@ def accumulate(
     batches = list(micro_batches)
     _check(model, batches, order)
     if model.engine.comm.world_size > 1:
-        model.engine.call(f"gemini.accumulate() of {len(batches)} micro-batches")
+        model.engine.call(f"gemini.accumulate() of {len(batches)} micro-batches, {order=}")
     work = _Work(model, batches, loss, _Streams(model.engine.backend.device, len(batches)))
     with work.streams.restored():
         return work.by_batches() if order == "batches" else work.by_layers(layers)
@@ -213,12 +223,29 @@ class _Work:
             return known[key], False
         args, kwargs = self._given(batch)
         self.streams.begin(0)
-        with torch.no_grad():
-            known_now = chain.survey(
-                lambda: self._loss_of(self._model(*args, **kwargs), batch).float()
-            )
-        known[key] = known_now
-        return known_now, True
+        refusal = None
+        try:
+            with torch.no_grad():
+                known[key] = chain.survey(
+                    lambda: self._loss_of(self._model(*args, **kwargs), batch).float()
+                )
+        except NoChainError as error:
+            refusal = error
+        self.agree(refusal)
+        return known[key], True
+
+    def agree(self, refusal: NoChainError | None) -> None:
+        """Raise what any rank refuses, on all: what a survey finds may depend on data. Collective,
+        once for a kind of micro-batches."""
+        comm = self._model.engine.comm
+        if comm.world_size > 1:
+            said = comm.tell("tells what gemini.accumulate() found", str(refusal or ""))
+            for rank, text in enumerate(said):
+                if refusal is None and text:
+                    refusal = NoChainError(f"on rank {rank}: {text}")
+        if refusal is not None:
+            self.forget_survey()
+            raise refusal
 
     def forget_survey(self) -> None:
         _SURVEYED.pop(self._model, None)
@@ -290,12 +317,15 @@ class _Walk:
         losses = []
         for j, batch in enumerate(self._batches):
             leaf = self._leaf(batch, len(self._chain.layers))
-            found = self._epilogue(j, leaf)[0]
+            found, hidden = self._epilogue(j, leaf)
             losses.append(found.detach())
-            if j == 0 and first is not None and not _same_bits(found.detach().float(), first):
+            if goes_around(found, hidden):
                 self._work.forget_survey()
-                refuse(f"the loss layer by layer is {float(found)!r}, and {float(first)!r} in one "
-                       "forward: what this model computes is more than its chain")  # fmt: skip
+                refuse(f"what is computed before {self._chain.name}.0 is used behind the last "
+                       "layer, too, and its gradient is a sum with that of the layers")  # fmt: skip
+            del hidden
+            if first is not None and j == 0:
+                self._work.agree(_compared(losses[0], first))
             leaves = leaves_of([found])
             tied = self._of_prologue.keys() & leaves.keys()
             self._is_tied |= bool(tied)
@@ -372,6 +402,16 @@ class _Walk:
             if outputs:
                 self._iteration.backward(outputs, grads, list(self._of_prologue.values()))
             batch.grad = None
+
+
+def _compared(loss: Tensor, whole: Tensor) -> NoChainError | None:
+    """Refusal, if the loss of a micro-batch is not the one of a whole forward."""
+    if _same_bits(loss.float(), whole):
+        return None
+    return NoChainError(
+        f"the loss layer by layer is {float(loss)!r}, and {float(whole)!r} in one forward: what "
+        f"this model computes is more than its chain; {REMEDY}"
+    )
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from gemini.trees import tensors_in
 
@@ -338,16 +339,29 @@ def without_cache(root: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def leaves_of(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
     """Leaves whose gradients a backward of these tensors accumulates, by identity."""
+    leaves = (getattr(node, "variable", None) for node in _nodes_of(tensors))
+    return {id(leaf): leaf for leaf in leaves if leaf is not None}
+
+
+def goes_around(output: Tensor, hidden: Tensor) -> bool:
+    """Whether the graph of `output` reaches what a prologue computed on its way to `hidden`.
+
+    Weights that both use are leaves, and no such thing.
+    """
+    if not hidden.requires_grad:
+        return False
+    computed = {node for node in _nodes_of([hidden]) if not hasattr(node, "variable")}
+    computed.add(get_gradient_edge(hidden).node)  # of a leaf, too: its gradient has three parts
+    return not computed.isdisjoint(_nodes_of([output]))
+
+
+def _nodes_of(tensors: Sequence[Tensor]) -> set[Any]:
+    """All nodes of the graph behind these tensors."""
     seen: set[Any] = set()
-    found: dict[int, Tensor] = {}
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while waiting:
         node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found[id(leaf)] = leaf
-        waiting += [below for below, _ in node.next_functions if below is not None]
-    return found
+        if node not in seen:
+            seen.add(node)
+            waiting += [below for below, _ in node.next_functions if below is not None]
+    return seen
