@@ -66,7 +66,7 @@ def accumulate(
         losses: a mean over micro-batches or tokens is divided here.
     order: `"layers"`: all micro-batches run through a layer before the next one, so weights come
         twice a step, and boundaries between layers, [k] hidden states each, stay until backward.
-        `"batches"`: one micro-batch after the other, with the same bits.
+        `"batches"`, and for one micro-batch either: one after the other, with the same bits.
     layers: name of the `ModuleList` or `Sequential` of layers that follow each other; None is the
         model's only `ModuleList`, as decoders of Hugging Face have it.
 
@@ -79,11 +79,13 @@ def accumulate(
     """
     batches = list(micro_batches)
     _check(model, batches, order)
-    if model.engine.comm.world_size > 1:
-        model.engine.call(f"gemini.accumulate() of {len(batches)} micro-batches, {order=}")
-    work = _Work(model, batches, loss, _Streams(model.engine.backend.device, len(batches)))
+    engine = model.engine
+    if engine.comm.world_size > 1:
+        engine.call(f"gemini.accumulate() of {len(batches)} micro-batches, {order=}")
+    work = _Work(model, batches, loss, _Streams(engine.backend.device, len(batches)))
     with work.streams.restored():
-        return work.by_batches() if order == "batches" else work.by_layers(layers)
+        one_by_one = order == "batches" or len(batches) == 1
+        return work.by_batches() if one_by_one else work.by_layers(layers)
 
 
 def _check(model: GeminiDDP, batches: Sequence[Any], order: str) -> None:
@@ -182,7 +184,8 @@ class _Work:
     def by_batches(self) -> list[Tensor]:
         losses = []
         last = len(self._batches) - 1
-        several = self._model.engine.comm.world_size > 1
+        engine = self._model.engine
+        several = engine.comm.world_size > 1
         for j, batch in enumerate(self._batches):
             self.streams.begin(j)
             args, kwargs = self._given(batch)
@@ -208,21 +211,23 @@ class _Work:
             walk = _Walk(self, chain, surveyed, iteration)
             walk.prologues()
             walk.forwards()
-            losses = walk.epilogues(surveyed.loss if is_new else None)
+            if is_new:
+                walk.compare(surveyed.loss)
+            losses = walk.epilogues()
             walk.backwards()
             walk.ends()
         return losses
 
     def _survey(self, chain: Chain) -> tuple[Surveyed, bool]:
-        """What a whole forward of the first micro-batch has shown, once for a kind of them."""
-        batch = self._batches[0]
+        """What a whole forward of the last micro-batch has shown, once for a kind of them."""
+        batch = self._batches[-1]
         parts = tuple(sorted(batch)) if isinstance(batch, Mapping) else len(self._given(batch)[0])
         known = _SURVEYED.setdefault(self._model, {})
         key = (chain.name, tuple(map(id, chain.layers)), chain.root.training, parts)
         if key in known:
             return known[key], False
         args, kwargs = self._given(batch)
-        self.streams.begin(0)
+        self.streams.begin(len(self._batches) - 1)
         refusal = None
         try:
             with torch.no_grad():
@@ -309,11 +314,18 @@ class _Walk:
 
     # -- backward --
 
-    def epilogues(self, first: Tensor | None) -> list[Tensor]:
-        """Run norm, head and loss of every micro-batch, back to h[n][j]. Returns losses.
+    @torch.no_grad()
+    def compare(self, whole: Tensor) -> None:
+        """Refuse if the last micro-batch's loss is not its loss in a whole forward.
 
-        first: loss of the first micro-batch in a whole forward; None: nobody has run one.
+        Layers ran it first of all, so what a layer left behind for the epilogue is another's.
         """
+        j = len(self._batches) - 1
+        hidden = self._iteration.brought(self._batches[j].boundaries[-1])
+        self._work.agree(_compared(self._epilogue(j, hidden)[0], whole))
+
+    def epilogues(self) -> list[Tensor]:
+        """Run norm, head and loss of every micro-batch, back to h[n][j]. Returns losses."""
         losses = []
         for j, batch in enumerate(self._batches):
             leaf = self._leaf(batch, len(self._chain.layers))
@@ -324,8 +336,6 @@ class _Walk:
                 refuse(f"what is computed before {self._chain.name}.0 is used behind the last "
                        "layer, too, and its gradient is a sum with that of the layers")  # fmt: skip
             del hidden
-            if first is not None and j == 0:
-                self._work.agree(_compared(losses[0], first))
             leaves = leaves_of([found])
             tied = self._of_prologue.keys() & leaves.keys()
             self._is_tied |= bool(tied)
@@ -336,7 +346,7 @@ class _Walk:
         self._iteration.reduce(len(self._chain.layers), self._params_of_prologue())
         return losses
 
-    def _params_of_prologue(self) -> frozenset[ParamId]:
+    def _params_of_prologue(self) -> tuple[ParamId, ...]:
         return params_among(list(self._of_prologue.values()))
 
     def _epilogue(self, j: int, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -215,7 +215,12 @@ class _StandIn(nn.Module):
         return called(index, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_stands_for"], name)
+        layer = self.__dict__["_stands_for"]
+        value = getattr(layer, name)
+        if isinstance(value, Tensor) and not (name in layer._parameters or name in layer._buffers):
+            refuse(f"the model reads {name} of layer {self.__dict__['_called'][0]}, which the "
+                   "layer leaves behind")  # fmt: skip
+        return value
 
 
 class _Survey:
@@ -350,18 +355,20 @@ def goes_around(output: Tensor, hidden: Tensor) -> bool:
     """
     if not hidden.requires_grad:
         return False
-    computed = {node for node in _nodes_of([hidden]) if not hasattr(node, "variable")}
-    computed.add(get_gradient_edge(hidden).node)  # of a leaf, too: its gradient has three parts
-    return not computed.isdisjoint(_nodes_of([output]))
+    own = get_gradient_edge(hidden).node  # of a leaf, too: its gradient has three parts
+    reached = _nodes_of([output])
+    return own in reached or any(
+        node in reached and not hasattr(node, "variable") for node in _nodes_of([hidden])
+    )
 
 
-def _nodes_of(tensors: Sequence[Tensor]) -> set[Any]:
+def _nodes_of(tensors: Sequence[Tensor]) -> dict[Any, None]:
     """All nodes of the graph behind these tensors."""
-    seen: set[Any] = set()
+    seen: dict[Any, None] = {}
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while waiting:
         node = waiting.pop()
         if node not in seen:
-            seen.add(node)
+            seen[node] = None
             waiting += [below for below, _ in node.next_functions if below is not None]
     return seen
