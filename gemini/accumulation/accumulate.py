@@ -44,6 +44,7 @@ from .chain import (
 from .iteration import Iteration, params_among
 
 ORDERS = ("layers", "batches")
+CHAIN = "a chain"  # what a rank says that refuses nothing: a meeting has no empty words
 
 # What a survey has shown of a module, by the list of layers and what a micro-batch consists of
 _SURVEYED: weakref.WeakKeyDictionary[nn.Module, dict[Any, Surveyed]] = weakref.WeakKeyDictionary()
@@ -244,9 +245,9 @@ class _Work:
         once for a kind of micro-batches."""
         comm = self._model.engine.comm
         if comm.world_size > 1:
-            said = comm.tell("tells what gemini.accumulate() found", str(refusal or ""))
-            for rank, text in enumerate(said):
-                if refusal is None and text:
+            own = str(refusal or CHAIN)
+            for rank, text in enumerate(comm.tell("tells what gemini.accumulate() found", own)):
+                if refusal is None and text != CHAIN:
                     refusal = NoChainError(f"on rank {rank}: {text}")
         if refusal is not None:
             self.forget_survey()
