@@ -30,10 +30,21 @@ from gemini.ddp import GeminiDDP
 from gemini.memtracer.module_calls import in_backward
 from gemini.units import ParamId
 
-from .chain import Chain, Recorded, Surveyed, leaves_of, refuse, without_cache
+from .chain import (
+    REMEDY,
+    Chain,
+    NoChainError,
+    Recorded,
+    Surveyed,
+    goes_around,
+    leaves_of,
+    refuse,
+    without_cache,
+)
 from .iteration import Iteration, params_among
 
 ORDERS = ("layers", "batches")
+CHAIN = "a chain"  # what a rank says that refuses nothing: a meeting has no empty words
 
 # What a survey has shown of a module, by the list of layers and what a micro-batch consists of
 _SURVEYED: weakref.WeakKeyDictionary[nn.Module, dict[Any, Surveyed]] = weakref.WeakKeyDictionary()
@@ -56,7 +67,7 @@ def accumulate(
         losses: a mean over micro-batches or tokens is divided here.
     order: `"layers"`: all micro-batches run through a layer before the next one, so weights come
         twice a step, and boundaries between layers, [k] hidden states each, stay until backward.
-        `"batches"`: one micro-batch after the other, with the same bits.
+        `"batches"`, and for one micro-batch either: one after the other, with the same bits.
     layers: name of the `ModuleList` or `Sequential` of layers that follow each other; None is the
         model's only `ModuleList`, as decoders of Hugging Face have it.
 
@@ -69,11 +80,13 @@ def accumulate(
     """
     batches = list(micro_batches)
     _check(model, batches, order)
-    if model.engine.comm.world_size > 1:
-        model.engine.call(f"gemini.accumulate() of {len(batches)} micro-batches")
-    work = _Work(model, batches, loss, _Streams(model.engine.backend.device, len(batches)))
+    engine = model.engine
+    if engine.comm.world_size > 1:
+        engine.call(f"gemini.accumulate() of {len(batches)} micro-batches, {order=}")
+    work = _Work(model, batches, loss, _Streams(engine.backend.device, len(batches)))
     with work.streams.restored():
-        return work.by_batches() if order == "batches" else work.by_layers(layers)
+        one_by_one = order == "batches" or len(batches) == 1
+        return work.by_batches() if one_by_one else work.by_layers(layers)
 
 
 def _check(model: GeminiDDP, batches: Sequence[Any], order: str) -> None:
@@ -172,7 +185,8 @@ class _Work:
     def by_batches(self) -> list[Tensor]:
         losses = []
         last = len(self._batches) - 1
-        several = self._model.engine.comm.world_size > 1
+        engine = self._model.engine
+        several = engine.comm.world_size > 1
         for j, batch in enumerate(self._batches):
             self.streams.begin(j)
             args, kwargs = self._given(batch)
@@ -198,27 +212,46 @@ class _Work:
             walk = _Walk(self, chain, surveyed, iteration)
             walk.prologues()
             walk.forwards()
-            losses = walk.epilogues(surveyed.loss if is_new else None)
+            if is_new:
+                walk.compare(surveyed.loss)
+            losses = walk.epilogues()
             walk.backwards()
             walk.ends()
         return losses
 
     def _survey(self, chain: Chain) -> tuple[Surveyed, bool]:
-        """What a whole forward of the first micro-batch has shown, once for a kind of them."""
-        batch = self._batches[0]
+        """What a whole forward of the last micro-batch has shown, once for a kind of them."""
+        batch = self._batches[-1]
         parts = tuple(sorted(batch)) if isinstance(batch, Mapping) else len(self._given(batch)[0])
         known = _SURVEYED.setdefault(self._model, {})
         key = (chain.name, tuple(map(id, chain.layers)), chain.root.training, parts)
         if key in known:
             return known[key], False
         args, kwargs = self._given(batch)
-        self.streams.begin(0)
-        with torch.no_grad():
-            known_now = chain.survey(
-                lambda: self._loss_of(self._model(*args, **kwargs), batch).float()
-            )
-        known[key] = known_now
-        return known_now, True
+        self.streams.begin(len(self._batches) - 1)
+        refusal = None
+        try:
+            with torch.no_grad():
+                known[key] = chain.survey(
+                    lambda: self._loss_of(self._model(*args, **kwargs), batch).float()
+                )
+        except NoChainError as error:
+            refusal = error
+        self.agree(refusal)
+        return known[key], True
+
+    def agree(self, refusal: NoChainError | None) -> None:
+        """Raise what any rank refuses, on all: what a survey finds may depend on data. Collective,
+        once for a kind of micro-batches."""
+        comm = self._model.engine.comm
+        if comm.world_size > 1:
+            own = str(refusal or CHAIN)
+            for rank, text in enumerate(comm.tell("tells what gemini.accumulate() found", own)):
+                if refusal is None and text != CHAIN:
+                    refusal = NoChainError(f"on rank {rank}: {text}")
+        if refusal is not None:
+            self.forget_survey()
+            raise refusal
 
     def forget_survey(self) -> None:
         _SURVEYED.pop(self._model, None)
@@ -282,20 +315,28 @@ class _Walk:
 
     # -- backward --
 
-    def epilogues(self, first: Tensor | None) -> list[Tensor]:
-        """Run norm, head and loss of every micro-batch, back to h[n][j]. Returns losses.
+    @torch.no_grad()
+    def compare(self, whole: Tensor) -> None:
+        """Refuse if the last micro-batch's loss is not its loss in a whole forward.
 
-        first: loss of the first micro-batch in a whole forward; None: nobody has run one.
+        Layers ran it first of all, so what a layer left behind for the epilogue is another's.
         """
+        j = len(self._batches) - 1
+        hidden = self._iteration.brought(self._batches[j].boundaries[-1])
+        self._work.agree(_compared(self._epilogue(j, hidden)[0], whole))
+
+    def epilogues(self) -> list[Tensor]:
+        """Run norm, head and loss of every micro-batch, back to h[n][j]. Returns losses."""
         losses = []
         for j, batch in enumerate(self._batches):
             leaf = self._leaf(batch, len(self._chain.layers))
-            found = self._epilogue(j, leaf)[0]
+            found, hidden = self._epilogue(j, leaf)
             losses.append(found.detach())
-            if j == 0 and first is not None and not _same_bits(found.detach().float(), first):
+            if goes_around(found, hidden):
                 self._work.forget_survey()
-                refuse(f"the loss layer by layer is {float(found)!r}, and {float(first)!r} in one "
-                       "forward: what this model computes is more than its chain")  # fmt: skip
+                refuse(f"what is computed before {self._chain.name}.0 is used behind the last "
+                       "layer, too, and its gradient is a sum with that of the layers")  # fmt: skip
+            del hidden
             leaves = leaves_of([found])
             tied = self._of_prologue.keys() & leaves.keys()
             self._is_tied |= bool(tied)
@@ -306,7 +347,7 @@ class _Walk:
         self._iteration.reduce(len(self._chain.layers), self._params_of_prologue())
         return losses
 
-    def _params_of_prologue(self) -> frozenset[ParamId]:
+    def _params_of_prologue(self) -> tuple[ParamId, ...]:
         return params_among(list(self._of_prologue.values()))
 
     def _epilogue(self, j: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -372,6 +413,16 @@ class _Walk:
             if outputs:
                 self._iteration.backward(outputs, grads, list(self._of_prologue.values()))
             batch.grad = None
+
+
+def _compared(loss: Tensor, whole: Tensor) -> NoChainError | None:
+    """Refusal, if the loss of a micro-batch is not the one of a whole forward."""
+    if _same_bits(loss.float(), whole):
+        return None
+    return NoChainError(
+        f"the loss layer by layer is {float(loss)!r}, and {float(whole)!r} in one forward: what "
+        f"this model computes is more than its chain; {REMEDY}"
+    )
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from gemini.trees import tensors_in
 
@@ -214,7 +215,12 @@ class _StandIn(nn.Module):
         return called(index, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_stands_for"], name)
+        layer = self.__dict__["_stands_for"]
+        value = getattr(layer, name)
+        if isinstance(value, Tensor) and not (name in layer._parameters or name in layer._buffers):
+            refuse(f"the model reads {name} of layer {self.__dict__['_called'][0]}, which the "
+                   "layer leaves behind")  # fmt: skip
+        return value
 
 
 class _Survey:
@@ -338,16 +344,31 @@ def without_cache(root: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def leaves_of(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
     """Leaves whose gradients a backward of these tensors accumulates, by identity."""
-    seen: set[Any] = set()
-    found: dict[int, Tensor] = {}
+    leaves = (getattr(node, "variable", None) for node in _nodes_of(tensors))
+    return {id(leaf): leaf for leaf in leaves if leaf is not None}
+
+
+def goes_around(output: Tensor, hidden: Tensor) -> bool:
+    """Whether the graph of `output` reaches what a prologue computed on its way to `hidden`.
+
+    Weights that both use are leaves, and no such thing.
+    """
+    if not hidden.requires_grad:
+        return False
+    own = get_gradient_edge(hidden).node  # of a leaf, too: its gradient has three parts
+    reached = _nodes_of([output])
+    return own in reached or any(
+        node in reached and not hasattr(node, "variable") for node in _nodes_of([hidden])
+    )
+
+
+def _nodes_of(tensors: Sequence[Tensor]) -> dict[Any, None]:
+    """All nodes of the graph behind these tensors."""
+    seen: dict[Any, None] = {}
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while waiting:
         node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found[id(leaf)] = leaf
-        waiting += [below for below, _ in node.next_functions if below is not None]
-    return found
+        if node not in seen:
+            seen[node] = None
+            waiting += [below for below, _ in node.next_functions if below is not None]
+    return seen

@@ -137,7 +137,7 @@ class Iteration:
             self._has_gradients = True
             torch.autograd.backward(outputs, grads, inputs=leaves)
 
-    def reduce(self, stage: int, of_prologue: frozenset[ParamId] | None = None) -> None:
+    def reduce(self, stage: int, of_prologue: tuple[ParamId, ...] | None = None) -> None:
         """Begin to reduce what no visit adds to any more, as a stage has ended: a layer by its
         index, the epilogues behind the last one, or `AT_END`.
 
@@ -157,7 +157,7 @@ class Iteration:
         self._begun = due
 
     def _is_final(
-        self, chunk: Chunk, stage: int, of_prologue: frozenset[ParamId] | None
+        self, chunk: Chunk, stage: int, of_prologue: tuple[ParamId, ...] | None
     ) -> bool:  # fmt: skip
         for slot in chunk.spec.slots:
             layer = self._layer_of.get(slot.param)
@@ -175,13 +175,13 @@ class Iteration:
         saved = self._engine.saved_tensors
         return tensor if saved is None else saved.keep(tensor)
 
-    def brought(self, kept: Any) -> Tensor:
+    def brought(self, boundary: Any) -> Tensor:
         """Boundary that `keep` has taken."""
         saved = self._engine.saved_tensors
-        return kept if saved is None else saved.brought(kept)
+        return boundary if saved is None else saved.brought(boundary)
 
 
-def params_among(leaves: Sequence[Tensor]) -> frozenset[ParamId]:
+def params_among(leaves: Sequence[Tensor]) -> tuple[ParamId, ...]:
     """Ids of the wrapped parameters among these leaves."""
     handles = [handle_of(leaf) for leaf in leaves]
-    return frozenset(handle.param for handle in handles if handle is not None)
+    return tuple(dict.fromkeys(handle.param for handle in handles if handle is not None))

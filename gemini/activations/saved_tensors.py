@@ -197,9 +197,9 @@ class SavedTensors:
         leave as what autograd saves, and the last one kept is expected first by `brought`."""
         return self._pack(tensor)
 
-    def brought(self, kept: Handle | Kept) -> Tensor:
+    def brought(self, packed: Handle | Kept) -> Tensor:
         """Tensor that `keep` has taken, in the device's memory. Raises NvmeError."""
-        return self._unpack(kept)
+        return self._unpack(packed)
 
     def _record_of(self, tensor: Tensor, guard: Tensor) -> SavedStorage:
         storage = tensor.untyped_storage()

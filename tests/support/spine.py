@@ -59,7 +59,7 @@ OWNERS = {
 # Rooms of step, state, memory, targets, matrices and saved state are what is *not* listed here: a
 # new folder is one of them, and its calls are the step's, until somebody says here that it is not.
 OTHER_ROOMS = (
-    "gemini/activations",
+    *("gemini/accumulation", "gemini/activations"),
     *("gemini/checkpoint", "gemini/chunk", "gemini/doctor", "gemini/integrations"),
     *("gemini/memtracer", "gemini/mesh", "gemini/migrate", "gemini/placement", "gemini/plan"),
     *("gemini/serving", "gemini/train", "gemini/runtime/autograd", "gemini/runtime/comm"),

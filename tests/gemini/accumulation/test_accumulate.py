@@ -1,12 +1,15 @@
 """Micro-batches layer by layer: the bits of one after the other, wherever model data lives."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gemini
+from bench.shared.models import seeded
 from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
@@ -36,7 +39,6 @@ class Chained(nn.Module):
 
     def __init__(self, *, dropout=0.0, tied=True, frozen=False, num_layers=3):
         super().__init__()
-        torch.manual_seed(3)
         self.embedding = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(WIDTH)
@@ -71,7 +73,9 @@ def loss_of(output, ids):
 
 def wrapped(placement="cuda", *, device="cpu", precision="fp32", **module):
     options = {"precision": precision, **SMALL}
-    model = GeminiDDP(Chained(**module), device, placement, **options)
+    with seeded(3):
+        chained = Chained(**module)
+    model = GeminiDDP(chained, device, placement, **options)
     return model, HybridAdam(model.parameters(), lr=1e-2)
 
 
@@ -142,6 +146,17 @@ def test_layers_come_twice_a_step_and_steps_follow_the_plan():
 def test_a_frozen_base_passes_gradients_on_to_the_layers_that_are_trained():
     runs = [trained(*wrapped(frozen=True, dropout=0.25), order) for order in ("layers", "batches")]
     assert runs[0] == runs[1]
+
+
+def test_one_micro_batch_is_a_forward_and_its_backward():
+    digests = []
+    for order in ("layers", "batches"):
+        model, optimizer = wrapped(dropout=0.25)
+        torch.manual_seed(1)
+        gemini.accumulate(model, batches(0, k=1), loss_of, order=order)
+        optimizer.step()
+        digests.append(model.digest())
+    assert digests[0] == digests[1]
 
 
 def test_fp16_has_its_loss_scale():
@@ -268,16 +283,53 @@ def test_what_is_no_chain_is_refused_by_name(twist, said):
 
 
 @pytest.mark.parametrize(
-    ("twist", "said"), [("needs", "gradient of its own"), ("around", "more than")]
+    ("twist", "said"), [("needs", "gradient of its own"), ("around", "used behind the last layer")]
 )
-def test_gradients_past_the_chain_are_refused(twist, said):
-    model = GeminiDDP(Twisted(twist), "cpu", "cuda", precision="fp32", **SMALL)
-    if twist == "needs":
-        with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_gradients_past_the_chain_are_refused_before_any_is_formed(twist, said, tied):
+    module = Twisted(twist)
+    if not tied:
+        module.head.weight = nn.Parameter(module.head.weight.detach().clone())
+    model = GeminiDDP(module, "cpu", "cuda", precision="fp32", **SMALL)
+    optimizer = HybridAdam(model.parameters(), lr=1e-2)
+    before = model.digest()
+    for _ in range(2):  # what was refused is looked at again
+        with pytest.raises(ValueError, match=said) as refused:
             gemini.accumulate(model, batches(0), loss_of)
-        return
-    with pytest.raises(ValueError, match=said):
-        gemini.accumulate(model, batches(0), loss_of)
+        assert 'order="batches"' in str(refused.value)
+    assert all(param.grad is None for param in model.parameters())
+    with pytest.raises(RuntimeError, match="without a gradient"):
+        optimizer.step()
+    assert model.digest() == before
+    gemini.accumulate(model, batches(0), loss_of, order="batches")  # nothing was left open
+
+
+def test_a_learned_start_that_goes_around_is_refused():
+    class Learned(Chained):
+        def __init__(self):
+            super().__init__()
+            self.start = nn.Parameter(torch.ones(2, 4, WIDTH))
+
+        def forward(self, ids):
+            hidden = self.start
+            for block in self.blocks:
+                hidden = block(hidden, 1.5)[0]
+            return self.head(self.norm(hidden + self.start))
+
+    model = GeminiDDP(Learned(), "cpu", "cuda", precision="fp32", **SMALL)
+    with pytest.raises(ValueError, match="used behind the last layer"):
+        gemini.accumulate(model, [ids[:, :4] for ids in batches(0)], loss_of)
+
+
+def test_what_goes_around_without_a_gradient_does_no_harm():
+    digests = []
+    for order in ("layers", "batches"):
+        with seeded():
+            module = Twisted("around")
+        module.embedding.weight.requires_grad_(False)
+        model = GeminiDDP(module, "cpu", "cuda", precision="fp32", **SMALL)
+        digests.append(trained(model, HybridAdam(model.parameters(), lr=1e-2), order))
+    assert digests[0] == digests[1]
 
 
 def test_wrong_arguments():
@@ -298,29 +350,98 @@ def test_wrong_arguments():
 # -- ranks --
 
 
-def _rank(rank, placement, order):
-    model, optimizer = wrapped(placement, precision="bf16")  # ranks share a generator
+def ranks_share(drawn):
+    """Threads have one generator between them, which each call restores as it found it: whoever
+    came last may have found another one's."""
+    dist.barrier()
+    torch.set_rng_state(drawn)
+    dist.barrier()
+
+
+def _steps(rank, placement, order, no_sync=False):
+    """Losses and digest of a rank; every step adds two accumulations up."""
+    model, optimizer = wrapped(placement, precision="bf16")
     found = []
     for step in range(3):
-        found += gemini.accumulate(model, batches(step, seed=rank), loss_of, order=order)
+        for seed in (rank, 2 + rank):
+            with model.no_sync() if no_sync and seed == rank else nullcontext():
+                given = batches(step, seed=seed)
+                found += gemini.accumulate(model, given, loss_of, order=order)
+        optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
-    digest = model.digest()
-    said = ""
-    try:
+    return [float(loss) for loss in found], model.digest()
+
+
+def _both_orders(rank, drawn, placement, no_sync):
+    found = [_steps(rank, placement, order, no_sync) for order in ("layers", "batches")]
+    ranks_share(drawn)
+    return found
+
+
+@pytest.mark.parametrize("no_sync", [False, True], ids=["reduced", "no_sync"])
+@pytest.mark.parametrize(
+    "placement", ["cuda", "zero1", "zero2", ON_HOST, AutoPlacement("68KiB", block_numel=1024)]
+)
+def test_two_ranks_have_the_bits_of_the_other_order(placement, no_sync):
+    ranks = run_ranks(_both_orders, 2, torch.get_rng_state(), placement, no_sync)
+    for layers, one_by_one in ranks:
+        assert layers == one_by_one
+    assert ranks[0][0][0] != ranks[1][0][0] and ranks[0][0][1] == ranks[1][0][1]
+
+
+def _with_dropout(rank):
+    found = []
+    for order in ("layers", "batches"):
+        model, optimizer = wrapped(dropout=0.25)
+        torch.manual_seed(rank)
+        for step in range(3):
+            gemini.accumulate(model, batches(step, seed=rank), loss_of, order=order)
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((model.digest(), float(torch.rand(()))))
+    return found
+
+
+def test_two_processes_have_random_numbers_of_their_own():
+    for layers, one_by_one in run_ranks(_with_dropout, 2, processes=True):
+        assert layers == one_by_one
+
+
+def _other_numbers(rank, drawn, order):
+    model, optimizer = wrapped("cuda")
+    before = model.digest()
+    with pytest.raises(RuntimeError) as refused:
         gemini.accumulate(model, batches(0, k=2 + rank), loss_of, order=order)
-    except RuntimeError as error:
-        said = str(error)
-    return [float(loss) for loss in found], digest, "micro-batches" in said
+    with pytest.raises(RuntimeError, match="without a gradient"):
+        optimizer.step()
+    unchanged = model.digest() == before
+    ranks_share(drawn)
+    return str(refused.value), unchanged
 
 
-def _both(rank, world):
-    return [_rank(rank, placement, order)
-            for placement in ("cuda", "zero2") for order in ("layers", "batches")]  # fmt: skip
+@pytest.mark.parametrize("order", ["layers", "batches"])
+def test_other_numbers_of_micro_batches_are_refused_on_every_rank(order):
+    for said, unchanged in run_ranks(_other_numbers, 2, torch.get_rng_state(), order):
+        assert "of 2 micro-batches" in said and "of 3 micro-batches" in said
+        assert unchanged
 
 
-def test_two_ranks_have_the_bits_of_the_other_order():
-    for rank in run_ranks(2, _both):
-        for layers, one_by_one in zip(rank[::2], rank[1::2], strict=True):
-            assert layers == one_by_one
-            assert layers[2]
+def _refused_by_one(rank, drawn):
+    model, _ = wrapped("cuda")
+    seen = []
+
+    def odd(output, ids):  # on rank 1 the second forward has another loss
+        seen.append(rank)
+        return loss_of(output, ids) + (len(seen) if rank else 0)
+
+    with pytest.raises(ValueError) as refused:
+        gemini.accumulate(model, batches(0), odd)
+    ranks_share(drawn)
+    return str(refused.value)
+
+
+def test_what_one_rank_refuses_all_refuse():
+    on_other, own = run_ranks(_refused_by_one, 2, torch.get_rng_state())
+    assert "more than its chain" in own and on_other == f"on rank 1: {own}"
