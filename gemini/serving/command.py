@@ -26,12 +26,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--nvme", dest="nvme_dir", metavar="DIR", help="a folder for weights that fit in neither"
     )
     parser.add_argument(
-        "--max-tokens", type=_positive, default=2048, metavar="N",
+        "--max-tokens", type=positive, default=2048, metavar="N",
         help="of all sequences at once, prompts and answers: the cache of keys and values has "
         "room for so many",
     )  # fmt: skip
     parser.add_argument(
-        "--max-sequences", type=_positive, default=16, metavar="N", help="that are decoded at once"
+        "--max-sequences", type=positive, default=16, metavar="N", help="that are decoded at once"
     )
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the code that the folder brings"
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt in every line")
     parser.add_argument(
-        "--max-new-tokens", type=_positive, default=64, metavar="N", help="of each answer"
+        "--max-new-tokens", type=positive, default=64, metavar="N", help="of each answer"
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token"
@@ -142,7 +142,8 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Number of a flag. Raises ArgumentTypeError below 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is below 1; expected 1 or more")
