@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -107,7 +107,7 @@ class RequestQueue:
     def __init__(self, bounds: PassBounds, max_waiting: int) -> None:
         self.bounds = bounds
         self._max_waiting = max_waiting
-        self._waiting: deque[PromptRequest] = deque()
+        self._waiting: list[PromptRequest] = []
         self._changed = threading.Condition()
         self._is_closed = False
 
@@ -135,20 +135,20 @@ class RequestQueue:
         """Requests of the next pass, as soon as there are any; none once the queue is closed."""
         with self._changed:
             while not self._is_closed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                self._changed.wait_for(self._is_enough, _GATHER_SECONDS)
                 self._drop_gone()
                 if self._waiting:
-                    self._changed.wait_for(self._is_enough, _GATHER_SECONDS)
                     chosen = self.bounds.pack(self._waiting)
-                    self._waiting = deque(one for one in self._waiting if one not in chosen)
+                    self._waiting = [one for one in self._waiting if one not in chosen]
                     return chosen
-                self._changed.wait()
         return []
 
     def close(self) -> None:
         """End `take`; those that wait hear a ServiceStoppedError."""
         with self._changed:
             self._is_closed = True
-            left, self._waiting = self._waiting, deque()
+            left, self._waiting = self._waiting, []
             self._changed.notify()
         for one in left:
             one.hear(AnswerPart(error=ServiceStoppedError("the server stops")))
@@ -157,7 +157,7 @@ class RequestQueue:
         return self._is_closed or len(self._waiting) >= self.bounds.max_sequences
 
     def _drop_gone(self) -> None:
-        self._waiting = deque(one for one in self._waiting if not one.gone)
+        self._waiting = [one for one in self._waiting if not one.gone]
 
 
 class AnswerCache:

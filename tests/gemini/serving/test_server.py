@@ -13,7 +13,7 @@ import torch
 
 import gemini
 from gemini.serving.server import CompletionService
-from gemini.serving.waiting import AnswerCache, AnswerPart, PassBounds, Prompt, Sampling
+from gemini.serving.waiting import AnswerCache, AnswerPart, PassBounds, Prompt, PromptRequest, Sampling
 from gemini.serving.worker import DecodeWorker
 from tests.support.model_folder import make_folder, make_tokenizer
 
@@ -300,7 +300,7 @@ def test_a_client_that_leaves_is_dropped(serve, passes, model, stream, leaves):
         }  # fmt: skip
         answered = asyncio.ensure_future(served.app(scope, receive, send))
         await heard.wait()
-        handle = model.register_forward_hook(decoded)
+        handle = model.model.layers[0].register_forward_hook(decoded)
         try:
             if waits:
                 gone.set()
@@ -318,7 +318,7 @@ def test_a_client_that_leaves_is_dropped(serve, passes, model, stream, leaves):
         assert served.ask(greedy("x"))[0].status_code == 200
         assert passes == [1]
     else:
-        assert passes == [1] and 3 <= len(lengths) <= 5
+        assert passes == [1] and len(lengths) == 3
 
 
 def test_greedy_answers_are_cached_and_sampled_ones_once_there_are_enough(serve, passes):
@@ -328,8 +328,8 @@ def test_greedy_answers_are_cached_and_sampled_ones_once_there_are_enough(serve,
     assert first.json()["choices"] == again.json()["choices"] and len(passes) == 1
     answers = [served.ask(sampled)[0].json()["choices"][0]["text"] for _ in range(12)]
     assert len(passes) == 3 and set(answers[2:]) <= set(answers[:2])
-    served.ask(greedy("y"), greedy("A chunk"))  # the chunk's made room for one of these
-    assert sum(passes) == 4 + (len(passes) > 3 and sum(passes[3:]) - 1)
+    served.ask(greedy("A chunk"))
+    assert len(passes) == 3
 
 
 def test_the_prompt_that_was_asked_the_longest_ago_makes_room():
@@ -345,18 +345,16 @@ def test_the_prompt_that_was_asked_the_longest_ago_makes_room():
     assert nothing.get(first) is None
 
 
-def test_a_pass_has_room_for_its_longest_prompt_and_answer_in_each_row(serve):
+def test_a_pass_has_room_for_its_longest_prompt_and_answer_in_each_row():
     def request(length, new, temperature=0.0):
-        from gemini.serving.waiting import PromptRequest
-
         prompt = Prompt((5,) * length, new, Sampling(temperature))
         return PromptRequest(prompt, lambda part: None)
 
     bounds = PassBounds(max_tokens=60, max_sequences=3, positions=25)
     head, short, long_, other = request(4, 6), request(2, 2), request(20, 5), request(4, 6, 1.0)
     assert bounds.pack([head, long_, other, short]) == [head, short]
-    assert bounds.pack([long_, head, short]) == [long_]  # 20 + 6 are more than 25 positions
-    assert bounds.pack([head] + [short] * 1 + [request(1, 1)] * 1 + [other]) != [head]
+    assert bounds.pack([long_, head, short]) == [long_, short]  # 20 + 6 are more than 25 positions
+    assert bounds.pack([long_, short, request(2, 2)]) == [long_, short]  # 3 x 25 are more than 60
     four = [request(2, 2) for _ in range(4)]
     assert bounds.pack(four) == four[:3]
 
