@@ -111,7 +111,7 @@ def continued(
     import torch
 
     given = tokenizer(list(prompts), return_tensors="pt", padding=True)
-    given = {name: given[name].to(model.engine.backend.device) for name in
+    given = {name: given[name].to(device_of(model)) for name in
              ("input_ids", "attention_mask")}  # fmt: skip
     length = given["input_ids"].shape[1]
     asked = len(prompts) * (length + options.max_new_tokens)
@@ -129,6 +129,11 @@ def continued(
             **sampling,
         )  # fmt: skip
     return [tokenizer.decode(row[length:], skip_special_tokens=True) for row in out]
+
+
+def device_of(model: Any) -> Any:
+    """Device that a loaded model computes on."""
+    return model.engine.backend.device
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:

@@ -30,7 +30,7 @@ def parser_of_serve() -> Parser:
     )  # fmt: skip
     add_model(parser)
     parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="who listens elsewhere is not asked "
+        "--host", default="127.0.0.1", help="who listens elsewhere is not asked "
         "for a key: put a proxy before it",
     )  # fmt: skip
     parser.add_argument("--port", type=int, default=7070, metavar="N", help="0 takes a free one")

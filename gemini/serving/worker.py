@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .command import device_of
 from .waiting import AnswerPart, PassBounds, PromptRequest, RequestQueue, Sampling
 
 log = logging.getLogger("gemini")
@@ -62,7 +63,7 @@ class DecodeWorker:
         """Decode one pass: prompts are padded on the left, and each row ends by its own bounds."""
         length = max(len(one.prompt.ids) for one in requests)
         pad = self.tokenizer.pad_token_id or 0
-        device = self.model.engine.backend.device
+        device = device_of(self.model)
         rows = [[pad] * (length - len(one.prompt.ids)) + [*one.prompt.ids] for one in requests]
         masks = [[0] * (length - len(one.prompt.ids)) + [1] * len(one.prompt.ids)
                  for one in requests]  # fmt: skip
