@@ -24,7 +24,7 @@ def parser_of_serve() -> Parser:
     parser = Parser(
         prog="python -m gemini serve",
         description="Answer POST /v1/completions, as OpenAI does, and the OPT service's POST\n"
-        "/generation. Prompts that wait are decoded in one pass. SIGTERM ends it after the pass under way.",
+        "/generation. Prompts that wait are decoded in one pass; SIGTERM ends it after that.",
         epilog="exit status: 0 it was ended, 1 the model does not fit, 2 wrong flags, a refused "
         "model or a port in use",
     )  # fmt: skip

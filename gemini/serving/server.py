@@ -148,11 +148,8 @@ class CompletionService:
     ) -> Prompt:
         """Raises PromptError for one that no pass has room for."""
         ids = self._worker.tokenizer(given)["input_ids"] if isinstance(given, str) else given
-        strange = [one for one in ids if not 0 <= one < self._worker.vocabulary]
-        if strange:
-            raise PromptError(f"no token {strange[0]}; expected 0..{self._worker.vocabulary - 1}")
         prompt = Prompt(tuple(ids), tokens, sampling, stops)
-        self._worker.queue.bounds.check(prompt)
+        self._worker.check(prompt)
         return prompt
 
     async def _parts(self, prompts: Sequence[Prompt], request: Request) -> _Parts:

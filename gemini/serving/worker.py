@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from .command import device_of
-from .waiting import AnswerPart, PassBounds, PromptRequest, RequestQueue, Sampling
+from .waiting import (
+    AnswerPart,
+    PassBounds,
+    Prompt,
+    PromptError,
+    PromptRequest,
+    RequestQueue,
+    Sampling,
+)
 
 log = logging.getLogger("gemini")
 _UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
@@ -26,12 +34,22 @@ class DecodeWorker:
         self.model, self.tokenizer = model, tokenizer
         config = model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None) or max_tokens
-        self.vocabulary: int = config.vocab_size
-        self.queue = RequestQueue(PassBounds(max_tokens, max_sequences, positions), max_waiting)
+        self._vocabulary: int = config.vocab_size
+        self._bounds = PassBounds(max_tokens, max_sequences, positions)
+        self.queue = RequestQueue(self._bounds, max_waiting)
         ends = model.generation_config.eos_token_id
         ends = tokenizer.eos_token_id if ends is None else ends
         self._ends: list[int] = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        # a tokenizer's first call sets it up, and fails while another thread has it
+        tokenizer("")
         self._thread = threading.Thread(target=self._work, name="gemini-decode", daemon=True)
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise PromptError for strange tokens, and for more than a pass has room for."""
+        strange = [one for one in prompt.ids if not 0 <= one < self._vocabulary]
+        if strange:
+            raise PromptError(f"no token {strange[0]}; expected 0..{self._vocabulary - 1}")
+        self._bounds.check(prompt)
 
     def start(self) -> None:
         """Begin to decode."""
