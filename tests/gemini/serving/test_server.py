@@ -418,11 +418,14 @@ def test_the_command_serves_until_it_is_told_to_end(folder):
                 assert client.get("/health").json()["status"] == "ok"
                 reply = client.post("/v1/completions", json=greedy(TEXTS[:2], model="tiny"))
                 assert [one["index"] for one in reply.json()["choices"]] == [0, 1]
-                body = greedy(TEXTS[0], stream=True)
+                body = greedy(TEXTS[0], stream=True, max_tokens=50)
                 with client.stream("POST", "/v1/completions", json=body) as stream:
-                    lines = [line for line in stream.iter_lines() if line]
+                    lines = []
+                    for line in stream.iter_lines():
+                        if not lines:  # the pass under way is ended
+                            process.send_signal(signal.SIGTERM)
+                        lines += [line] if line else []
                 assert lines[-1] == "data: [DONE]" and len(lines) > 2
-            process.send_signal(signal.SIGTERM)
             assert process.wait() == 0, process.stderr.read()
         finally:
             process.kill()
