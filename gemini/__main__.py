@@ -1,4 +1,4 @@
-"""python -m gemini COMMAND: plan, train, generate, run, doctor, clean, and two that translate."""
+"""python -m gemini COMMAND: plan, train, generate, serve, run, doctor, clean, and two translators."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": ("does a model fit, and how fast: on any machine", "gemini.train.plan_command:main"),
     "train": ("fine-tune a model of Hugging Face's", "gemini.train.run:main"),
     "generate": ("continue prompts, in less memory", "gemini.serving.command:main"),
+    "serve": ("answer over HTTP, as OpenAI's completions do", "gemini.serving.serve_command:main"),
     "run": ("a script on all ranks: torchrun on every host", "gemini.integrations.run:main"),
     "doctor": ("what this machine has, and what is slow", "gemini.__main__:doctor"),
     "clean": ("files that processes left when they were killed", "gemini.__main__:clean"),

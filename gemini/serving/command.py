@@ -26,12 +26,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--nvme", dest="nvme_dir", metavar="DIR", help="a folder for weights that fit in neither"
     )
     parser.add_argument(
-        "--max-tokens", type=_positive, default=2048, metavar="N",
+        "--max-tokens", type=positive, default=2048, metavar="N",
         help="of all sequences at once, prompts and answers: the cache of keys and values has "
         "room for so many",
     )  # fmt: skip
     parser.add_argument(
-        "--max-sequences", type=_positive, default=16, metavar="N", help="that are decoded at once"
+        "--max-sequences", type=positive, default=16, metavar="N", help="that are decoded at once"
     )
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the code that the folder brings"
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt in every line")
     parser.add_argument(
-        "--max-new-tokens", type=_positive, default=64, metavar="N", help="of each answer"
+        "--max-new-tokens", type=positive, default=64, metavar="N", help="of each answer"
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token"
@@ -110,7 +110,7 @@ def continued(
     than the plan has room for."""
     import torch
 
-    found, device = tokenizer(list(prompts), return_tensors="pt", padding=True), _device(model)
+    found, device = tokenizer(list(prompts), return_tensors="pt", padding=True), device_of(model)
     given = {name: found[name].to(device) for name in ("input_ids", "attention_mask")}
     length = given["input_ids"].shape[1]
     asked = len(prompts) * (length + options.max_new_tokens)
@@ -130,7 +130,8 @@ def continued(
     return [tokenizer.decode(row[length:], skip_special_tokens=True) for row in out]
 
 
-def _device(model: Any) -> Any:
+def device_of(model: Any) -> Any:
+    """Device that a loaded model computes on."""
     return next(model.parameters()).device
 
 
@@ -145,7 +146,8 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Number of a flag. Raises ArgumentTypeError below 1."""
     said = f"{text!r}; expected a whole number from 1 on"
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(said)
