@@ -1,4 +1,4 @@
-"""python -m gemini COMMAND: plan, train, generate, serve, run, doctor, clean, and two translators."""
+"""python -m gemini COMMAND: plan, train, generate, serve, run, doctor, clean, two translators."""
 
 from __future__ import annotations
 
