@@ -142,7 +142,7 @@ def main() -> None:
     )
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq", type=int, default=32)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--budget", type=float, default=1.0, help="of the bytes of all weights")
