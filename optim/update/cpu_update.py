@@ -90,15 +90,18 @@ class CpuWorkers:
         results: list[R | None] = [None] * len(tasks)
         positions = iter(range(len(tasks)))  # shared: `next` is atomic under the interpreter lock
 
+        held = [(work, tasks)]
+
         def take() -> None:
+            do, on = held[0]
             with torch.no_grad():
                 for i in positions:
-                    results[i] = work(tasks[i])
+                    results[i] = do(on[i])
 
         count = min(self.num_threads, len(tasks))
         with DeferredSignals():
             wait_all([self._pool.submit(take) for _ in range(count)])
-        del work, tasks  # a worker may hold `take` a little longer, and gradients with it
+        held.clear()  # a worker may hold `take` a little longer, and gradients with it
         return results  # type: ignore[return-value]
 
     def scratch(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
