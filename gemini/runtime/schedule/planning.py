@@ -273,7 +273,12 @@ class Planning:
             self.others.keep(replace(planned, trace=asked), self.waiting_bytes)
 
     def recomputed_for(self, signature: str) -> Recomputed | None:
-        """Layers that an iteration with such inputs computes again, of training."""
+        """Layers that an iteration with such inputs computes again, of training.
+
+        Of several ranks all compute the same again, since they gather for it, and their inputs
+        differ."""
+        if self.comm.world_size > 1:
+            return self.plan.recomputed
         return self._recomputed.get(signature, self.plan.recomputed)
 
     def refuse_layers(self, names: Collection[str]) -> None:
