@@ -92,10 +92,14 @@ class Random:
             torch.cuda.set_rng_state(self._torch[1], self._device)
 
     def set_all(self) -> None:
+        """Threads that draw go on, where a forward has not drawn."""
         self.set_torch()
-        random.setstate(self._python)
+        if random.getstate() != self._python:
+            random.setstate(self._python)
         if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+            now = sys.modules["numpy"].random
+            if _comparable(now.get_state()) != _comparable(self._numpy):
+                now.set_state(self._numpy)
 
     def is_torch_now(self) -> bool:
         pairs = zip(self._torch, self._torch_states(), strict=True)
@@ -135,7 +139,8 @@ def _structure(value: Any) -> Hashable:
         return type(value), value.dtype, value.requires_grad
     if isinstance(value, (bool, str, type(None))):
         return value
-    return type(value)
+    kind: Hashable = type(value)
+    return kind
 
 
 def _foreign_hooks(block: nn.Module) -> Iterator[Callable[..., Any]]:
