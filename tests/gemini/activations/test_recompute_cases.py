@@ -195,7 +195,7 @@ def check(choose, module, run=None, refuses=None, **options):
     assert model.digest() == plain.digest()
     layers = layers_of(model)
     if refuses is None:
-        assert not said and layers._proved.keys() == set(names) and layers.names == set(names)
+        assert not said and layers.proved.keys() == set(names) and layers.names == set(names)
     else:
         assert len(said) == 1 and refuses in said[0] and not layers.names
 
@@ -425,7 +425,7 @@ def ranks_trained(rank, module, policy, counts=None):
         optimizer.step()
         optimizer.zero_grad()
     layers = layers_of(model)
-    proved = [] if layers is None else sorted(layers._proved)
+    proved = [] if layers is None else sorted(layers.proved)
     most = max(model.engine.sampler.device_peaks.values(), default=0)
     return model.digest(), proved, most, found[-1]
 

@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,14 @@ from gemini.memtracer.layers import chosen
 from gemini.memtracer.module_calls import in_backward, repeated_blocks
 from gemini.memtracer.trace import Kind, Layer
 from gemini.placement.overruns import user_stacklevel
-from gemini.runtime.parts import Parts
 from gemini.trees import tensors_in
 from gemini.units import Bytes
 
+from .planning import Planning
 from .proof import Random, Seen, kind_of_call, reason_against, same_bits
+
+if TYPE_CHECKING:
+    from .sampler import Sampler
 
 
 class Layers:
@@ -35,24 +38,32 @@ class Layers:
     a call that was proved is an error: its first values are gone.
     """
 
-    def __init__(self, parts: Parts, saved: SavedTensors, root: nn.Module) -> None:
-        self._parts, self._saved = weakref.proxy(parts), saved
-        self._collector = parts.sampler.collector
+    def __init__(
+        self,
+        sampler: Sampler,
+        planning: Planning,
+        saved: SavedTensors,
+        root: nn.Module,
+        device: torch.device,
+    ) -> None:
+        self._sampler, self._planning = weakref.proxy(sampler), weakref.proxy(planning)
+        self._saved, self._device, self._comm = saved, device, planning.comm
+        self._collector = sampler.collector
         self._switches = {name: Switch(self, name, block) for name, block in repeated_blocks(root)}
-        self._proved: dict[str, set[Any]] = {}  # kinds of calls
+        self.proved: dict[str, set[Any]] = {}  # kinds of calls
         self._longest: dict[str, int] = {}  # elements that a proved call was given
         self._refused: dict[str, str] = {}  # with the reason
         self._untold: list[str] = []
         self._known: dict[str, Layer] = {}  # as measured last, where it was not computed again
         self.names: frozenset[str] = frozenset()
-        parts.sampler.layers = self
+        sampler.layers = self
 
     # -- by iteration --
 
     def choose(self, kind: Kind, signature: str) -> str:
         """Choose layers for an iteration with inputs of this signature; returns that of both."""
         self._tell()
-        planned = self._parts.planning.recomputed_for(signature) if kind == "train" else None
+        planned = self._planning.recomputed_for(signature) if kind == "train" else None
         names = () if planned is None else planned.names
         self.names = frozenset(n for n in names if n in self._switches and n not in self._refused)
         return chosen(signature, len(self.names))
@@ -61,13 +72,13 @@ class Layers:
     def proves(self) -> bool:
         """Whether some layer of this iteration runs twice, for the first time: it is not
         sampled."""
-        return not self.names <= self._proved.keys()
+        return not self.names <= self.proved.keys()
 
     def _tell(self) -> None:
         """Say which layers were refused, and plan without them."""
         if not self._untold:
             return
-        self._parts.planning.refuse_layers(frozenset(self._refused))
+        self._planning.refuse_layers(frozenset(self._refused))
         names, self._untold = self._untold, []
         of = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
         warnings.warn(
@@ -103,10 +114,10 @@ class Layers:
 
     def _is_proved(self, name: str, args: Any, kwargs: Any) -> bool:
         block = self._switches[name].block
-        if kind_of_call(block, args, kwargs) not in self._proved.get(name, ()):
+        if kind_of_call(block, args, kwargs) not in self.proved.get(name, ()):
             return False
         # ranks run a block as often as others do, and their inputs differ
-        if self._parts.comm.world_size > 1:
+        if self._comm.world_size > 1:
             return True
         return _numel((args, kwargs)) <= self._longest[name]
 
@@ -131,11 +142,11 @@ class Layers:
     def _first(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block twice. Returns what the second run gives, which backward computes again, if
         nothing tells it from the first; else what the first gives."""
-        block, device = self._switches[name].block, self._parts.backend.device
+        block = self._switches[name].block
         if self._collector.collecting:  # a call of another kind than before, and it runs twice
-            self._parts.sampler.abandon()
+            self._sampler.abandon()
         kind, numel = kind_of_call(block, args, kwargs), _numel((args, kwargs))
-        seen, before = Seen(block, (args, kwargs)), Random(device)
+        seen, before = Seen(block, (args, kwargs)), Random(self._device)
         reason = reason_against(block, args, kwargs)
         outputs = self._measured(name, forward, args, kwargs)
         if reason is None and seen.differs(Seen(block, (args, kwargs))):
@@ -145,7 +156,7 @@ class Layers:
             )
         if self._any_rank(reason is not None):
             return self._refuse(name, reason, outputs)
-        after, values = Random(device), [(b, b.clone()) for b in block.buffers()]
+        after, values = Random(self._device), [(b, b.clone()) for b in block.buffers()]
         before.set_torch()
         second = _again_in_backward(name, block, forward, args, kwargs)
         if seen.differs(Seen(block, (args, kwargs))):
@@ -158,17 +169,16 @@ class Layers:
                 for buffer, value in values:
                     buffer.copy_(value)
             return self._refuse(name, reason, outputs)
-        self._proved.setdefault(name, set()).add(kind)
+        self.proved.setdefault(name, set()).add(kind)
         self._longest[name] = max(numel, self._longest.get(name, 0))
         return second
 
     def _any_rank(self, refused: bool) -> bool:
         """Whether a rank refuses: all ranks run a block as often, since they gather for it.
         Collective."""
-        comm = self._parts.comm
-        if comm.world_size == 1:
+        if self._comm.world_size == 1:
             return refused
-        return bool(comm.largest(int(refused), "whether a layer gives the same bits twice"))
+        return bool(self._comm.largest(int(refused), "whether a layer gives the same bits twice"))
 
     def _refuse(self, name: str, reason: str | None, outputs: Any) -> Any:
         self._refused[name] = reason or "another rank refuses it"
