@@ -139,8 +139,7 @@ def _structure(value: Any) -> Hashable:
         return type(value), value.dtype, value.requires_grad
     if isinstance(value, (bool, str, type(None))):
         return value
-    kind: Hashable = type(value)
-    return kind
+    return str(type(value))
 
 
 def _foreign_hooks(block: nn.Module) -> Iterator[Callable[..., Any]]:
