@@ -246,12 +246,12 @@ class Planning:
 
     def _keep(self, planned: IterationPlan) -> None:
         self.others.keep(planned, self.waiting_bytes)
-        trace = planned.trace
-        if planned.result is None or trace.kind != "train" or not trace.layers:
+        trace, result = planned.trace, planned.result
+        if result is None or trace.kind != "train" or not trace.layers:
             return
-        found = planned.result.plan.recomputed
+        found = result.plan.recomputed
         self._recomputed[without_choice(trace.signature)] = found
-        asked = planned.result.inputs.trace
+        asked = result.inputs.trace
         if asked.signature != trace.signature:  # such an iteration is another one from now on
             self.others.keep(replace(planned, trace=asked), self.waiting_bytes)
 
