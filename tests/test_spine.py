@@ -21,9 +21,9 @@ from tests.support import spine
 # norms of Lamb are kernels: 2900 tokens, two classes. Activations may leave the device: four lines
 # ask whether they do, the ledger counts their staging, and the planner says how many stay (190
 # lines that every wrapping runs). Spans that are updated in backward, with second versions in host
-# memory: 3900 tokens, six classes, and a file of events that reducers know, too. Layers may be computed
-# again in backward: traces note what each saves, forecasts and the planner's search know numbers of
-# them (140 lines that every wrapping runs), and two files of 630 lines are four.
+# memory: 3900 tokens, six classes, and a file of events that reducers know, too. Layers may be
+# computed again in backward: traces note what each saves, forecasts and the planner's search know
+# numbers of them (140 lines that every wrapping runs), and two files of 630 lines are four.
 BARS = {
     "block": (90, 75),
     "block, step": (34, 25),
