@@ -46,7 +46,7 @@ class Layers:
         root: nn.Module,
         device: torch.device,
     ) -> None:
-        self._sampler, self._planning = weakref.proxy(sampler), weakref.proxy(planning)
+        self._sampler, self._planning = weakref.proxy(sampler), planning
         self._saved, self._device, self._comm = saved, device, planning.comm
         self._collector = sampler.collector
         self._switches = {name: Switch(self, name, block) for name, block in repeated_blocks(root)}
