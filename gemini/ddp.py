@@ -30,7 +30,8 @@ from gemini.runtime.comm.connect import check_stages, connect, is_pipeline, stag
 from gemini.runtime.engine import GeminiEngine
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.memory.backend import Backend, make_backend
-from gemini.runtime.schedule.planning import Planning, begin_planning
+from gemini.runtime.schedule.begin import begin_planning
+from gemini.runtime.schedule.planning import Planning
 from gemini.runtime.wrap.keep_fp32 import (
     cast_at_boundary,
     find_fp32_modules,

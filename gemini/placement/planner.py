@@ -14,11 +14,11 @@ from dataclasses import replace
 from gemini.units import NUM_VERSIONS
 
 from .draft import Draft, severity
-from .draft import PlanResult as PlanResult
 from .plan import Plan
 from .policy import AutoPlacement, Placement, StaticPlacement
 from .problem import Homes
 from .problem import PlanInputs as PlanInputs
+from .result import PlanResult as PlanResult
 from .sizes import UNLIMITED, BudgetError
 from .tiers import Tier
 

@@ -85,7 +85,8 @@ class AutoPlacement:
         lives in a file: files stay as they were cut.
     activations: `"keep"`, or `"spill"`: of what forward saves for backward, the oldest goes to the
         host and to `nvme_dir` where the device budget has no room for it. `"auto"`: children of a
-        ModuleList, too, are computed again in backward where that is faster. The bits are the same.
+        ModuleList, too, are computed again in backward where that is faster, if they prove to give
+        the same bits. What a layer changes after its proof is a RuntimeError.
 
     Raises ValueError for a ratio out of range and for what is no size. Budgets that cannot hold the
     model are a BudgetError when it is wrapped; one that an iteration passes is a `BudgetWarning`.

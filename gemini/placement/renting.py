@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from gemini.memtracer.forecast import envelope
 from gemini.memtracer.trace import Trace
-from gemini.placement.draft import PlanResult
 from gemini.placement.plan import Plan
 from gemini.placement.problem import PlanInputs
+from gemini.placement.result import PlanResult
 from gemini.placement.sizes import Bandwidths
 from gemini.placement.tiers import Tier
 from gemini.units import ChunkId, format_bytes

@@ -17,10 +17,10 @@ from gemini.placement.timetable.clock import StepClock, Work
 from gemini.placement.timetable.updates import SERIAL
 
 from .cost import LINKS
-from .draft import PlanResult
 from .plan import Move
 from .predict import TIERS
 from .problem import PlanInputs
+from .result import PlanResult
 from .sizes import UNLIMITED, Budgets
 from .tiers import Tier
 

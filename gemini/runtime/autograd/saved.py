@@ -57,9 +57,9 @@ class SavedCalls:
         parts.ledger.count_saved(lambda: self.saved.staging_bytes)
         parts.sampler.count_saved(self.saved)
         if recomputes(parts.planning.policy) and parts.stage is None:
-            from .recompute import Layers
+            from gemini.runtime.schedule.recompute import Layers
 
-            Layers(parts, self.saved, root)
+            Layers(parts.sampler, parts.planning, self.saved, root, parts.backend.device)
 
     @contextmanager
     def around(self, module: nn.Module) -> Iterator[None]:

