@@ -84,14 +84,13 @@ def recomputing(trace: Trace, number: int) -> Trace:
         for j in range(last, back):
             saved[j] -= change * freed
         if change > 0:
-            besides = max(rest[first:last], default=0)
             stays = before[first] + layer.input_bytes
             for j in (*range(first, last), *range(back, end + 1)):
                 over = max(0, before[j] - stays)
                 saved[j] -= over
                 rest[j] += over if j < back else 0
             for j in range(back, end + 1):  # what its forward needs besides, and all that it saves
-                rest[j] = max(rest[j], besides) + layer.saved_bytes
+                rest[j] = max(rest[j], *rest[first:last]) + layer.saved_bytes
         else:
             for j in range(back, end + 1):
                 saved[j] += freed

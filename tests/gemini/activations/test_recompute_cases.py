@@ -63,7 +63,9 @@ class FrozenNorm(Block):
 class CountsInPython(Block):
     """The number matters in every third call, long after the proof."""
 
-    calls = 0
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
 
     def forward(self, x):
         self.calls += 1
