@@ -41,7 +41,7 @@ from .quantise import (
 )
 
 if TYPE_CHECKING:
-    from gemini.serving.decode import Serving
+    from gemini.decoding.decode import Serving
 
 log = logging.getLogger("gemini")
 
@@ -165,7 +165,7 @@ def _serving(
         return None
     if lora is not None:
         raise ValueError("serve=True with lora=; expected none: adapters are merged first")
-    from gemini.serving.decode import Serving
+    from gemini.decoding.decode import Serving
 
     return Serving(*bounds, AutoPlacement(**budgets, steady_cap_ratio=1.0))
 

@@ -73,8 +73,9 @@ def unwrap(parts: Parts, gradients: Gradients, device: torch.device) -> None:
     parts.is_unwrapped = True
     if parts.target is not None:
         parts.target.close(keep_masters=False)
-    if parts.sampler.layers is not None:
-        parts.sampler.layers.close()
+    layers = parts.sampler.layers
+    if layers is not None:
+        layers.close()
     if parts.saved_tensors is not None:
         parts.saved_tensors.close()
     parts.originals.clear()

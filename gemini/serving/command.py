@@ -43,8 +43,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any]:
     import torch
     from transformers import AutoTokenizer
 
-    import gemini
-    from gemini.checkpoint.pretrained import downloaded
+    from gemini.checkpoint.pretrained import downloaded, load_pretrained
     from gemini.strangers import said
 
     folder = downloaded(options.model)
@@ -60,7 +59,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any]:
         tokenizer.pad_token = tokenizer.eos_token
     torch.manual_seed(0)
     bounds = {name: getattr(options, name) for name in _GROUPS}
-    model = gemini.load_pretrained(
+    model = load_pretrained(
         folder, serve=True, trust_remote_code=options.trust_remote_code, **bounds
     )
     return model, tokenizer

@@ -88,8 +88,7 @@ class Calls:
         if not self._parts.all_gathered:
             callers = callers_of(root, _own_params, gather_whole)
             for _, caller in callers:
-                chunks = {self._parts.chunk_of[param] for param in caller.params}
-                caller.chunks = tuple(sorted(chunks))
+                caller.chunks = tuple(sorted({self._parts.chunk_of[p] for p in caller.params}))
             handles += self._modules.hook(callers)
             self._modules.trained(self._is_trained)
         elif self._parts.regather.overlaps or self._parts.tail_communicator is not None:

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gemini
 from bench.shared.workers import run_ranks
 from gemini.__main__ import main
+from gemini.decoding.decode import TokenLimit
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
-from gemini.serving.limit import TokenLimit
 from tests.support.model_folder import make_folder
 
 PROMPT, NEW = 6, 5

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gemini.chunk.layout import ITEMSIZE, ParamSpec, specs_of
 from gemini.memtracer.collector import trace
@@ -23,8 +23,6 @@ from gemini.placement.policy import AutoPlacement
 from gemini.runtime.wrap.specs import collect_params
 from gemini.trees import tensors_in
 from gemini.units import MIB, Bytes, ParamId
-
-from .limit import TokenLimit
 
 # Small parameters share a chunk of at most so many 2**20 elements, and of at most this part of the
 # model; each larger one has its own.
@@ -165,6 +163,46 @@ class Served:
             for moment in self.trace.moments
         )
         return replace(self.trace, moments=moments, model_digest=model_digest(specs))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """Most tokens in the cache of keys and values, and most sequences of one pass."""
+
+    max_tokens: int
+    max_sequences: int
+
+    def watch(self, module: nn.Module) -> None:
+        """Check every forward of `module` from now on."""
+        module.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def _look(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
+        inputs = next((one for one in given if isinstance(one, Tensor)), None)
+        if inputs is not None:
+            self.check(inputs.shape[0], inputs.shape[1] + _tokens_in(kwargs.get("past_key_values")))
+
+    def check(self, sequences: int, length: int) -> None:
+        """Raise ValueError for more than was planned. length: tokens of each sequence."""
+        if sequences > self.max_sequences:
+            raise ValueError(
+                f"a pass over {sequences} sequences, and the plan has room for "
+                f"{self.max_sequences}; expected max_sequences={sequences} where it is loaded"
+            )
+        tokens = sequences * length
+        if tokens > self.max_tokens:
+            raise ValueError(
+                f"{tokens} tokens in {sequences} sequences, and the plan has room for "
+                f"{self.max_tokens}; expected max_tokens={tokens} where it is loaded"
+            )
+
+
+def _tokens_in(cache: Any) -> int:
+    """Tokens of each sequence that a cache has, or has room for if it never grows."""
+    if cache is None:
+        return 0
+    rooms = (getattr(layer, "max_cache_len", 0) for layer in getattr(cache, "layers", ()))
+    return max(int(cache.get_seq_tokens_in()), *rooms)
 
 
 def _contiguous(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
