@@ -110,18 +110,9 @@ def load_pretrained(
     start from the base's values, and ImportError if transformers, peft or bitsandbytes is needed
     and missing.
     """
-    _check_lora(lora)
+    _check_options(lora, options)
     budgets = {"device_budget": device_budget, "host_budget": host_budget, "nvme_dir": nvme_dir}
     serving = _serving(serve, budgets, (max_tokens, max_sequences), lora)
-    if "init_state_dict" in options:
-        raise ValueError(
-            "init_state_dict= with load_pretrained; expected none: values are the folder's"
-        )
-    if is_pipeline(options.get("process_group"), options.get("mesh")):
-        raise ValueError(
-            'load_pretrained reads a whole model, and a module on a mesh with "pp" is a part of '
-            "one; expected GeminiDDP(layers, mesh=mesh) and gemini.load_checkpoint"
-        )
     path = downloaded(folder_or_index, revision).absolute()
     folder = path.parent if path.is_file() else path
     check_readable(folder)
@@ -134,11 +125,7 @@ def load_pretrained(
             _check_missing(values, files.folder, type(module), asked=init_missing)
             values.initialise_missing()
         options["init_state_dict"] = values
-        for name, param in module.named_parameters():
-            param.data = param.data.to(dtype or values.dtype_of(name, param.dtype))
-        buffers = dict(module.named_buffers())
-        for name in sorted(buffers.keys() & files.keys()):
-            buffers[name].data = files[name].to(buffers[name].dtype)
+        values.cast(dtype)
         served = None if serving is None else serving.begin(module, options)
         if quantize is not None:
             values.quantise(config_of(quantize, dtype or values.dtype_of("", torch.bfloat16)))
@@ -170,8 +157,18 @@ def _serving(
     return Serving(*bounds, AutoPlacement(**budgets, steady_cap_ratio=1.0))
 
 
-def _check_lora(lora: Any) -> None:
-    """Raise ValueError for adapters that start from values of the base."""
+def _check_options(lora: Any, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for other values than the folder's, for a part of a model, and for adapters
+    that start from values of the base."""
+    if "init_state_dict" in options:
+        raise ValueError(
+            "init_state_dict= with load_pretrained; expected none: values are the folder's"
+        )
+    if is_pipeline(options.get("process_group"), options.get("mesh")):
+        raise ValueError(
+            'load_pretrained reads a whole model, and a module on a mesh with "pp" is a part of '
+            "one; expected GeminiDDP(layers, mesh=mesh) and gemini.load_checkpoint"
+        )
     if lora is None:
         return
     init = getattr(lora, "init_lora_weights", True)
@@ -364,6 +361,14 @@ class _Values(Mapping[str, Tensor]):
         place = self._file_name.get(name) or next(iter(self._file_name.values()))
         found = self._files.spec_of(place).dtype
         return found if found.is_floating_point else other
+
+    def cast(self, dtype: torch.dtype | None) -> None:
+        """Give parameters this dtype, None: that of their files; and buffers their values."""
+        for name, param in self._module.named_parameters():
+            param.data = param.data.to(dtype or self.dtype_of(name, param.dtype))
+        buffers = dict(self._module.named_buffers())
+        for name in sorted(buffers.keys() & self._files.keys()):
+            buffers[name].data = self._files[name].to(buffers[name].dtype)
 
     def quantise(self, config: Any) -> None:
         """Replace linear layers by bitsandbytes layers, whose weights are quantised one at a time,

@@ -202,7 +202,7 @@ def _tokens_in(cache: Any) -> int:
     if cache is None:
         return 0
     rooms = (getattr(layer, "max_cache_len", 0) for layer in getattr(cache, "layers", ()))
-    return max(int(cache.get_seq_tokens_in()), *rooms)
+    return max(int(cache.get_seq_length()), *rooms)
 
 
 def _contiguous(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
