@@ -92,7 +92,8 @@ def test_squares_are_those_of_the_direction_by_operators(form, dtype):
         direction = rule.moved_along(weight, grad, planes, hyper, STEP)
         want = [float(one.double().square().sum()) for one in (weight, direction)]
         assert float(squares[0]) == pytest.approx(want[0], rel=1e-13)
-        assert float(squares[1]) == pytest.approx(want[1], rel=2.0**-22)
+        # torch's operators fuse products with sums on some CPUs: then four of them round otherwise
+        assert float(squares[1]) == pytest.approx(want[1], rel=2.0**-20)
 
 
 def test_a_plane_of_another_dtype_is_refused():

@@ -435,8 +435,10 @@ class Calls:
     @taking_turns
     def fetch(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
         """Make parameters readable that no module has in use; returns their chunks."""
-        state_of, chunk_of = self._manager.state_of, self._parts.chunk_of
-        idle = {chunk_of[param] for param in params if state_of(param) is not TensorState.COMPUTE}
+        idle: set[ChunkId] = set()
+        for param in params:
+            if self._manager.state_of(param) is not TensorState.COMPUTE:
+                idle.add(self._parts.chunk_of[param])
         chunks = tuple(sorted(idle))
         if chunks and not self._parts.is_summoned:
             if in_pass(self._parts):
@@ -452,10 +454,8 @@ class Calls:
         if is_in_pass and not self._parts.is_summoned:
             self.let_go()
             self._sampler.record("leave", caller)
-        if not torch.is_grad_enabled():
-            return
         results = [t for t in tensors_in(result) if t.requires_grad and type(t) is not ChunkView]
-        if results:
+        if results and torch.is_grad_enabled():
             if self._parts.control_vector.active and not is_in_pass:
                 refuse_unscaled(self._parts.layout, caller.traced[0])
             others = [t for t in tensors_in(arguments) if handle_of(t) is None]
