@@ -22,6 +22,8 @@ WORLD = "world"  # sharding group of parameters that no dimension of a mesh spli
 
 KIB = 1 << 10
 MIB = 1 << 20
+MAX_TOKENS = 2048  # of all sequences that a model decodes at once, unless more is asked
+MAX_SEQUENCES = 16  # the same of the sequences
 GIB = 1 << 30
 
 PARAM_ALIGN_NUMEL = 64  # every parameter starts at a multiple of this inside its chunk

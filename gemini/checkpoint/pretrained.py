@@ -66,8 +66,8 @@ def load_pretrained(
     device_budget: int | str | None = None,
     host_budget: int | str | None = None,
     nvme_dir: str | None = None,
-    max_tokens: int = 2048,
-    max_sequences: int = 16,
+    max_tokens: int | None = None,
+    max_sequences: int | None = None,
     **options: Unpack[ModuleOptions],
 ) -> GeminiDDP:
     """Load a Hugging Face model from a folder of weights, or the hub, and wrap it. All ranks call.
@@ -100,19 +100,19 @@ def load_pretrained(
         files, without gradients or state, and `model.generate` of transformers drives it. What the
         budgets have no room for on the device is read for every token, and no more.
     device_budget, host_budget, nvme_dir: see `gemini.AutoPlacement`; of `serve` alone.
-    max_tokens, max_sequences: that `serve` decodes at once: the cache and the activations of so
-        many are in the plan, and a pass with more is refused with a ValueError.
+    max_tokens, max_sequences: that `serve` decodes at once, by default 2048 and 16: the cache and
+        the activations of so many are in the plan, and a pass with more raises ValueError.
     options: of `GeminiDDP`.
 
     Raises FormatError for a folder without weights, or with a link out of it or another thing that
     is no file, ValueError for weights that are missing from it or of another shape, for a config
     that names no model of transformers, for an id that the hub does not give, and for adapters that
-    start from the base's values, and ImportError if transformers, peft or bitsandbytes is needed
-    and missing.
+    start from the base's values, and ImportError if transformers, peft or bitsandbytes is missing.
     """
     _check_options(lora, options)
     budgets = {"device_budget": device_budget, "host_budget": host_budget, "nvme_dir": nvme_dir}
-    serving = _serving(serve, budgets, (max_tokens, max_sequences), lora)
+    bounds = {"max_tokens": max_tokens, "max_sequences": max_sequences}
+    serving = _serving(serve, lora, budgets, bounds)
     path = downloaded(folder_or_index, revision).absolute()
     folder = path.parent if path.is_file() else path
     check_readable(folder)
@@ -139,7 +139,7 @@ def load_pretrained(
 
 
 def _serving(
-    serve: bool, budgets: dict[str, Any], bounds: tuple[int, int], lora: Any
+    serve: bool, lora: Any, budgets: dict[str, Any], bounds: dict[str, int | None]
 ) -> Serving | None:
     """What to serve with. Raises ValueError for arguments that exclude each other."""
     if not serve:
@@ -149,12 +149,15 @@ def _serving(
                 f"{given[0]}= without serve=True; expected "
                 f"placement_policy=gemini.AutoPlacement({given[0]}=...)"
             )
+        if any(bound is not None for bound in bounds.values()):
+            raise ValueError("max_tokens= or max_sequences= without serve=True; expected neither")
         return None
     if lora is not None:
         raise ValueError("serve=True with lora=; expected none: adapters are merged first")
     from gemini.decoding.decode import Serving
 
-    return Serving(*bounds, AutoPlacement(**budgets, steady_cap_ratio=1.0))
+    given_bounds = {name: bound for name, bound in bounds.items() if bound is not None}
+    return Serving(AutoPlacement(**budgets, steady_cap_ratio=1.0), **given_bounds)
 
 
 def _check_options(lora: Any, options: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace, model_digest
 from gemini.placement.policy import AutoPlacement
 from gemini.runtime.wrap.specs import collect_params
 from gemini.trees import tensors_in
-from gemini.units import MIB, Bytes, ParamId
+from gemini.units import MAX_SEQUENCES, MAX_TOKENS, MIB, Bytes, ParamId
 
 # Small parameters share a chunk of at most so many 2**20 elements, and of at most this part of the
 # model; each larger one has its own.
@@ -44,9 +44,9 @@ class Serving:
     placement: budgets. All that memory leaves beside the cache and the activations is filled.
     """
 
-    max_tokens: int
-    max_sequences: int
     placement: AutoPlacement
+    max_tokens: int = MAX_TOKENS
+    max_sequences: int = MAX_SEQUENCES
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_sequences"):

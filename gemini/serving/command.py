@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from gemini.arguments import Parser
 from gemini.placement.sizes import BudgetError
+from gemini.units import MAX_SEQUENCES, MAX_TOKENS
 
 _GROUPS = ("device_budget", "host_budget", "nvme_dir", "max_tokens", "max_sequences")
 
@@ -26,12 +28,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--nvme", dest="nvme_dir", metavar="DIR", help="a folder for weights that fit in neither"
     )
     parser.add_argument(
-        "--max-tokens", type=positive, default=2048, metavar="N",
+        "--max-tokens", type=positive, default=MAX_TOKENS, metavar="N",
         help="of all sequences at once, prompts and answers: the cache of keys and values has "
         "room for so many",
     )  # fmt: skip
     parser.add_argument(
-        "--max-sequences", type=positive, default=16, metavar="N", help="that are decoded at once"
+        "--max-sequences",
+        type=positive,
+        default=MAX_SEQUENCES,
+        metavar="N",
+        help="that are decoded at once",
     )
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the code that the folder brings"
@@ -43,10 +49,12 @@ def load(options: argparse.Namespace) -> tuple[Any, Any]:
     import torch
     from transformers import AutoTokenizer
 
-    from gemini.checkpoint.pretrained import downloaded, load_pretrained
+    from gemini.checkpoint.pretrained import check_readable, downloaded, load_pretrained
     from gemini.strangers import said
 
-    folder = downloaded(options.model)
+    path = downloaded(options.model)
+    folder = path.parent if path.is_file() else path
+    check_readable(folder)  # before transformers opens what it finds there by name
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=options.trust_remote_code, padding_side="left"
@@ -59,9 +67,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any]:
         tokenizer.pad_token = tokenizer.eos_token
     torch.manual_seed(0)
     bounds = {name: getattr(options, name) for name in _GROUPS}
-    model = load_pretrained(
-        folder, serve=True, trust_remote_code=options.trust_remote_code, **bounds
-    )
+    model = load_pretrained(path, serve=True, trust_remote_code=options.trust_remote_code, **bounds)
     return model, tokenizer
 
 
@@ -85,6 +91,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="a line of JSON for each prompt")
     options = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # of any locale
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         prompts = _prompts(options)
         model, tokenizer = load(options)
@@ -92,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
             some = prompts[start : start + options.max_sequences]
             for prompt, answer in zip(some, continued(model, tokenizer, some, options),
                                       strict=True):  # fmt: skip
-                line = json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False)
+                line = json.dumps({"prompt": prompt, "answer": answer})
                 sys.stdout.write(f"{line if options.json else prompt + answer}\n")
     except BudgetError as error:
         sys.stderr.write(f"python -m gemini generate: {error}\n")

@@ -233,6 +233,7 @@ def test_the_cache_and_the_activations_of_all_tokens_are_planned(tmp_path):
     ("options", "words"),
     [
         ({"device_budget": "1MiB"}, "device_budget= without serve=True"),
+        ({"max_sequences": 3}, "max_tokens= or max_sequences= without serve=True"),
         ({"serve": True, "trace": None}, "trace= with serve=True"),
         ({"serve": True, "placement_policy": "auto"}, "placement_policy= with serve=True"),
         ({"serve": True, "lora": LoraConfig(target_modules=["q_proj"])}, "serve=True with lora="),
@@ -281,6 +282,17 @@ def test_the_command_continues_prompts_as_plain_transformers_does(tmp_path, caps
     found = [json.loads(line) for line in lines if line.startswith("{")]
     assert [one["prompt"] for one in found] == texts
     assert [one["answer"] for one in found] == want
+
+
+def test_a_folder_with_a_link_out_of_it_is_refused_before_its_tokenizer_is_read(tmp_path, capsys):
+    folder = make_folder(tmp_path / "model")
+    (tmp_path / "theirs").write_text("{}", encoding="utf-8")
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer_config.json").symlink_to(tmp_path / "theirs")
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(folder), "--prompt", "a"])
+    assert ended.value.code == 2
+    assert "cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
