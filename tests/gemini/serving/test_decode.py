@@ -284,15 +284,20 @@ def test_the_command_continues_prompts_as_plain_transformers_does(tmp_path, caps
     assert [one["answer"] for one in found] == want
 
 
-def test_a_folder_with_a_link_out_of_it_is_refused_before_its_tokenizer_is_read(tmp_path, capsys):
-    folder = make_folder(tmp_path / "model")
+def test_a_folder_with_a_link_out_of_it_is_refused_before_its_tokenizer_is_read(
+    tmp_path, capsys, monkeypatch
+):
+    folder, read = make_folder(tmp_path / "model"), []
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda *given, **_: read.append(given)
+    )
     (tmp_path / "theirs").write_text("{}", encoding="utf-8")
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer_config.json").symlink_to(tmp_path / "theirs")
     with pytest.raises(SystemExit) as ended:
         main(["generate", str(folder), "--prompt", "a"])
     assert ended.value.code == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "cannot be read" in capsys.readouterr().err and read == []
 
 
 @pytest.mark.parametrize(
