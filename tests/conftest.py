@@ -25,6 +25,7 @@ from bench.shared.workers import make_ranks_unlike, poison_memory
 from tests.support import work
 from tests.support.disks import own_folder
 
+pytest_plugins = ["tests.support.deaths"]
 DEEP = Path(__file__).parent / "deep"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
