@@ -35,8 +35,14 @@ def test_full_tiles_are_read_and_written_128_bits_at_a_time(report):
             continue
         if "/update-" in name or "/pack-" in name or name.endswith(("/rows-norm", "-backward")):
             wide = ["ld.global.v4.b32", "st.global.v4.b32"]
-        elif "/norm-" in name or "/direction-" in name or name.endswith("/rows-loss"):
+        elif name.startswith("sm_") and name.endswith(("/float8-pack", "/float8-unpack")):
+            wide = ["ld.global.v4.b32", "st.global.v4.b32"]
+        elif name.endswith(("/rows-loss", "/float8-largest", "/float8-pack")):
             wide = ["ld.global.v4.b32"]
+        elif "/norm-" in name or "/direction-" in name:
+            wide = ["ld.global.v4.b32"]
+        elif name.endswith("/float8-unpack"):  # 256 threads: 8 bytes of float8 each
+            wide = ["st.global.v4.b32"]
         else:
             continue
         if name.startswith("gfx942"):
