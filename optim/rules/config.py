@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ class NvmeConfig:
     Raises ValueError for a block size, depth or number of versions that cannot be.
     """
 
-    folders: tuple[str, ...] = ()  # empty: a temporary folder on a disk
+    # those over which blocks are striped, or the name of one; empty: a temporary folder on a disk
+    folders: tuple[str, ...] = ()
     depth: int = 2  # blocks read ahead
     checksums: bool = True
     allow_ram: bool = False
@@ -46,6 +48,10 @@ class NvmeConfig:
         return NUM_VERSIONS + self.keep_versions
 
     def __post_init__(self) -> None:
+        # one folder by its name is that folder, and not one for each letter
+        given: Any = self.folders
+        named = [given] if isinstance(given, str | os.PathLike) else given
+        object.__setattr__(self, "folders", tuple(os.fspath(folder) for folder in named))
         if self.block_numel is not None:
             check_block_numel(self.block_numel)
         if self.depth < 1:
