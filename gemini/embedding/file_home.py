@@ -310,8 +310,8 @@ class FileHome:
         for part in parts:
             left = torch.cat([left, part])
             whole = len(left) // layout.rows_per_cell * layout.rows_per_cell
-            for records in left[:whole].split(layout.rows_per_cell):
-                self._put(cell, records)
+            for start in range(0, whole, layout.rows_per_cell):
+                self._put(cell, left[start : start + layout.rows_per_cell])
                 cell += 1
             left = left[whole:]
         if len(left):
