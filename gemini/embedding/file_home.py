@@ -141,7 +141,7 @@ class FileHome:
             if held is not None and held[1] != _NO_EPOCH:
                 left.close()
                 raise ValueError(
-                    f"{self.path} holds step {held[2]} of rows; expected recover=True to go on "
+                    f"{self.path} holds rows of a run that ended; expected recover=True to go on "
                     "with it, another nvme_dir or name, or the file to be removed"
                 )
             left.unlink()
@@ -411,14 +411,14 @@ class FileHome:
         assert count <= layout.most_rows and self.has_room(count)
         nbytes = layout.entry_bytes(count)
         self.traffic.planned_written += nbytes
-        with mmap.mmap(-1, nbytes) as pages, memoryview(pages) as view:
-            body = rows.numpy().tobytes() + records.contiguous().numpy().tobytes()
-            fields = (_ENTRY_MAGIC, self._epoch, self._number, step, count, zlib.crc32(body))
-            head = _ENTRY.pack(*fields, 0)[:-4]
-            view[: _ENTRY.size] = head + struct.pack("<I", zlib.crc32(head))
-            view[_ENTRY.size : _ENTRY.size + len(body)] = body
-            offset = layout.journal_offset + self._at
-            self._engine.write(Transfer(self._file, offset, view, False)).wait()
+        body = rows.numpy().tobytes() + records.contiguous().numpy().tobytes()
+        fields = (_ENTRY_MAGIC, self._epoch, self._number, step, count, zlib.crc32(body))
+        head = _ENTRY.pack(*fields, 0)[:-4]
+        view = memoryview(mmap.mmap(-1, nbytes))  # given back when an error lets go of it, too
+        view[: _ENTRY.size] = head + struct.pack("<I", zlib.crc32(head))
+        view[_ENTRY.size : _ENTRY.size + len(body)] = body
+        offset = layout.journal_offset + self._at
+        self._engine.write(Transfer(self._file, offset, view, False)).wait()
         self._file.sync()
         self.traffic.written += nbytes
         self._prepared = step, nbytes
