@@ -233,11 +233,11 @@ class CachedRows(nn.Module):
     def step(self, scale: float | Tensor = 1.0) -> None:
         """Update the rows whose gradients have arrived, times `scale`, and forget the gradients.
 
-        Nothing happens if no rank has any. scale: of a clip, or 1 / loss scale, or both. Raises
+        Nothing happens if no rank's backward reached the module. scale: of a clip, or 1 / loss scale, or both. Raises
         NvmeError, on every rank, if one cannot write; then the last step stays whole.
         """
         rows, grads = self._gradients()
-        if not self._exchange.total(torch.tensor([float(len(rows))]).double()).item():
+        if not self._exchange.total(torch.tensor([float(len(self._arrived))]).double()).item():
             return
         with self._lock, torch.no_grad():
             scaled = grads * torch.as_tensor(scale, dtype=torch.float32, device=grads.device)
