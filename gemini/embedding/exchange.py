@@ -79,9 +79,7 @@ class RowExchange:
         """(rows, gradients) of this rank's rows, by the rank that sent them; `grads` [n, dim]: of
         the ids of the route."""
         found = self._blocks(grads[route.order.to(grads.device)], route.received, route.sent)
-        parts = zip(
-            route.rows.split(route.received), found.split(route.received), strict=True
-        )
+        parts = zip(route.rows.split(route.received), found.split(route.received), strict=True)
         return list(parts)
 
     def total(self, values: Tensor) -> Tensor:

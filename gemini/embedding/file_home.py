@@ -164,7 +164,9 @@ class FileHome:
         """File of this path, with its lock."""
         try:
             try:
-                file = OpenFile(self.path, open_regular(self.path, os.O_RDWR | calls.O_DIRECT), True)
+                file = OpenFile(
+                    self.path, open_regular(self.path, os.O_RDWR | calls.O_DIRECT), True
+                )
             except OSError as error:
                 if error.errno != errno.EINVAL:  # where direct I/O is refused
                     raise

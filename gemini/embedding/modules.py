@@ -512,7 +512,9 @@ def _check(
     if lookahead < 0:
         raise ValueError(f"lookahead={lookahead}; expected a number of batches from 0 up")
     if dtype not in (None, torch.float32):
-        raise ValueError(f"dtype={dtype}; expected torch.float32: rows are updated as they are kept")
+        raise ValueError(
+            f"dtype={dtype}; expected torch.float32: rows are updated as they are kept"
+        )
 
 
 def _refuse(max_norm: float | None, sparse: bool) -> None:

@@ -60,7 +60,9 @@ class RowPlanner:
         self.num_slots = num_slots
         self.resident: dict[int, int] = {}  # row -> slot
         self._free = list(range(num_slots - 1, -1, -1))
-        self._window: deque[tuple[int, ...]] = deque()  # batches that were announced, the next first
+        self._window: deque[tuple[int, ...]] = (
+            deque()
+        )  # batches that were announced, the next first
         self._uses: dict[int, deque[int]] = {}  # row -> numbers of announced batches
         self._announced = self._begun = 0  # batches so far
         self._last: dict[int, int] = {}  # resident row -> clock of its last use

@@ -1,7 +1,7 @@
 """Checkpoints of rows: a folder with a file for each rank, read by any number of ranks.
 
-    rows.json             what they are, and of each file the checksums of its parts
-    rows-00000.bin        records of rank 0's rows, in their order
+rows.json             what they are, and of each file the checksums of its parts
+rows-00000.bin        records of rank 0's rows, in their order
 """
 
 from __future__ import annotations
@@ -130,9 +130,7 @@ def load(table: RowTable, exchange: RowExchange, folder: Path) -> None:
     table.fill(_own_parts(exchange, folder, manifest), manifest["step"])
 
 
-def _own_parts(
-    exchange: RowExchange, folder: Path, manifest: dict[str, Any]
-) -> Iterator[Tensor]:
+def _own_parts(exchange: RowExchange, folder: Path, manifest: dict[str, Any]) -> Iterator[Tensor]:
     """Records of this rank's rows in order, from those of all saved ranks, a part of each open."""
     comm, saved = exchange.comm, len(manifest["files"])
     readers = [

@@ -59,7 +59,7 @@ class RowTable:
         self.cache = torch.zeros(cache_rows, self.width)
         self._dirty = torch.zeros(cache_rows, dtype=torch.bool)
         self._planner = RowPlanner(cache_rows)
-        self._current: tuple[int, ...] = ()  # rows of the batch that the loader gave last
+        self._current: tuple[int, ...] | None = None  # rows of the batch that a loader gave last
         self._waiting: set[int] = set()  # rows whose gradients a step has not had yet
         self._prepared: tuple[Tensor, Tensor, int] | None = None
         self._undo: _Undo | None = None
@@ -74,7 +74,7 @@ class RowTable:
     def forget(self) -> None:
         """Drop the window, and let the last announced batch go."""
         self._planner.forget()
-        self._current = ()
+        self._current = None
 
     def next_batch(self) -> None:
         """Bring the first batch of the window into the cache, where it stays until the next."""
@@ -88,9 +88,9 @@ class RowTable:
         waits: they stay until a step has had their gradients.
         """
         resident = self._planner.resident
-        if not (self._current and all(row in resident for row in rows)):
-            # none of them need be announced: the batch that was stays, and so does what waits
-            plan = self._planner.plan(rows, self._waiting | {*self._current})
+        if self._current is None or not all(row in resident for row in rows):
+            # of rows that were not announced: the batch that was stays, and so does what waits
+            plan = self._planner.plan(rows, self._waiting | {*(self._current or ())})
             self._unannounced += 1
             self._carry_out(plan)
         if waits:
@@ -213,7 +213,7 @@ class RowTable:
         self.home.fill(parts, step)
         self._planner = RowPlanner(len(self.cache))
         self._dirty.zero_()
-        self._current, self._undo, self._prepared = (), None, None
+        self._current, self._undo, self._prepared = None, None, None
         self._waiting.clear()
 
     def move(self, change: Callable[[Tensor], Tensor]) -> None:

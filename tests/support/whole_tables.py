@@ -61,8 +61,9 @@ class WholeTable:
             square = square * rule.betas[1] + grad * grad * (1 - rule.betas[1])
             corrections = [1 - beta**self.step_count for beta in rule.betas]
             rate = rule.lr * sqrt(corrections[1]) / corrections[0]
-            new, new_state = weight - mean * rate / (square.sqrt() + rule.eps), torch.cat(
-                [mean, square], 1
+            new, new_state = (
+                weight - mean * rate / (square.sqrt() + rule.eps),
+                torch.cat([mean, square], 1),
             )
         weight.copy_(torch.where(touched, new, weight))
         self.state = torch.where(touched, new_state, state)

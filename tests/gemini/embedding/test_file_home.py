@@ -50,7 +50,9 @@ def test_twelve_kills_leave_the_last_step(expected, tmp_path):
         done = num_ended(left)
         if not done:  # its rows were not all written
             seen.append(None)
-            with pytest.raises(StoreFormatError, match=r"holds no step|cannot be opened|no file of"):
+            with pytest.raises(
+                StoreFormatError, match=r"holds no step|cannot be opened|no file of"
+            ):
                 made(left, recover=True)
             made(left).close()
             return
