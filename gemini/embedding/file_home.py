@@ -2,14 +2,15 @@
 
     header | mark slot 0 | mark slot 1 | cell 0 | cell 1 ... | journal
 
-A cell is whole pages: some records and a crc32. The header never changes. A mark (sequence, epoch,
-step) is written alternately into its slots. A step is one entry of the journal, the records of its
+A cell is whole pages: some records and a crc32. The header never changes. A mark (sequence,
+epoch, step) is written alternately into its slots. A step is one entry of the journal, the records of its
 rows packed: a step writes bytes in proportion to the rows it touched, not to their pages.
 
-[Note: redo] Cells are written in place, after the step that made their values is confirmed. A write
-that is torn by a kill or a power failure leaves the old or the new bytes of each sector, and differs
-from the old cell in rows of the journal alone: whoever recovers writes those again. `rebase` begins
-a new epoch, which makes the entries void, once all changed rows are in their cells and synced.
+[Note: redo] Cells are written in place, after the step that made their values is confirmed. A
+write that is torn by a kill or a power failure leaves the old or the new bytes of each sector, and
+differs from the old cell in rows of the journal alone: whoever recovers writes those again.
+`rebase` begins a new epoch, which makes the entries void, once all changed rows are in their cells
+and synced.
 
 [Note: one step apart] Ranks prepare a step, vote, and confirm it. No rank begins the next before
 all have confirmed it, and cells are written and epochs begun only after that. So files of ranks that
@@ -254,10 +255,8 @@ class FileHome:
     @property
     def last_step(self) -> int:
         """Step of the last entry, in an opened file; that of the cells if there is none."""
-        last = self.step
-        for last, _, _ in self._entries():
-            pass
-        return last
+        steps = [step for step, _, _ in self._entries()]
+        return steps[-1] if steps else self.step
 
     def recover(self, step: int) -> None:
         """Bring the cells to `step`, the last one of all ranks' files, and begin with it."""

@@ -237,7 +237,8 @@ class CachedRows(nn.Module):
         NvmeError, on every rank, if one cannot write; then the last step stays whole.
         """
         rows, grads = self._gradients()
-        if not self._exchange.total(torch.tensor([float(len(self._arrived))]).double()).item():
+        arrived = torch.tensor([len(self._arrived)], dtype=torch.float64)
+        if not self._exchange.total(arrived).item():
             return
         with self._lock, torch.no_grad():
             scaled = grads * torch.as_tensor(scale, dtype=torch.float32, device=grads.device)
@@ -442,7 +443,7 @@ class CachedEmbedding(CachedRows):
     def from_pretrained(
         cls, embeddings: Tensor, freeze: bool = True, **options: Any
     ) -> CachedEmbedding:
-        """Module with these rows, frozen unless `freeze=False`; `options` are those of the class."""
+        """Module with these rows, frozen unless `freeze=False`; options as of the class."""
         num, dim = embeddings.shape
         return cls(num, dim, frozen=freeze, _weight=embeddings, **options)
 
@@ -494,7 +495,7 @@ class CachedEmbeddingBag(CachedRows):
     def from_pretrained(
         cls, embeddings: Tensor, freeze: bool = True, **options: Any
     ) -> CachedEmbeddingBag:
-        """Module with these rows, frozen unless `freeze=False`; `options` are those of the class."""
+        """Module with these rows, frozen unless `freeze=False`; options as of the class."""
         num, dim = embeddings.shape
         return cls(num, dim, frozen=freeze, _weight=embeddings, **options)
 

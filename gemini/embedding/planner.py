@@ -136,7 +136,8 @@ class RowPlanner:
 
     def _evict(self, count: int, needed: set[int]) -> tuple[tuple[int, int], ...]:
         """Take `count` rows out, farthest next use first; none of `needed`."""
-        evicted, kept = [], []
+        evicted: list[tuple[int, int]] = []
+        kept: list[tuple[int, int, int]] = []
         while len(evicted) < count:
             entry = heapq.heappop(self._heap)
             row = entry[2]

@@ -5,7 +5,6 @@ from dataclasses import replace
 from math import sqrt
 
 import torch
-from torch import nn
 
 from gemini.embedding import LazyAdam, RowAdagrad, RowSGD
 

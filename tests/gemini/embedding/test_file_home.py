@@ -102,12 +102,12 @@ def left_behind(folder):
 
 def test_a_file_that_is_open_or_holds_a_step_is_not_taken(tmp_path):
     emb = made(tmp_path)
-    with pytest.raises(ValueError, match="is open in another process or table"):
+    with pytest.raises(ValueError, match=r"is open in another process or table"):
         made(tmp_path, recover=True)
     made(tmp_path, name="other").close()
     live(emb)
     emb.close()
-    with pytest.raises(ValueError, match="holds rows of a run that ended; expected recover=True"):
+    with pytest.raises(ValueError, match=r"holds rows of a run that ended; expected recover=True"):
         made(tmp_path)
 
 
@@ -123,14 +123,14 @@ def test_changed_bytes_are_found(expected, tmp_path):
     path = left_behind(tmp_path)
     whole = path.read_bytes()
     flip(path, 30)
-    with pytest.raises(StoreFormatError, match="is no file of rows, or its header is damaged"):
+    with pytest.raises(StoreFormatError, match=r"is no file of rows, or its header is damaged"):
         made(tmp_path, recover=True)
     path.write_bytes(whole)
     flip(path, 3 * 4096 + 5)  # of a cell; no later step has its rows
     emb = made(tmp_path, recover=True)
-    with pytest.raises(CheckpointError, match="rows from 0 .* do not verify"):
+    with pytest.raises(CheckpointError, match=r"rows from 0 .* do not verify"):
         emb.save(tmp_path / "saved")
-    with pytest.raises(ChecksumError, match="rows from 0 .* do not verify"):
+    with pytest.raises(ChecksumError, match=r"rows from 0 .* do not verify"):
         emb(torch.tensor([1]))
     emb.close()
 
@@ -152,7 +152,7 @@ def test_files_of_strangers_are_refused(kind, tmp_path):
             os.mkfifo(path)
         else:
             path.mkdir()
-    with pytest.raises(StoreFormatError, match="cannot be opened|no file of rows|was cut"):
+    with pytest.raises(StoreFormatError, match=r"cannot be opened|no file of rows|was cut"):
         made(folder, recover=True)
 
 
@@ -160,7 +160,7 @@ def test_a_file_of_another_table_is_refused(tmp_path):
     from gemini import CachedEmbedding
 
     left_behind(tmp_path)
-    with pytest.raises(StoreFormatError, match="is of another table: .*expected"):
+    with pytest.raises(StoreFormatError, match=r"is of another table: .*expected"):
         CachedEmbedding(41, 90, cache_rows=12, home="nvme", nvme_dir=tmp_path, recover=True)
 
 

@@ -160,7 +160,7 @@ def test_another_thread_evaluates_meanwhile(tmp_path):
 
 
 def test_state_dicts_are_torchs(tmp_path):
-    cached, whole = pair(RowAdagrad(), NUM, DIM, nn.Embedding, 20)
+    cached, _ = pair(RowAdagrad(), NUM, DIM, nn.Embedding, 20)
     loss_of(cached(drawn(1, (12,))[0])).backward()
     cached.step()
     holder = nn.ModuleDict({"emb": cached})
@@ -169,9 +169,9 @@ def test_state_dicts_are_torchs(tmp_path):
     holder.load_state_dict({"emb.weight": plain["emb"].weight.detach() * 2})
     assert same_bits(cached(torch.arange(20)), (plain["emb"].weight * 2)[:20])
     cached.zero_grad()
-    with pytest.raises(RuntimeError, match="emb.weight has shape"):
+    with pytest.raises(RuntimeError, match=r"emb.weight has shape"):
         holder.load_state_dict({"emb.weight": torch.zeros(3, 5)})
-    with pytest.raises(RuntimeError, match="Missing key.*emb.weight"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*emb.weight"):
         holder.load_state_dict({})
     frozen = gemini.CachedEmbedding.from_pretrained(plain["emb"].weight, cache_rows=9)
     assert same_bits(frozen(torch.arange(9)), plain["emb"].weight[:9])
@@ -203,36 +203,36 @@ def test_what_is_not_built_is_refused_by_name(options, said):
 
 def test_batches_that_do_not_fit_are_refused_and_the_next_goes_on():
     emb = embedding()
-    with pytest.raises(ValueError, match="a batch has 9 rows.*expected cache_rows of at least 9"):
+    with pytest.raises(ValueError, match=r"a batch has 9 rows.*expected cache_rows of at least 9"):
         emb(torch.arange(9))
     emb(torch.arange(5))
-    with pytest.raises(ValueError, match="5 wait for step"):
+    with pytest.raises(ValueError, match=r"5 wait for step"):
         emb(torch.arange(5, 9))
     emb.zero_grad()
     assert emb(torch.arange(5, 9)).shape == (4, DIM)
-    with pytest.raises(ValueError, match="ids from -1 to 60; expected 0 to 59"):
+    with pytest.raises(ValueError, match=r"ids from -1 to 60; expected 0 to 59"):
         emb(torch.tensor([-1, 60]))
 
 
 def test_misuses_are_refused_by_name(tmp_path):
     emb = embedding()
-    with pytest.raises(ValueError, match="no step to undo"):
+    with pytest.raises(ValueError, match=r"no step to undo"):
         emb.undo()
-    with pytest.raises(ValueError, match="expected a RowAdagrad"):
+    with pytest.raises(ValueError, match=r"expected a RowAdagrad"):
         emb.rule = RowSGD()
     with pytest.raises(ValueError, match=r"expected save\(\) and load\(\)"):
         copy.deepcopy(emb)
-    with pytest.raises(ValueError, match="expected a change of device"):
+    with pytest.raises(ValueError, match=r"expected a change of device"):
         emb.half()
-    with pytest.raises(AttributeError, match="has no weight"):
+    with pytest.raises(AttributeError, match=r"has no weight"):
         emb.weight  # noqa: B018
-    with pytest.raises(TypeError, match="cache_row"):
+    with pytest.raises(TypeError, match=r"cache_row"):
         gemini.CachedEmbedding(NUM, DIM, cache_row=8)
     loop = emb.prefetch(drawn(3, (4,)), ids=lambda batch: batch)
     next(loop)
-    with pytest.raises(ValueError, match="expected one loop at a time"):
+    with pytest.raises(ValueError, match=r"expected one loop at a time"):
         emb.prefetch([], ids=lambda batch: batch)
-    with pytest.raises(ValueError, match="load within a loop"):
+    with pytest.raises(ValueError, match=r"load within a loop"):
         emb.load(tmp_path)
     loop.close()
     assert emb.report().hits == 0 and len(list(emb.prefetch(drawn(2, (4,)), ids=list))) == 2

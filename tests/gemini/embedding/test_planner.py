@@ -100,7 +100,7 @@ def test_plans_do_not_depend_on_the_order_of_ids():
 def test_rows_that_do_not_fit_are_refused_and_nothing_changes():
     planner = RowPlanner(3)
     planner.announce([0, 1, 2])
-    with pytest.raises(ValueError, match="2 wait for step.*expected cache_rows of at least 5"):
+    with pytest.raises(ValueError, match=r"2 wait for step.*expected cache_rows of at least 5"):
         planner.next_batch(pinned=[7, 8])
     with pytest.raises(ValueError, match=r"a batch has 4 rows of its own; expected cache_rows"):
         planner.plan([0, 1, 2, 3])

@@ -27,7 +27,7 @@ def made(folder=None, **options):
 
 
 def live(emb, note=lambda what: None, begin=0):
-    """Steps from `begin`; notes `("begins", k)` and `("ends", k)` of the k-th thing that commits."""
+    """Steps from `begin`; notes `("begins", k)` and `("ends", k)` of the k-th commit."""
     for k, ids in enumerate(batches()):
         if k < begin:
             continue
