@@ -3,8 +3,8 @@
     header | mark slot 0 | mark slot 1 | cell 0 | cell 1 ... | journal
 
 A cell is whole pages: some records and a crc32. The header never changes. A mark (sequence,
-epoch, step) is written alternately into its slots. A step is one entry of the journal, the records of its
-rows packed: a step writes bytes in proportion to the rows it touched, not to their pages.
+epoch, step) is written alternately into its slots. A step is one entry of the journal, the records
+of its rows packed: its bytes are in proportion to the rows it touched, not to their pages.
 
 [Note: redo] Cells are written in place, after the step that made their values is confirmed. A
 write that is torn by a kill or a power failure leaves the old or the new bytes of each sector, and
@@ -13,8 +13,8 @@ differs from the old cell in rows of the journal alone: whoever recovers writes 
 and synced.
 
 [Note: one step apart] Ranks prepare a step, vote, and confirm it. No rank begins the next before
-all have confirmed it, and cells are written and epochs begun only after that. So files of ranks that
-were killed are at most one step apart, and each can be opened at the least of their steps.
+all have confirmed it, and cells are written and epochs begun only after that. So files of ranks
+that were killed are at most one step apart, and each can be opened at the least of their steps.
 """
 
 from __future__ import annotations

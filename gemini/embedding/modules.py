@@ -233,8 +233,9 @@ class CachedRows(nn.Module):
     def step(self, scale: float | Tensor = 1.0) -> None:
         """Update the rows whose gradients have arrived, times `scale`, and forget the gradients.
 
-        Nothing happens if no rank's backward reached the module. scale: of a clip, or 1 / loss scale, or both. Raises
-        NvmeError, on every rank, if one cannot write; then the last step stays whole.
+        Nothing happens if no rank's backward reached the module. scale: of a clip, or 1 / loss
+        scale, or both. Raises NvmeError, or ValueError on the other ranks, if one cannot write;
+        then the last step stays whole.
         """
         rows, grads = self._gradients()
         arrived = torch.tensor([len(self._arrived)], dtype=torch.float64)
