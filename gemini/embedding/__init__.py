@@ -13,6 +13,7 @@
 A record is one row with its optimizer state beside it: they come, leave and are saved together.
 
 Invariants, each said where it is kept:
+
 1. A row of the current batch, or one whose gradient waits for a step, stays in the cache
    (`planner.RowPlan`).
 2. A resident record is the last confirmed step's; a slot that is not dirty equals its home

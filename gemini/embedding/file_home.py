@@ -208,7 +208,7 @@ class FileHome:
         magic, length, crc = _HEADER.unpack_from(data)
         text = data[_HEADER.size : _HEADER.size + length]
         if magic != _MAGIC or len(text) != length or zlib.crc32(text) != crc:
-            raise StoreFormatError(f"{self.path} is no file of rows, or its header is damaged")
+            raise StoreFormatError(f"{self.path}: the header is damaged, or of no file of rows")
         try:
             found: Any = parsed(text)
             expected = parsed(layout.header()[_HEADER.size :])

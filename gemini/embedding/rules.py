@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class RowRule(Protocol):
-    """Update of rows. Frozen; `replace` another learning rate into it between two steps."""
+    """Rule by which touched rows are updated. Frozen: `replace` gives one with another `lr`."""
 
     @property
     def lr(self) -> float:

@@ -41,10 +41,11 @@ def save(table: RowTable, exchange: RowExchange, folder: Path) -> None:
     try:
         if comm.rank == 0:
             if os.path.lexists(folder):
-                raise FileExistsError(f"{folder} is there; expected a new folder")
-            if temporary.is_dir() and not temporary.is_symlink():  # of a save that was killed
+                fault = "it is there; expected a new folder"
+            elif temporary.is_dir() and not temporary.is_symlink():  # of a save that was killed
                 shutil.rmtree(temporary)
-            calls.make_folders(temporary)
+            if not fault:
+                calls.make_folders(temporary)
     except OSError as error:
         fault = str(error)
     _raise_first(exchange, fault, folder)
@@ -183,16 +184,16 @@ def _manifest(table: RowTable, exchange: RowExchange, folder: Path) -> dict[str,
         }  # fmt: skip
         rule, files = body["rule"]["name"], body["files"]
         if not isinstance(files, list) or not 1 <= len(files) <= _MOST_RANKS:
-            raise ValueError("files are no list")
+            raise ValueError("files; expected a list, one for each rank")
         count = max(1, PART_BYTES // (4 * max(1, sizes["width"])))
         for rank, checksums in enumerate(files):
             owned = len(range(rank, sizes["num_rows"], len(files)))
             if not isinstance(checksums, list) or len(checksums) != -(-owned // count):
-                raise ValueError(f"file {rank} has not the parts of its rows")
+                raise ValueError(f"file {rank}; expected a checksum for each part of its rows")
             for checksum in checksums:
                 _whole(checksum, 1 << 32)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"{path} is no manifest of rows: {error!r:.200}") from error
+        raise CorruptError(f"{path} says what no checkpoint has: {error!r:.200}") from error
     there = {**sizes, "rule": rule}
     here = {
         "num_rows": exchange.num_rows,
@@ -209,7 +210,7 @@ def _manifest(table: RowTable, exchange: RowExchange, folder: Path) -> dict[str,
 
 def _whole(value: object, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{value!r:.40} is no number up to {most}")
+        raise ValueError(f"{value!r:.40}; expected a number up to {most}")
     return value
 
 
@@ -223,12 +224,14 @@ def _parts(
     try:
         with strangers.opened(path) as file:
             if os.fstat(file.fileno()).st_size != owned * 4 * width:
-                raise CorruptError(f"{path} has not the bytes of {owned} rows")
+                raise CorruptError(f"{path}: it was cut or replaced; expected {owned} rows")
             for number, checksum in enumerate(checksums):
                 rows = min(count, owned - number * count)
                 data = bytearray(file.read(rows * 4 * width))
                 if len(data) != rows * 4 * width or zlib.crc32(data) != checksum:
-                    raise CorruptError(f"{path}: part {number} has other bytes than were written")
+                    raise CorruptError(
+                        f"{path} is damaged: its checksum does not match (part {number})"
+                    )
                 yield torch.frombuffer(data, dtype=torch.float32).view(rows, width)
     except OSError as error:
         raise CorruptError(f"{path} cannot be read: {strangers.said(error)}") from error

@@ -8,7 +8,7 @@ rows leave is planned from the loader (`prefetch`), so an order by frequency is 
 from __future__ import annotations
 
 from math import ceil
-from typing import Any, Literal
+from typing import Any
 
 from gemini.arguments import passes_on
 from gemini.embedding.modules import CachedEmbedding as _CachedEmbedding
@@ -45,16 +45,13 @@ def CachedEmbeddingBag(
     embedding_dim: int,
     padding_idx: int | None = None,
     *,
-    mode: Literal["sum", "mean", "max"] = "mean",
     cache_ratio: float = 0.01,
     sparse: bool = False,
     **options: Any,
 ) -> _CachedEmbeddingBag:
     """Make a `gemini.CachedEmbeddingBag` that caches a share of the rows; see `CachedEmbedding`."""
     options.setdefault("cache_rows", _cache_rows(num_embeddings, cache_ratio))
-    return _CachedEmbeddingBag(
-        num_embeddings, embedding_dim, mode=mode, padding_idx=padding_idx, **options
-    )
+    return _CachedEmbeddingBag(num_embeddings, embedding_dim, padding_idx=padding_idx, **options)
 
 
 ParallelCachedEmbeddingBag = CachedEmbeddingBag

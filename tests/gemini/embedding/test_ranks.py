@@ -229,14 +229,20 @@ def flip(folder):
 DAMAGES = {
     "no manifest": (lambda folder: (folder / "rows.json").unlink(), "cannot be read"),
     "no json": (lambda folder: (folder / "rows.json").write_bytes(b"{"), "cannot be read"),
-    "no dict": (lambda folder: (folder / "rows.json").write_bytes(b"[]"), "no manifest of rows"),
+    "no dict": (
+        lambda folder: (folder / "rows.json").write_bytes(b"[]"),
+        "says what no checkpoint has",
+    ),
     "other rows": (lambda folder: changed(folder, num_rows=51), "rows of another table: num_rows"),
     "other rule": (lambda folder: changed(folder, rule={"name": "X"}), "another table: rule 'X'"),
-    "huge": (lambda folder: changed(folder, width=1 << 60), "no manifest|another table"),
-    "parts": (lambda folder: changed(folder, files=[[1, 2, 3]]), "no manifest of rows"),
-    "negative": (lambda folder: changed(folder, step=-1), "no manifest of rows"),
-    "flip": (flip, "part 0 has other bytes"),
-    "cut": (lambda folder: os.truncate(folder / "rows-00000.bin", 8), "has not the bytes of 50"),
+    "huge": (lambda folder: changed(folder, width=1 << 60), "says what no|another table"),
+    "parts": (lambda folder: changed(folder, files=[[1, 2, 3]]), "says what no checkpoint has"),
+    "negative": (lambda folder: changed(folder, step=-1), "says what no checkpoint has"),
+    "flip": (flip, r"its checksum does not match \(part 0\)"),
+    "cut": (
+        lambda folder: os.truncate(folder / "rows-00000.bin", 8),
+        "cut or replaced; expected 50 rows",
+    ),
     "pipe": (pipe, "cannot be read: it is no file"),
 }
 
