@@ -224,13 +224,15 @@ def _parts(
     try:
         with strangers.opened(path) as file:
             if os.fstat(file.fileno()).st_size != owned * 4 * width:
-                raise CorruptError(f"{path}: it was cut or replaced; expected {owned} rows")
+                raise CorruptError(
+                    f"{path} has not the bytes of {owned} rows: it was cut or replaced"
+                )
             for number, checksum in enumerate(checksums):
                 rows = min(count, owned - number * count)
                 data = bytearray(file.read(rows * 4 * width))
                 if len(data) != rows * 4 * width or zlib.crc32(data) != checksum:
                     raise CorruptError(
-                        f"{path} is damaged: its checksum does not match (part {number})"
+                        f"{path}, part {number}, is damaged: its checksum does not match"
                     )
                 yield torch.frombuffer(data, dtype=torch.float32).view(rows, width)
     except OSError as error:

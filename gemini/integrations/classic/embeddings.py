@@ -16,6 +16,7 @@ from gemini.embedding.modules import CachedEmbeddingBag as _CachedEmbeddingBag
 
 
 def _cache_rows(num_embeddings: int, cache_ratio: float) -> int:
+    """Rows of a share of them, at least one. Raises ValueError for what is no share."""
     if not 0 < cache_ratio <= 1:
         raise ValueError(f"cache_ratio={cache_ratio}; expected a share above 0, and at most 1")
     return max(1, ceil(num_embeddings * cache_ratio))
@@ -49,7 +50,10 @@ def CachedEmbeddingBag(
     sparse: bool = False,
     **options: Any,
 ) -> _CachedEmbeddingBag:
-    """Make a `gemini.CachedEmbeddingBag` that caches a share of the rows; see `CachedEmbedding`."""
+    """Make a `gemini.CachedEmbeddingBag` that caches a share of the rows; see `CachedEmbedding`.
+
+    Each rank of the process group has some of the rows: so it is the parallel one, too.
+    """
     options.setdefault("cache_rows", _cache_rows(num_embeddings, cache_ratio))
     return _CachedEmbeddingBag(num_embeddings, embedding_dim, padding_idx=padding_idx, **options)
 

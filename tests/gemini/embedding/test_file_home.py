@@ -152,7 +152,7 @@ def test_files_of_strangers_are_refused(kind, tmp_path):
             os.mkfifo(path)
         else:
             path.mkdir()
-    with pytest.raises(StoreFormatError, match=r"cannot be opened|no file of rows rows|was cut"):
+    with pytest.raises(StoreFormatError, match=r"cannot be opened|no file of rows|was cut"):
         made(folder, recover=True)
 
 
