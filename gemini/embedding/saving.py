@@ -223,9 +223,10 @@ def _parts(
     count = max(1, PART_BYTES // (4 * width))
     try:
         with strangers.opened(path) as file:
-            if os.fstat(file.fileno()).st_size != owned * 4 * width:
+            nbytes, expected = os.fstat(file.fileno()).st_size, owned * 4 * width
+            if nbytes != expected:
                 raise CorruptError(
-                    f"{path} has not the bytes of {owned} rows: it was cut or replaced"
+                    f"{path} has {nbytes} bytes, expected {expected}: it was cut or replaced"
                 )
             for number, checksum in enumerate(checksums):
                 rows = min(count, owned - number * count)

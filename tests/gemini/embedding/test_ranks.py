@@ -241,7 +241,7 @@ DAMAGES = {
     "flip": (flip, "part 0, is damaged"),
     "cut": (
         lambda folder: os.truncate(folder / "rows-00000.bin", 8),
-        "50 rows: it was cut or replaced",
+        "has 8 bytes, expected 1200: it was cut or replaced",
     ),
     "pipe": (pipe, "cannot be read: it is no file"),
 }
