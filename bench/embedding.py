@@ -32,7 +32,7 @@ def zipf(
 
 def run(args: argparse.Namespace, folder: str, lookahead: int | None) -> dict[str, Any]:
     """Steps of one cache; lookahead None: without a loader that it knows."""
-    home = {"home": "nvme", "nvme_dir": folder} if args.home == "nvme" else {}
+    home: dict[str, Any] = {"home": "nvme", "nvme_dir": folder} if args.home == "nvme" else {}
     emb = gemini.CachedEmbedding(
         args.rows,
         args.dim,
