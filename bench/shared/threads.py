@@ -86,11 +86,20 @@ def run_threads(
             over.append(True)
             _shut(_sockets() - others)
             groups.clear()
-            if len(os.listdir("/proc/self/task")) > MOST_THREADS:
-                collect()  # cycles hold groups, and each of these has three threads
+            _forget_groups()
     if errors or running:
         raise AssertionError(_said(errors, running, threads))
     return results
+
+
+def _forget_groups() -> None:
+    """Drop groups that nobody asks for any more, each of which has three threads: torch's plans of
+    redistributions hold meshes, and cycles hold engines."""
+    if len(os.listdir("/proc/self/task")) > MOST_THREADS:
+        planners = sys.modules.get("torch.distributed.tensor._redistribute")
+        if planners is not None:
+            planners.clear_redistribute_planner_cache()
+        collect()
 
 
 def _said(errors: dict[int, str], running: set[int], threads: Sequence[threading.Thread]) -> str:

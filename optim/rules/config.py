@@ -48,10 +48,8 @@ class NvmeConfig:
         return NUM_VERSIONS + self.keep_versions
 
     def __post_init__(self) -> None:
-        # one folder by its name is that folder, and not one for each letter
-        given: Any = self.folders
-        named = [given] if isinstance(given, str | os.PathLike) else given
-        object.__setattr__(self, "folders", tuple(os.fspath(folder) for folder in named))
+        if isinstance(self.folders, str | os.PathLike):  # not a folder for each letter
+            object.__setattr__(self, "folders", (os.fspath(self.folders),))
         if self.block_numel is not None:
             check_block_numel(self.block_numel)
         if self.depth < 1:
