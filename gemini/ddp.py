@@ -33,10 +33,10 @@ from gemini.runtime.memory.backend import Backend, make_backend
 from gemini.runtime.schedule.begin import begin_planning
 from gemini.runtime.schedule.planning import Planning
 from gemini.runtime.wrap.keep_fp32 import (
+    buffers_as_weights,
     cast_at_boundary,
     find_fp32_modules,
     param_dtypes,
-    spectral_buffers,
 )
 from gemini.runtime.wrap.materialise import Materialiser
 from gemini.runtime.wrap.module_check import ModuleCheck
@@ -216,7 +216,7 @@ class GeminiDDP(ModuleFace):
             cast_inputs=precision.cast_inputs,
         )
         theirs = {id(buffer) for inner in in_fp32 for buffer in inner.buffers()}
-        always = spectral_buffers(self.module)
+        always = buffers_as_weights(self.module)
         self._buffer_dtypes = {id(buffer): buffer.dtype for buffer in self.module.buffers()}
         for buffer in self.module.buffers():
             casts = precision.cast_buffers or id(buffer) in always

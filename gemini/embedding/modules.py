@@ -40,7 +40,8 @@ class CachedRows(nn.Module):
             optimizer.step()  # of everything else
             emb.step()
 
-    num_embeddings, embedding_dim: of the whole table, fp32, over all ranks.
+    num_embeddings, embedding_dim: of the whole table, over all ranks. Rows are kept and updated in
+        fp32; results have the dtype in which a wrapper computes (GeminiDDP's, or `.to(dtype)`).
     cache_rows: rows on `device`, of each rank; at least those of one batch, or of all micro-batches
         of a step.
     home: where all rows and their state are: `"host"` memory, or `"nvme"`, a file in `nvme_dir`.
@@ -53,6 +54,8 @@ class CachedRows(nn.Module):
     Only rows that a backward reached are updated, by `step()`. Gradients are means over ranks.
     Raises ValueError, on every rank, for what does not fit or is not built.
     """
+
+    buffers_as_weights = ("_computes_in",)
 
     def __init__(
         self,
@@ -104,6 +107,8 @@ class CachedRows(nn.Module):
             at_home = self._agreed(lambda: FileHome(path, layout, opens=recover))
         self._table = RowTable(owned, embedding_dim, cache_rows, rule, at_home)
         self._table.move(lambda cache: cache.to(device))
+        # has the dtype that a wrapper, or `.to(dtype)`, gives modules: forward's result has it too
+        self.register_buffer("_computes_in", torch.empty(0, device=device), persistent=False)
         self._lock = threading.RLock()  # another thread may evaluate
         self._arrived: list[tuple[int, Grads]] = []  # (backward, gradients), in order
         self._sum: Grads | None = None  # of all ranks, of this rank's rows; None: not made yet
@@ -436,9 +441,10 @@ class CachedEmbedding(CachedRows):
     def forward(self, input: Tensor) -> Tensor:
         """Rows of `input` [...]: [..., embedding_dim]."""
         weights, places, padding = self._look_up(input)
-        return F.embedding(
+        found = F.embedding(
             places, weights, padding_idx=padding, scale_grad_by_freq=self.scale_grad_by_freq
         )
+        return found.to(self._computes_in.dtype)
 
     @classmethod
     def from_pretrained(
@@ -481,7 +487,9 @@ class CachedEmbeddingBag(CachedRows):
     ) -> Tensor:
         """Bags [number of bags, embedding_dim] of `input`, as torch takes it with `offsets`."""
         weights, places, padding = self._look_up(input)
-        return F.embedding_bag(
+        if per_sample_weights is not None:
+            per_sample_weights = per_sample_weights.to(weights.dtype)
+        found = F.embedding_bag(
             places,
             weights,
             offsets,
@@ -491,6 +499,7 @@ class CachedEmbeddingBag(CachedRows):
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
+        return found.to(self._computes_in.dtype)
 
     @classmethod
     def from_pretrained(

@@ -58,15 +58,14 @@ def param_dtypes(root: nn.Module, fp32_modules: dict[str, nn.Module], dtype: str
     return dtypes
 
 
-def spectral_buffers(root: nn.Module) -> set[int]:
-    """Find the vectors of torch's two spectral norms, by id.
-
-    They are multiplied with a weight, and so have its dtype.
-    """
+def buffers_as_weights(root: nn.Module) -> set[int]:
+    """Find the buffers that have the dtype of weights, by id: the vectors of torch's two spectral
+    norms, which are multiplied with one, and what a module's class has in `buffers_as_weights`."""
     found: set[int] = set()
     for module in root.modules():
         if isinstance(module, _SpectralNorm):
             found |= {id(buffer) for buffer in module.buffers(recurse=False)}
+        found |= {id(getattr(module, name)) for name in getattr(module, "buffers_as_weights", ())}
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, SpectralNorm):
                 found |= {id(getattr(module, f"{hook.name}_{end}")) for end in "uv"}

@@ -222,8 +222,6 @@ def test_misuses_are_refused_by_name(tmp_path):
         emb.rule = RowSGD()
     with pytest.raises(ValueError, match=r"expected save\(\) and load\(\)"):
         copy.deepcopy(emb)
-    with pytest.raises(ValueError, match=r"expected a change of device"):
-        emb.half()
     with pytest.raises(AttributeError, match=r"has no weight"):
         emb.weight  # noqa: B018
     with pytest.raises(TypeError, match=r"cache_row"):
@@ -242,3 +240,38 @@ def test_a_step_without_gradients_changes_nothing():
     emb = embedding()
     emb.step()
     assert emb.report().step == 0 and emb.grad_norm() == 0
+
+
+class Scored(nn.Module):
+    """Rows and a layer, whose dtypes torch wants alike."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows, self.layer = rows, nn.Linear(DIM, 2)
+
+    def forward(self, ids):
+        return self.layer(self.rows(ids)).float()
+
+
+@pytest.mark.parametrize("wraps", [True, False], ids=["GeminiDDP", "bfloat16()"])
+def test_rows_have_the_dtype_of_the_layers_around_them_and_learn_in_fp32(wraps):
+    rows = gemini.CachedEmbedding(NUM, DIM, cache_rows=24, rule=RowSGD(lr=0.5))
+    whole = nn.Embedding.from_pretrained(rows.state_dict()["weight"], freeze=False)
+    module, other = Scored(rows), Scored(whole)
+    other.layer.load_state_dict(module.layer.state_dict())
+    if wraps:
+        module = gemini.GeminiDDP(module, precision="bf16")
+        optimizer = gemini.HybridAdam(module.parameters(), lr=0.0)
+    else:
+        module.bfloat16()
+    other.layer.bfloat16()
+    ids = drawn(1, (3, 4))[0]
+    module(ids).square().sum().backward()
+    other.layer(whole(ids).bfloat16()).float().square().sum().backward()
+    assert rows(ids).dtype is torch.bfloat16
+    rows.step()
+    want = whole.weight.detach() - 0.5 * whole.weight.grad
+    assert same_bits(rows.state_dict()["weight"], want)
+    assert not torch.equal(want, whole.weight)
+    if wraps:
+        optimizer.close()
