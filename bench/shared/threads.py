@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import os
 import socket
@@ -94,12 +95,22 @@ def run_threads(
 
 def _forget_groups() -> None:
     """Drop groups that nobody asks for any more, each of which has three threads: torch's plans of
-    redistributions hold meshes, and cycles hold engines."""
-    if len(os.listdir("/proc/self/task")) > MOST_THREADS:
-        planners = sys.modules.get("torch.distributed.tensor._redistribute")
-        if planners is not None:
-            planners.clear_redistribute_planner_cache()
-        collect()
+    redistributions and its cached functions hold meshes, and cycles hold engines."""
+    if len(os.listdir("/proc/self/task")) <= MOST_THREADS:
+        return
+    tensors = "torch.distributed.tensor"
+    if tensors in sys.modules:
+        planners = sys.modules.get(f"{tensors}._redistribute")
+        getattr(planners, "clear_redistribute_planner_cache", list)()
+        for held in gc.get_objects():
+            if type(held) is type(_cached) and (held.__module__ or "").startswith(tensors):
+                held.cache_clear()
+    collect()
+
+
+@functools.cache
+def _cached() -> None:
+    """One of its type."""
 
 
 def _said(errors: dict[int, str], running: set[int], threads: Sequence[threading.Thread]) -> str:
