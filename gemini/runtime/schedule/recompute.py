@@ -19,6 +19,7 @@ from gemini.memtracer.layers import chosen
 from gemini.memtracer.module_calls import in_backward, repeated_blocks
 from gemini.memtracer.trace import Kind, Layer
 from gemini.placement.overruns import user_stacklevel
+from gemini.runtime.comm.communicator import Communicator
 from gemini.trees import tensors_in
 from gemini.units import Bytes
 
@@ -106,10 +107,10 @@ class Layers:
             self._collector.add_layer(Layer(name, Bytes(saved), Bytes(given), known.seconds))
         block = self._switches[name].block
         before = Seen(block, (args, kwargs))
-        outputs = _again_in_backward(name, block, forward, args, kwargs)
+        outputs = self._again_in_backward(name, block, forward, args, kwargs)
         if before.differs(Seen(block, (args, kwargs))):
             self._refuse(name, "its forward changed what it had left alone before", None)
-            raise _changed(name, "in a later forward than the one that was proved")
+            raise _changed(name, "in a later forward than the one that was proved", self._comm)
         return outputs
 
     def _is_proved(self, name: str, args: Any, kwargs: Any) -> bool:
@@ -158,7 +159,7 @@ class Layers:
             return self._refuse(name, reason, outputs)
         after, values = Random(self._device), [(b, b.clone()) for b in block.buffers()]
         before.set_torch()
-        second = _again_in_backward(name, block, forward, args, kwargs)
+        second = self._again_in_backward(name, block, forward, args, kwargs)
         if seen.differs(Seen(block, (args, kwargs))):
             reason = "its forward changes buffers, or what it is given, the second time"
         elif not same_bits(outputs, second) or not after.is_torch_now():
@@ -172,6 +173,28 @@ class Layers:
         self.proved.setdefault(name, set()).add(kind)
         self._longest[name] = max(numel, self._longest.get(name, 0))
         return second
+
+    def _again_in_backward(
+        self, name: str, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call of a block that backward computes again. Of all tensors that it is given, by
+        position or by name, autograd keeps the version, and checkpointing the device."""
+        leaves, tree = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        given = [leaves[i] for i in places]
+        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        before, comm = Seen(block, ()), self._comm
+
+        def run(*tensors: Tensor) -> Any:
+            if in_backward() and before.differs(Seen(block, ()), of_random=False):
+                raise _changed(name, "between its forward and its backward", comm)
+            filled = list(rest)
+            for i, tensor in zip(places, tensors, strict=True):
+                filled[i] = tensor
+            positional, keywords = tree_unflatten(filled, tree)
+            return forward(*positional, **keywords)
+
+        return checkpoint(run, *given, use_reentrant=False)
 
     def _any_rank(self, refused: bool) -> bool:
         """Whether a rank refuses: all ranks run a block as often, since they gather for it.
@@ -220,34 +243,14 @@ class Switch:
                 self.block.__dict__["forward"] = self._own
 
 
-def _again_in_backward(
-    name: str, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
-    """Call of a block that backward computes again. Of all tensors that it is given, autograd
-    keeps the version, and checkpointing the device, whether they come by position or by name."""
-    leaves, tree = tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    given = [leaves[i] for i in places]
-    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    before = Seen(block, ())
-
-    def run(*tensors: Tensor) -> Any:
-        if in_backward() and before.differs(Seen(block, ()), of_random=False):
-            raise _changed(name, "between its forward and its backward")
-        filled = list(rest)
-        for i, tensor in zip(places, tensors, strict=True):
-            filled[i] = tensor
-        positional, keywords = tree_unflatten(filled, tree)
-        return forward(*positional, **keywords)
-
-    return checkpoint(run, *given, use_reentrant=False)
-
-
-def _changed(name: str, when: str) -> RuntimeError:
-    return RuntimeError(
+def _changed(name: str, when: str, comm: Communicator) -> RuntimeError:
+    """Error of a block that changed; the other ranks are told of it, since they may not have it."""
+    error = RuntimeError(
         f"{name} is computed again in backward, and buffers, attributes or inputs of it changed "
         f'{when}: its gradients would be others. activations="spill" computes nothing again'
     )
+    comm.say_failed(error)
+    return error
 
 
 def _numel(given: Any) -> int:
