@@ -98,6 +98,11 @@ class SavedTensors:
             self._reap()
             return self._resident_bytes
 
+    def holds(self, storage: UntypedStorage) -> bool:
+        """Whether a storage has a record."""
+        known = self._known.get(storage._cdata)
+        return known is not None and known[0]() is storage and known[1]() is not None
+
     @property
     def staging_bytes(self) -> int:
         """Bytes of host memory through which they pass."""

@@ -7,6 +7,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from gemini.activations.saved_tensors import SavedTensors
+from gemini.memtracer.blocks import BlockMeter
 from gemini.memtracer.layers import chosen
 from gemini.memtracer.module_calls import in_backward, repeated_blocks
 from gemini.memtracer.trace import Kind, Layer
@@ -55,7 +57,9 @@ class Layers:
         self._longest: dict[str, int] = {}  # elements that a proved call was given
         self._refused: dict[str, str] = {}  # with the reason
         self._untold: list[str] = []
-        self._known: dict[str, Layer] = {}  # as measured last, where it was not computed again
+        # as measured last, where it was not computed again, and elements that it was given
+        self._known: dict[str, tuple[Layer, int]] = {}
+        self._meter = BlockMeter(saved, saved.least_bytes)
         self.names: frozenset[str] = frozenset()
         sampler.layers = self
 
@@ -64,6 +68,7 @@ class Layers:
     def choose(self, kind: Kind, signature: str) -> str:
         """Choose layers for an iteration with inputs of this signature; returns that of both."""
         self._tell()
+        self._meter = BlockMeter(self._saved, self._saved.least_bytes)
         planned = self._planning.recomputed_for(signature) if kind == "train" else None
         names = () if planned is None else planned.names
         self.names = frozenset(n for n in names if n in self._switches and n not in self._refused)
@@ -99,12 +104,12 @@ class Layers:
             return self._measured(name, forward, args, kwargs)
         if not self._is_proved(name, args, kwargs):
             return self._first(name, forward, args, kwargs)
-        given = self._input_bytes((args, kwargs))
         if self._collector.collecting:
-            known = self._known.get(name, Layer(name, Bytes(0), Bytes(0)))
-            # longer inputs are taken to save as many times the bytes of what is given
-            saved = known.saved_bytes * given // max(1, known.input_bytes)
-            self._collector.add_layer(Layer(name, Bytes(saved), Bytes(given), known.seconds))
+            known, numel = self._known.get(name, (Layer(name, Bytes(0), Bytes(0)), 1))
+            # longer inputs are taken to save as many times the bytes
+            longer = Fraction(_numel((args, kwargs)), max(1, numel))
+            sizes = (Bytes(int(n * longer)) for n in (known.saved_bytes, known.input_bytes))
+            self._collector.add_layer(Layer(name, *sizes, known.seconds))
         block = self._switches[name].block
         before = Seen(block, (args, kwargs))
         outputs = self._again_in_backward(name, block, forward, args, kwargs)
@@ -125,20 +130,13 @@ class Layers:
     def _measured(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if name in self._refused or not (self._collector.collecting or name in self.names):
             return forward(*args, **kwargs)
-        before, begun = self._saved.live_bytes, time.perf_counter()
+        call, begun = self._meter.begin((args, kwargs)), time.perf_counter()
         outputs = forward(*args, **kwargs)
-        saved = Bytes(max(0, self._saved.live_bytes - before))
-        seconds, given = time.perf_counter() - begun, Bytes(self._input_bytes((args, kwargs)))
-        self._known[name] = Layer(name, saved, given, seconds)
+        layer = self._meter.end(name, call, outputs, time.perf_counter() - begun)
+        self._known[name] = layer, _numel((args, kwargs))
         if self._collector.collecting:
-            self._collector.add_layer(self._known[name])
+            self._collector.add_layer(layer)
         return outputs
-
-    def _input_bytes(self, given: Any) -> int:
-        """Bytes that stay of what a block was given: so checkpointing saves it."""
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors_in(given)}
-        sizes = (storage.nbytes() for storage in storages.values())
-        return sum(n for n in sizes if n >= self._saved.least_bytes)
 
     def _first(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block twice. Returns what the second run gives, which backward computes again, if
