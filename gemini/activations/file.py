@@ -24,6 +24,7 @@ from gemini.nvme import (
     OpenFile,
     ThreadEngine,
     Transfer,
+    WriteMeter,
     check_process,
 )
 from gemini.nvme.files.file import create_files, remove_files
@@ -82,6 +83,7 @@ class SavedFile:
         self._pool: BufferPool | None = None
         self._writes: deque[tuple[Ticket[int], Buffer, FileCopy]] = deque()
         self._space = FreeRuns()
+        self._meter = WriteMeter()
         self.written_bytes = self.read_bytes = 0  # so far
 
     @property
@@ -106,6 +108,11 @@ class SavedFile:
             self._end_one_write()
         return self._space.end - self._space.free_bytes
 
+    def serve(self, meter: WriteMeter) -> None:
+        """Count in `meter` what is written from now on, and was."""
+        meter.count(self.written_bytes)
+        self._meter = meter
+
     def _opened(self) -> tuple[OpenFile, ThreadEngine, BufferPool]:
         check_process(self._pid)
         if self._file is None or self._engine is None or self._pool is None:
@@ -121,8 +128,10 @@ class SavedFile:
     def write(self, address: int, nbytes: int) -> FileCopy:
         """Begin to write memory of the host, which must stay until `ended`.
 
-        Raises DiskFullError, before anything is written, where the disk has no room.
+        Before anything is written, raises DiskFullError where the disk has no room, and
+        WriteBudgetError where the budget of writes has none.
         """
+        self._meter.check(nbytes, "what this forward saves for backward")
         file, engine, pool = self._opened()
         copy = FileCopy(self._room(file, align_up(nbytes, PAGE_BYTES)), nbytes)
         try:
@@ -142,6 +151,7 @@ class SavedFile:
             self.drop(copy)
             raise
         self.written_bytes += nbytes
+        self._meter.count(nbytes)
         return copy
 
     def _room(self, file: OpenFile, nbytes: int) -> int:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gemini.nvme import WriteMeter
 from gemini.placement.saved import Spilling
 
 from .lower import LowerTier
@@ -123,6 +124,10 @@ class SavedTensors:
         """Bytes that moved since the last forward began."""
         moved = zip(self._lower.moved(), self._moved_before, strict=True)
         return SavedTraffic(*(now - before for now, before in moved))
+
+    def serve(self, meter: WriteMeter) -> None:
+        """Count what files are written in the meter of an optimizer's budget."""
+        self._lower.serve(meter)
 
     def keep_at_most(self, nbytes: int | None) -> None:
         """Let at most `nbytes` stay in the device's memory; None: all."""

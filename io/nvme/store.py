@@ -46,7 +46,7 @@ from .pipeline import settle
 from .versions import KeptVersions, PinnedVersion
 
 log = logging.getLogger("gemini.nvme")
-_counting = threading.Lock()  # bytes, of all stores: two threads may use one, or share a meter
+_counting = threading.Lock()  # bytes, of all stores: two threads may use one
 
 
 @dataclass(slots=True)
@@ -270,7 +270,7 @@ class BlockStore:
         self._flushed = None
         with _counting:
             self.traffic.written_bytes += extent.nbytes
-            self.meter.written_bytes += extent.nbytes
+        self.meter.count(extent.nbytes)
         return ticket
 
     def flush(self) -> None:

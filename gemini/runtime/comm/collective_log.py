@@ -84,6 +84,8 @@ class Entry:
     def differs_from(self, other: Entry) -> bool:
         """Whether two ranks with these entries under one number did different things."""
         may_meet = self.kind == other.kind != "calls" or PROPOSAL in (self.kind, other.kind)
+        if self.kind == other.kind == FAILS:
+            return False
         if self.waits and other.waits and may_meet:
             return False
         if self.waits != other.waits and (self.met or other.met):
@@ -112,7 +114,8 @@ class SequenceLog:
         self._entries.append(entry)
         if len(self._entries) > MAX_ENTRIES:
             del self._entries[: MAX_ENTRIES // 2]
-        self.digest = zlib.crc32(f"{kind}{subject};".encode(), self.digest)
+        said = "" if kind == FAILS else subject  # each rank has its own words for it
+        self.digest = zlib.crc32(f"{kind}{said};".encode(), self.digest)
 
     def wait(self, kind: str, subject: str) -> None:
         """Note a wish; it is recorded as the next entry once all ranks have met."""

@@ -142,6 +142,59 @@ def test_what_the_budget_leaves_decides_until_a_plan_does(tmp_path):
     assert peak <= 4 * MIB
 
 
+def test_files_count_in_the_budget_of_writes(tmp_path):
+    """Those of the first forward too, which is before there is state. A forward that would pass it
+    raises before it writes, and the weights are those of the last step."""
+
+    def limited(write_budget):
+        nvme = NvmeConfig(block_numel=8192, write_budget=write_budget)
+        model = GeminiDDP(
+            copy.deepcopy(PLAIN), None, spill(tmp_path), precision="fp32", min_chunk_size_m=0.02
+        )
+        return model, HybridAdam(model.parameters(), lr=1e-2, nvme=nvme)
+
+    model, optimizer = limited(None)
+    seen = [out for _, _, out in steps(model, optimizer, keep=0)]
+    assert len(seen) == 3 and min(seen) > 1 * MIB
+    meter = optimizer._config.nvme.meter
+    assert meter.written_bytes == sum(seen)  # no state is on disk
+    model, optimizer = limited(sum(seen) - 1)
+    saved = model.engine.saved_tensors
+    keeps(saved, 0)
+    steps(model, optimizer, num=2)
+    before = model.digest()
+    with pytest.raises(nvme.WriteBudgetError, match="what this forward saves for backward"):
+        model(batch(2))
+    meter = optimizer._config.nvme.meter
+    assert sum(seen[:2]) < meter.written_bytes < sum(seen)
+    assert model.digest() == before and saved.live_bytes == saved.resident_bytes == 0
+    with torch.no_grad():  # nothing is saved, so nothing is written
+        model(batch(2))
+
+
+def failed_writing(rank, folder):
+    """Error of a forward that rank 1's budget of writes refuses."""
+    model, optimizer = wrapped(spill(folder), NO_DRAWS)
+    model.engine.comm.deadline_seconds = 0.05  # then ranks compare what they do
+    keeps(model.engine.saved_tensors, 0)
+    loss = model(batch(rank)).square().mean()
+    loss.backward()
+    optimizer.step()
+    if rank == 1:
+        meter = optimizer._config.nvme.meter
+        meter.budget = meter.written_bytes
+    with pytest.raises(RuntimeError if rank == 0 else nvme.WriteBudgetError) as error:
+        model(batch(rank)).square().mean().backward()
+    return str(error.value)
+
+
+@pytest.mark.ci
+def test_a_rank_that_may_write_no_more_is_an_error_on_all(tmp_path):
+    other, mine = run_threads(lambda rank: failed_writing(rank, tmp_path), 2, backend="gloo")
+    assert "nvme_write_budget" in mine
+    assert "rank 1 failed" in other and "nvme_write_budget" in other
+
+
 def test_evaluation_and_unwrapping_leave_nothing(tmp_path):
     model, _ = wrapped(spill(tmp_path))
     saved = model.engine.saved_tensors
