@@ -93,11 +93,11 @@ def recomputing(trace: Trace, number: int, *, margin: bool = False) -> Trace:
         # its forward in backward: beside what is there then, as much as in forward
         grown = [max(0, n - before[first]) for n in before]
         forward = max((grown[j] + rest[j] for j in range(first, last)), default=0)
-        twice = min(rest[back - 1], rest[back]) + forward + layer.input_bytes
+        forward += min(rest[back - 1], rest[back]) + layer.input_bytes
         for j in (*range(first, last), *range(back, end + 1)):
             saved[j] -= grown[j]
             rest[j] += grown[j] + (layer.input_bytes if j >= back else 0)
-        rest[back] = max(rest[back], twice)
+        rest[back] = max(rest[back], forward)
         if margin:
             for j in range(back, end + 1):
                 rest[j] += layer.saved_bytes
