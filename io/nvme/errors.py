@@ -69,7 +69,7 @@ class WriteBudgetError(NvmeError):
     """Budget that the next step would pass: `nvme_write_budget`."""
 
 
-_counting = threading.Lock()  # a tail writes beside the next forward
+counting = threading.Lock()  # bytes: two threads may use one store, or share a meter
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class WriteMeter:
 
     def count(self, nbytes: int) -> None:
         """Count bytes whose write begins."""
-        with _counting:
+        with counting:
             self.written_bytes += nbytes
 
     def check(self, nbytes: int, what: str) -> None:

@@ -117,8 +117,6 @@ class ShardState(Target):
         disk = replace(nvme, block_numel=planning.block_numel)
         space = self._space(planning.block_numel)
         parts.storage.serve(planning.block_numel, disk.depth, disk.meter)
-        if parts.saved_tensors is not None and disk.meter is not None:
-            parts.saved_tensors.serve(disk.meter)
         plan = planning.plan
         if not disk.folders and planning.nvme_folder is not None:
             disk = replace(disk, folders=(planning.nvme_folder,))
