@@ -88,7 +88,7 @@ class SavedFile:
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory of the buffers, once there is something to write."""
+        """Host memory of the buffers, while there is something to write."""
         return 0 if self._pool is None else self._pool.nbytes
 
     @property
@@ -113,15 +113,20 @@ class SavedFile:
         meter.count(self.written_bytes)
         self._meter = meter
 
-    def _opened(self) -> tuple[OpenFile, ThreadEngine, BufferPool]:
+    def _opened(self) -> tuple[OpenFile, ThreadEngine]:
         check_process(self._pid)
-        if self._file is None or self._engine is None or self._pool is None:
+        if self._file is None or self._engine is None:
             (file,) = create_files([self._folder], [0], f"{self._label}saved-", runs=[[]])
             file.unlink()
             self._remove = weakref.finalize(self, remove_files, [file])  # also as Python ends
             self._file, self._engine = file, ThreadEngine(NUM_THREADS)
-            self._pool = BufferPool(NUM_PIECES, self._piece_bytes)
-        return self._file, self._engine, self._pool
+        return self._file, self._engine
+
+    def free_staging(self) -> None:
+        """Give the buffers back until the next write. Waits for writes that are under way."""
+        while self._writes:
+            self._end_one_write()
+        self._pool = None
 
     # -- writing --
 
@@ -132,7 +137,8 @@ class SavedFile:
         WriteBudgetError where the budget of writes has none.
         """
         self._meter.check(nbytes, "what this forward saves for backward")
-        file, engine, pool = self._opened()
+        file, engine = self._opened()
+        pool = self._pool = self._pool or BufferPool(NUM_PIECES, self._piece_bytes)
         copy = FileCopy(self._room(file, align_up(nbytes, PAGE_BYTES)), nbytes)
         try:
             for start in range(0, nbytes, self._piece_bytes):
@@ -200,7 +206,7 @@ class SavedFile:
     def read(self, copy: FileCopy, landing: Tensor | None = None) -> FileRead:
         """Begin to read a copy into whole pages of the host; None: fresh ones. Raises NvmeError
         where it was not written."""
-        file, engine, _ = self._opened()
+        file, engine = self._opened()
         self.ended(copy, wait=True)
         if landing is None:
             landing = page_aligned(copy.nbytes)
@@ -211,13 +217,12 @@ class SavedFile:
 
     def close(self) -> None:
         """Wait for what is under way, and give disk, memory and threads back."""
-        while self._writes:
-            self._end_one_write()
+        self.free_staging()
         if self._engine is not None:
             self._engine.close()
         if self._file is not None:
             self._remove()
-        self._file = self._engine = self._pool = None
+        self._file = self._engine = None
         self._space = FreeRuns()
 
 

@@ -96,6 +96,10 @@ class HostTier:
         if self._file is not None:
             self._file.serve(meter)
 
+    def free_staging(self) -> None:
+        if self._file is not None:
+            self._file.free_staging()
+
     # -- out --
 
     def save(self, storage: UntypedStorage) -> Copy | None:

@@ -38,6 +38,10 @@ class LowerTier(Protocol):
         """Count what files are written in an optimizer's meter; see `SavedFile.serve`."""
         ...
 
+    def free_staging(self) -> None:
+        """Give `staging_bytes` back until something is written."""
+        ...
+
     def save(self, storage: UntypedStorage) -> Copy | None:
         """Begin to copy a storage, as it is now; it must stay until `is_saved`. None: memory has no
         room for it. Raises NvmeError, before anything is copied, where a disk has none."""
@@ -70,6 +74,9 @@ class NoTier:
 
     def serve(self, meter: WriteMeter) -> None:
         """Nothing is written."""
+
+    def free_staging(self) -> None:
+        """There is none."""
 
     def save(self, storage: UntypedStorage) -> None:
         return None
@@ -118,6 +125,9 @@ class FileTier:
 
     def serve(self, meter: WriteMeter) -> None:
         self.file.serve(meter)
+
+    def free_staging(self) -> None:
+        self.file.free_staging()
 
     def save(self, storage: UntypedStorage) -> Copy:
         return self.file.write(storage.data_ptr(), storage.nbytes())

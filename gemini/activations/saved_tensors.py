@@ -132,6 +132,14 @@ class SavedTensors:
     def keep_at_most(self, nbytes: int | None) -> None:
         """Let at most `nbytes` stay in the device's memory; None: all."""
         self._keep, self._is_told = nbytes, True
+        if nbytes is None:
+            self.free_staging()
+
+    def free_staging(self) -> None:
+        """Free the host memory through which bytes leave until some do: where nothing leaves, no
+        plan counts it."""
+        with self._lock:
+            self._lower.free_staging()
 
     def keep_what_fits(self) -> None:
         """Let as many bytes stay as there is room for now."""

@@ -54,14 +54,13 @@ def with_seconds(trace: Trace, seconds: Sequence[float]) -> Trace:
     return replace(trace, moments=moments, layers=layers)
 
 
-def recomputing(trace: Trace, number: int, *, margin: bool = False) -> Trace:
+def recomputing(trace: Trace, number: int) -> Trace:
     """Forecast of the iteration of `trace` if the first `number` of its layers are computed again.
 
     The calls are those of `trace`: the ones that come twice are measured with the first such
     iteration. Bytes are bounds, as long as a layer saves as much the second time. Nothing counts
     twice: a layer's backward needs what it needed before, or its forward beside the gradient that
-    arrives. margin: a layer's bytes more in its backward, for an iteration that runs before one
-    like it was measured.
+    arrives.
     """
     number = min(number, len(trace.layers))
     if number == trace.recomputed:
@@ -98,9 +97,6 @@ def recomputing(trace: Trace, number: int, *, margin: bool = False) -> Trace:
             saved[j] -= grown[j]
             rest[j] += grown[j] + (layer.input_bytes if j >= back else 0)
         rest[back] = max(rest[back], forward)
-        if margin:
-            for j in range(back, end + 1):
-                rest[j] += layer.saved_bytes
     for back, twice in again.items():
         rest[back] += max(twice) if number > trace.recomputed else 0
     moments = tuple(

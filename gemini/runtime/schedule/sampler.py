@@ -156,11 +156,7 @@ class Sampler:
         from gemini.memtracer.layers import recomputing
 
         assert self.layers is not None
-        if trace.kind != "train":
-            return trace
-        # homes still move as the first iteration of a choice begins, and a plan without a margin
-        # has passed the budget on a busy disk
-        return recomputing(trace, len(self.layers.names), margin=True)
+        return recomputing(trace, len(self.layers.names)) if trace.kind == "train" else trace
 
     def measured(self) -> Trace | None:
         """Trace of the iteration that began last, or of one like it."""

@@ -142,6 +142,26 @@ def test_what_the_budget_leaves_decides_until_a_plan_does(tmp_path):
     assert peak <= 4 * MIB
 
 
+def test_where_nothing_leaves_the_ledger_has_no_buffers(tmp_path):
+    """No plan in which all stays counts them, nor one of evaluation, however much left before."""
+    model, optimizer = wrapped(spill(tmp_path))
+    saved, ledger = model.engine.saved_tensors, model.engine.ledger
+    found, keep_at_most = [], saved.keep_at_most
+    for keep, trains in [(None, True), (0, True), (None, True), (0, True), (0, False), (0, True)]:
+        saved.keep_at_most = saved.keep_what_fits = lambda *_, keep=keep: keep_at_most(keep)
+        with torch.set_grad_enabled(trains):
+            loss = model(batch(0)).square().mean()
+        kinds = ledger.bytes_in_use()
+        found.append((saved.staging_bytes, kinds.get((Tier.DEVICE, "staging"), 0)))
+        if trains:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    buffers = saved.in_flight_bytes
+    assert [mine for mine, _ in found] == [0, buffers, 0, buffers, 0, buffers]
+    assert [all_ - mine for mine, all_ in found] == [found[0][1]] * len(found)
+
+
 def test_files_count_in_the_budget_of_writes(tmp_path):
     """Those of the first forward too, which is before there is state. A forward that would pass it
     raises before it writes, and the weights are those of the last step."""
