@@ -218,6 +218,8 @@ def _told(config: PlanConfig, plan: words.Answer) -> int:
     """Print and write an answer."""
     name = config.model
     if config.print_args:
+        if plan.asked.chunked:
+            raise ValueError("--print-args; expected no chunk_loss in the plan: train has none")
         lines = [words.train_arguments(plan, config.optim)]
     else:
         lines = [*words.five_lines(name, plan), *(words.all_lines(plan) if config.verbose else ())]

@@ -88,3 +88,6 @@ def test_the_command_says_the_longest_sequence(wordy, capsys, tmp_path):
     assert f"the longest --seq that fits: {longest}\n" in said
     assert "with the loss of chunk_loss" in said and longest > 512
     assert command.main(flags) == 0 and "longest" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        command.main([*flags, "--print-args"])
+    assert "expected no chunk_loss in the plan" in capsys.readouterr().err
