@@ -191,6 +191,8 @@ class SavedTensors:
             return False
         if tensor.device != self._device or tensor.is_conj() or tensor.is_neg():
             return False
+        if tensor._is_zerotensor():  # a tangent of forward-mode AD, without memory
+            return False
         if tensor.is_leaf and tensor.requires_grad:  # its owner has it
             return False
         storage = tensor.untyped_storage()

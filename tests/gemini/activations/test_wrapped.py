@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import func, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import nvme
@@ -213,6 +214,81 @@ def test_a_rank_that_may_write_no_more_is_an_error_on_all(tmp_path):
     other, mine = run_threads(lambda rank: failed_writing(rank, tmp_path), 2, backend="gloo")
     assert "nvme_write_budget" in mine
     assert "rank 1 failed" in other and "nvme_write_budget" in other
+
+
+def in_forward_mode(model, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def batched_backward(model, x):
+    x = x.clone().requires_grad_()
+    out = model(x)
+    rows = torch.stack([torch.ones_like(out), 2 * torch.ones_like(out)])
+    return torch.autograd.grad(out, x, rows, is_grads_batched=True)[0]
+
+
+DERIVED = {
+    "jvp": lambda model, x: func.jvp(model, (x,), (torch.ones_like(x),))[1],
+    "vmap": lambda model, x: func.vmap(model)(x),
+    "vmapped jvp": lambda model, x: func.vmap(
+        lambda row: func.jvp(model, (row,), (torch.ones_like(row),))[1]
+    )(x),
+    "forward mode": in_forward_mode,
+    "batched backward": batched_backward,
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_other_derivatives_have_the_bits_of_plain(name, tmp_path):
+    """Tangents that are zero have no memory that could leave. What has a graph is differentiated
+    again."""
+    plain = DERIVED[name](copy.deepcopy(NO_DRAWS), batch(0))
+    digests = []
+    for policy in ("cuda", spill(tmp_path)):
+        model, optimizer = wrapped(policy, NO_DRAWS)
+        saved, begun = model.engine.saved_tensors, model.digest()
+        if saved is not None:
+            keeps(saved, 0)
+        found = DERIVED[name](model, batch(0))
+        assert torch.equal(found, plain) and (saved is None or saved.traffic.nvme_out > 0)
+        if found.requires_grad:
+            found.square().mean().backward()
+            optimizer.step()
+            assert model.digest() != begun
+        del found
+        assert saved is None or saved.live_bytes == 0
+        digests.append(model.digest())
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("transform", [func.grad, func.vjp, func.jacrev])
+def test_transforms_that_go_backward_are_refused_by_name(transform, tmp_path):
+    """Nothing is left behind, and training goes on."""
+    model, optimizer = wrapped(spill(tmp_path), NO_DRAWS)
+    loss = lambda x: model(x).square().mean()  # noqa: E731
+    with pytest.raises(RuntimeError, match="create_graph=True cannot go through a wrapped module"):
+        if transform is func.vjp:
+            func.vjp(loss, batch(0))[1](torch.ones(()))
+        else:
+            transform(loss)(batch(0))
+    assert model.engine.saved_tensors.live_bytes == 0
+    other, its = wrapped(spill(tmp_path), NO_DRAWS)
+    steps(model, optimizer), steps(other, its)
+    assert model.digest() == other.digest()
+
+
+def test_transforms_around_parameters_in_files_are_refused_by_name(tmp_path):
+    small = spill(tmp_path, "6MiB", host_budget="6MiB", block_numel=8192)
+    model, optimizer = wrapped(small, NO_DRAWS)
+    before = model.digest()
+    for name in ("jvp", "vmap"):
+        with pytest.raises(RuntimeError, match="a transform of torch.func is around a forward"):
+            DERIVED[name](model, batch(0))
+    assert model.digest() == before
+    other, its = wrapped(small, NO_DRAWS)
+    steps(model, optimizer), steps(other, its)
+    assert model.digest() == other.digest()
 
 
 def test_evaluation_and_unwrapping_leave_nothing(tmp_path):
