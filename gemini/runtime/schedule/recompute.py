@@ -108,8 +108,8 @@ class Layers:
             known, numel = self._known.get(name, (Layer(name, Bytes(0), Bytes(0)), 1))
             # longer inputs are taken to save as many times the bytes
             longer = Fraction(_numel((args, kwargs)), max(1, numel))
-            sizes = (Bytes(int(n * longer)) for n in (known.saved_bytes, known.input_bytes))
-            self._collector.add_layer(Layer(name, *sizes, known.seconds))
+            saved, given = Bytes(int(known.saved_bytes * longer)), int(known.input_bytes * longer)
+            self._collector.add_layer(Layer(name, saved, Bytes(given), known.seconds))
         block = self._switches[name].block
         before = Seen(block, (args, kwargs))
         outputs = self._again_in_backward(name, block, forward, args, kwargs)
