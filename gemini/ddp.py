@@ -237,6 +237,10 @@ class GeminiDDP(ModuleFace):
             self._broadcast_buffers()
         calls, given = self.engine.calls, (args, kwargs)
         self._boundary.look(given)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            from gemini.runtime.autograd.gradient_hooks import refuse_transforms
+
+            refuse_transforms(self.engine.plan)
         calls.begin_iteration(given)
         args, kwargs = self._boundary.enter(given)
         depth = self.engine.forward_depth

@@ -131,17 +131,8 @@ def plan_for(
     return answer(ask(model, machine, training), training.in_words(), longest=longest)
 
 
-def ask(
-    what: str | Path | nn.Module, machine: Hardware, training: Training, *, only: bool = False
-) -> Question:
-    """Search the model's chunks and trace it; see `plan_for`. only: with this batch alone."""
-    if training.chunked and training.by_trl:
-        raise ValueError("a chunked loss beside that of trl; expected one: trl's has no logits")
-    if training.activations == SPILL:
-        disk = AutoPlacement(
-            nvme_budget=machine.nvme, nvme_dir=machine.folder, activations=SPILL
-        )  # fmt: skip
-        disk.check_lower_tier(has_host_tier=machine.device != "cpu")
+def _built(what: str | Path | nn.Module, training: Training) -> tuple[nn.Module, QuantisedBase]:
+    """Model as it is trained, on the meta device, and its quantised weights."""
     model = (
         what
         if isinstance(what, nn.Module)
@@ -157,6 +148,21 @@ def ask(
     if training.lora:
         model = models.add_lora(model, training.lora, training.lora_targets)
     name_experts(model, training.quantize)
+    return model, base
+
+
+def ask(
+    what: str | Path | nn.Module, machine: Hardware, training: Training, *, only: bool = False
+) -> Question:
+    """Search the model's chunks and trace it; see `plan_for`. only: with this batch alone."""
+    if training.chunked and training.by_trl:
+        raise ValueError("a chunked loss beside that of trl; expected one: trl's has no logits")
+    if training.activations == SPILL:
+        disk = AutoPlacement(
+            nvme_budget=machine.nvme, nvme_dir=machine.folder, activations=SPILL
+        )  # fmt: skip
+        disk.check_lower_tier(has_host_tier=machine.device != "cpu")
+    model, base = _built(what, training)
     itemsizes = models.itemsizes(model)
     if training.by_trl or (isinstance(what, str) and what.lower() in models.MODELS):
         itemsizes = [2] * len(itemsizes)  # published weights are in 16 bits
@@ -165,14 +171,9 @@ def ask(
     searched = search_chunk_configuration(specs, world_size=machine.world_size)
     if training.activation_bytes is None:
         traces = activations_of(
-            model,
-            specs,
-            training.seq,
-            training.batch,
-            by_trl=training.by_trl,
-            chunked=training.chunked,
-            only=only,
-        ).traces
+            model, specs, training.seq, training.batch,
+            by_trl=training.by_trl, chunked=training.chunked, only=only,
+        ).traces  # fmt: skip
         activations = Activations({n: base.traced(t, model, specs) for n, t in traces.items()})
         order = activations.at(training.batch).param_order(specs)
     else:

@@ -54,7 +54,7 @@ class Layers:
         self._collector = sampler.collector
         self._switches = {name: Switch(self, name, block) for name, block in repeated_blocks(root)}
         self.proved: dict[str, set[Any]] = {}  # kinds of calls
-        self._longest: dict[str, int] = {}  # elements that a proved call was given
+        self.longest: dict[str, int] = {}  # elements that a proved call was given
         self._refused: dict[str, str] = {}  # with the reason
         self._untold: list[str] = []
         # as measured last, where it was not computed again, and elements that it was given
@@ -125,7 +125,7 @@ class Layers:
         # ranks run a block as often as others do, and their inputs differ
         if self._comm.world_size > 1:
             return True
-        return _numel((args, kwargs)) <= self._longest[name]
+        return _numel((args, kwargs)) <= self.longest[name]
 
     def _measured(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if name in self._refused or not (self._collector.collecting or name in self.names):
@@ -169,7 +169,7 @@ class Layers:
                     buffer.copy_(value)
             return self._refuse(name, reason, outputs)
         self.proved.setdefault(name, set()).add(kind)
-        self._longest[name] = max(numel, self._longest.get(name, 0))
+        self.longest[name] = max(numel, self.longest.get(name, 0))
         return second
 
     def _again_in_backward(

@@ -63,8 +63,6 @@ class MovingHomes:
         """
         parts, trains = self._parts, torch.is_grad_enabled()
         planning = parts.planning
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            _refuse_moves(planning.plan)
         if not planning.homes_follow or parts.target is None:
             return
         if trains:
@@ -278,17 +276,6 @@ class MovingHomes:
             raise_homes(self._parts, planned, inputs)
             planning.moves.up(before, planned.plan)
             self._tenancy.end()
-
-
-def _refuse_moves(plan: Plan) -> None:
-    """Raise RuntimeError where a transform of torch.func is around a forward that gathers from a
-    lower tier: what is allocated meanwhile would be the transform's, and have no memory."""
-    if any(shard.param_home is not Tier.DEVICE for shard in plan.shards):
-        raise RuntimeError(
-            "a transform of torch.func is around a forward whose parameters are in RAM or in "
-            "files; expected all on the device: raise device_budget, or take a plain module "
-            "(unwrap() gives one)"
-        )
 
 
 def waiting_bytes(parts: Parts, *, on_device: bool = True) -> int:

@@ -281,7 +281,7 @@ def test_accumulation_clipping_and_longer_batches(choose):
 
     layers = check(choose, Stack(), run, each=lambda report, model: norms.append(report.grad_norm))
     assert len(norms) == 20 and min(norms) > 0.1 and norms[:10] == norms[10:]
-    assert set(layers._longest.values()) == {feed(0, 8 + 4 * 4).numel()}
+    assert set(layers.longest.values()) == {feed(0, 8 + 4 * 4).numel()}
     clip = lambda m, o, n: (m(feed(n)).backward(), o.clip_grad_norm_(0.1))  # noqa: E731
     first, other = (trained(Stack(), "cuda", run, steps=2).digest() for run in (clip, None))
     assert first != other

@@ -43,12 +43,12 @@ PLAIN, RECOMPUTED = blocks(), blocks(recomputes=True)
 NO_DRAWS = blocks(p=0.0)  # threads have one random generator
 
 
-def wrapped(policy, module=PLAIN, **options):
+def wrapped(policy, module=PLAIN, write_budget=None, **options):
     model = GeminiDDP(
         copy.deepcopy(module), None, policy, precision="fp32", min_chunk_size_m=0.02, **options
     )
-    optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=NvmeConfig(block_numel=8192))
-    return model, optimizer
+    nvme = NvmeConfig(block_numel=8192, write_budget=write_budget)
+    return model, HybridAdam(model.parameters(), lr=1e-2, nvme=nvme)
 
 
 def batch(step):
@@ -166,28 +166,18 @@ def test_where_nothing_leaves_the_ledger_has_no_buffers(tmp_path):
 def test_files_count_in_the_budget_of_writes(tmp_path):
     """Those of the first forward too, which is before there is state. A forward that would pass it
     raises before it writes, and the weights are those of the last step."""
-
-    def limited(write_budget):
-        nvme = NvmeConfig(block_numel=8192, write_budget=write_budget)
-        model = GeminiDDP(
-            copy.deepcopy(PLAIN), None, spill(tmp_path), precision="fp32", min_chunk_size_m=0.02
-        )
-        return model, HybridAdam(model.parameters(), lr=1e-2, nvme=nvme)
-
-    model, optimizer = limited(None)
-    seen = [out for _, _, out in steps(model, optimizer, keep=0)]
+    seen = [out for _, _, out in steps(*wrapped(spill(tmp_path)), keep=0)]
     assert len(seen) == 3 and min(seen) > 1 * MIB
-    meter = optimizer._config.nvme.meter
-    assert meter.written_bytes == sum(seen)  # no state is on disk
-    model, optimizer = limited(sum(seen) - 1)
+    enough = sum(seen)  # no state is on disk
+    steps(*wrapped(spill(tmp_path), write_budget=enough), keep=0)
+    model, optimizer = wrapped(spill(tmp_path), write_budget=enough - 1)
     saved = model.engine.saved_tensors
     keeps(saved, 0)
     steps(model, optimizer, num=2)
     before = model.digest()
     with pytest.raises(nvme.WriteBudgetError, match="what this forward saves for backward"):
         model(batch(2))
-    meter = optimizer._config.nvme.meter
-    assert sum(seen[:2]) < meter.written_bytes < sum(seen)
+    assert 0 < saved.traffic.nvme_out < seen[2]
     assert model.digest() == before and saved.live_bytes == saved.resident_bytes == 0
     with torch.no_grad():  # nothing is saved, so nothing is written
         model(batch(2))
@@ -195,15 +185,14 @@ def test_files_count_in_the_budget_of_writes(tmp_path):
 
 def failed_writing(rank, folder):
     """Error of a forward that rank 1's budget of writes refuses."""
-    model, optimizer = wrapped(spill(folder), NO_DRAWS)
+    ((_, _, a_step),) = steps(*wrapped(spill(folder), NO_DRAWS), keep=0, num=1)
+    budget = a_step if rank == 1 else None
+    model, optimizer = wrapped(spill(folder), NO_DRAWS, budget)
     model.engine.comm.deadline_seconds = 0.05  # then ranks compare what they do
     keeps(model.engine.saved_tensors, 0)
     loss = model(batch(rank)).square().mean()
     loss.backward()
     optimizer.step()
-    if rank == 1:
-        meter = optimizer._config.nvme.meter
-        meter.budget = meter.written_bytes
     with pytest.raises(RuntimeError if rank == 0 else nvme.WriteBudgetError) as error:
         model(batch(rank)).square().mean().backward()
     return str(error.value)
@@ -283,7 +272,7 @@ def test_transforms_around_parameters_in_files_are_refused_by_name(tmp_path):
     model, optimizer = wrapped(small, NO_DRAWS)
     before = model.digest()
     for name in ("jvp", "vmap"):
-        with pytest.raises(RuntimeError, match="whose parameters are in RAM or in files"):
+        with pytest.raises(RuntimeError, match="whose parameters are in RAM or files"):
             DERIVED[name](model, batch(0))
     assert model.digest() == before
     other, its = wrapped(small, NO_DRAWS)
