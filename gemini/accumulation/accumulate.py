@@ -83,7 +83,7 @@ def accumulate(
     engine = model.engine
     if engine.comm.world_size > 1:
         engine.call(f"gemini.accumulate() of {len(batches)} micro-batches, {order=}")
-    work = _Work(model, batches, loss, _Streams(engine.backend.device, len(batches)))
+    work = _Work(model, batches, loss, Streams(engine.backend.device, len(batches)))
     with work.streams.restored():
         one_by_one = order == "batches" or len(batches) == 1
         return work.by_batches() if one_by_one else work.by_layers(layers)
@@ -106,7 +106,13 @@ def _check(model: GeminiDDP, batches: Sequence[Any], order: str) -> None:
         )
 
 
-class _Streams:
+def generators(device: torch.device | None) -> tuple[Tensor, Tensor | None]:
+    """States of torch's generators: of the host, and of `device` if it is a GPU."""
+    on_gpu = device is not None and device.type == "cuda"
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
+
+
+class Streams:
     """Random numbers of each micro-batch: states of the generators of the host and the device."""
 
     def __init__(self, device: torch.device, num_batches: int) -> None:
@@ -120,8 +126,7 @@ class _Streams:
                 torch.cuda.manual_seed(self._seeds[batch])
 
     def now(self) -> tuple[Tensor, Tensor | None]:
-        device = None if self._device is None else torch.cuda.get_rng_state(self._device)
-        return torch.get_rng_state(), device
+        return generators(self._device)
 
     def go_on(self, state: tuple[Tensor, Tensor | None]) -> None:
         torch.set_rng_state(state[0])
@@ -160,7 +165,7 @@ class _Work:
         model: GeminiDDP,
         batches: Sequence[Any],
         loss: Callable[[Any, Any], Tensor] | None,
-        streams: _Streams,
+        streams: Streams,
     ) -> None:
         self._model, self._batches, self._loss = model, batches, loss
         self.streams = streams

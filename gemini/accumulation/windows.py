@@ -1,0 +1,146 @@
+"""Window: micro-batches of one step, in a loop that gives them one by one.
+
+Such a loop (Trainer's) calls the model and forms gradients in one function of its own. Layer by
+layer the forward is not that function's. So it is run up to its call of the model, which shows the
+arguments, and once more with an output in place of the forward, up to its backward, which shows the
+loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from gemini.ddp import GeminiDDP
+
+from .accumulate import ORDERS, Streams, accumulate, generators
+from .chain import refuse
+
+LAYERS, BATCHES = ORDERS
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStep:
+    """What a loop does with one micro-batch.
+
+    run: forward, loss and backward; returns the loss. loss: forward and loss alone; its argument
+    is whether what the loop counts (tokens, metrics) stays.
+    """
+
+    run: Callable[[], Tensor]
+    loss: Callable[[bool], Tensor]
+
+
+class _Called(BaseException):
+    """End of a step that called its model. No `except Exception` catches it."""
+
+
+class Window:
+    """Micro-batches of one step: `num_batches` of them are added, one after the other.
+
+    Random numbers of each are its own, by seeds that one draw of torch's generator gives. So both
+    orders have the same bits.
+
+    Raises ValueError for an unknown order.
+    """
+
+    def __init__(self, model: GeminiDDP, order: str, num_batches: int) -> None:
+        check_order(order)
+        self._model, self._order, self._num_batches = model, order, num_batches
+        self._steps: list[OwnStep] = []
+        self._streams: Streams | None = None
+
+    def add(self, step: OwnStep) -> Tensor:
+        """Run a micro-batch, or with the last one all of them.
+
+        Returns its loss, detached; layer by layer 0, and with the last one the sum of all. Raises
+        NoChainError, before any gradient is changed, for a step that cannot be taken apart, and
+        as `gemini.accumulate`.
+        """
+        self._steps.append(step)
+        if self._order == LAYERS:
+            is_last = len(self._steps) == self._num_batches
+            return self._by_layers() if is_last else torch.zeros((), device=self._device)
+        if self._streams is None:
+            self._streams = Streams(self._device, self._num_batches)
+        with self._streams.restored():
+            self._streams.begin(len(self._steps) - 1)
+            return step.run()
+
+    @property
+    def _device(self) -> torch.device:
+        return self._model.engine.backend.device
+
+    def _by_layers(self) -> Tensor:
+        steps, self._steps = self._steps, []
+        given = [self._arguments(step) for step in steps]
+        step_of = {id(kwargs): step for kwargs, step in zip(given, steps, strict=True)}
+        counted = set[int]()
+
+        def loss(output: Any, kwargs: dict[str, Any]) -> Tensor:
+            # a loss of no graph is a look ahead, and one of a second graph is for tied weights
+            counts = torch.is_grad_enabled() and id(kwargs) not in counted
+            if counts:
+                counted.add(id(kwargs))
+            with self._answering(output):
+                return step_of[id(kwargs)].loss(counts)
+
+        losses = accumulate(self._model, given, loss, order=LAYERS)
+        return sum(losses, torch.zeros((), device=self._device))
+
+    def _arguments(self, step: OwnStep) -> dict[str, Any]:
+        """Arguments of the forward that a step asks for."""
+        found: list[dict[str, Any]] = []
+
+        def called(*args: Any, **kwargs: Any) -> NoReturn:
+            if args:
+                refuse("a step gives its model arguments without names")
+            found.append(kwargs)
+            raise _Called
+
+        before = generators(self._device)
+        with self._replaced(called):
+            try:
+                step.loss(False)
+            except _Called:
+                pass
+        if not found:
+            refuse("a step does not call its model")
+        pairs = zip(before, generators(self._device), strict=True)
+        if any(one is not None and not torch.equal(one, other) for one, other in pairs):
+            refuse("a step draws random numbers before it calls its model")
+        return found[0]
+
+    @contextmanager
+    def _answering(self, output: Any) -> Iterator[None]:
+        """Context in which the model's one forward is `output`."""
+        waiting = [output]
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not waiting:
+                refuse("a step calls its model more than once")
+            return waiting.pop()
+
+        with self._replaced(called):
+            yield
+
+    @contextmanager
+    def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Context in which the wrapped model has this forward."""
+        own = self._model.__dict__
+        own["forward"] = forward
+        try:
+            yield
+        finally:
+            del own["forward"]
+
+
+def check_order(order: str) -> None:
+    """Raise ValueError for an unknown order."""
+    if order not in ORDERS:
+        raise ValueError(f"accumulate_order={order!r}; expected one of {', '.join(ORDERS)}")
