@@ -42,8 +42,8 @@ from .chain import (
     without_cache,
 )
 from .iteration import Iteration, params_among
+from .orders import ORDERS
 
-ORDERS = ("layers", "batches")
 CHAIN = "a chain"  # what a rank says that refuses nothing: a meeting has no empty words
 
 # What a survey has shown of a module, by the list of layers and what a micro-batch consists of

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from gemini.ddp import GeminiDDP
 
-from .accumulate import ORDERS, Streams, accumulate, generators
+from .accumulate import Streams, accumulate, generators
 from .chain import refuse
-
-LAYERS, BATCHES = ORDERS
+from .orders import LAYERS, ORDERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from gemini.accumulation.orders import BATCHES, LAYERS
 from gemini.chunk.layout import training_layout
 from gemini.chunk.sizing.search import ChunkConfiguration, cut, search_chunk_configuration
 from gemini.dtypes import BYTES
@@ -45,7 +46,7 @@ class Training:
     """Training of a model.
 
     batch, seq: sequences of a rank in one forward, and their tokens.
-    accumulate: forwards and backwards before a step.
+    accumulate: forwards and backwards before a step, in the order of `gemini.accumulate`.
     lora: rank of adapters; 0 trains the whole model. lora_targets: as `models.adapters_of`.
     quantize: of the base under adapters: one of `quantised.KINDS`; None leaves it in 16 bits.
     precision: of `DTYPES`. optimizer: of `LAYOUTS`. state: as `HybridAdam` takes it.
@@ -71,6 +72,7 @@ class Training:
     nvme_fraction: float = 0.0
     activation_bytes: int | None = None
     accumulate: int = 1
+    accumulate_order: str = BATCHES
     update: str = TAIL
     by_trl: bool = False
     ema: str | None = None
@@ -101,6 +103,8 @@ class Training:
         kept = "computed again in backward" if self.checkpointing else "kept for backward"
         kept += _GO[self.activations]
         times = f", {self.accumulate} times a step" if self.accumulate > 1 else ""
+        if self.accumulate > 1 and self.accumulate_order == LAYERS:
+            times += " layer by layer"
         how = "traced" if self.activation_bytes is None else "given"
         loss = "of a reward model" if self.scores else "with the loss of trl"
         average = f", their average in {AVERAGES[self.ema]}" if self.ema else ""
@@ -191,7 +195,7 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
             current_update(training.update), training.ema, *models.experts_of(model), other,
             state.splits(WEIGHT_DTYPE), training.quantize,
             models.products_of(model) if has_master else 0, training.lengths, training.loaded,
-            training.keep_originals, training.activations,
+            training.keep_originals, training.activations, training.accumulate_order,
         )  # fmt: skip
 
     def fitting(chunks: ChunkConfiguration) -> Question:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+from gemini.accumulation.orders import LAYERS
 from gemini.placement.planner import PlanResult
 from gemini.placement.sizes import UNLIMITED, BudgetError
 from gemini.placement.tiers import Tier
@@ -64,7 +65,7 @@ def _least(name: str, before: int, fitting: Question) -> Question:
 
 def _smaller(question: Question) -> Iterator[Question]:
     """Questions that need less memory, from cheap to dear. The last one fits."""
-    switches = (_checkpointed, _with_disk, _adapted, _quantised)
+    switches = (_layered, _checkpointed, _with_disk, _adapted, _quantised)
     for count in range(len(switches) + 1):
         for chosen in combinations(switches, count):
             asked: Question | None = question
@@ -86,6 +87,14 @@ def _in_more_forwards(question: Question) -> Iterator[Question]:
         if batch % times == 0:
             accumulate = question.accumulate * times
             yield replace(question, batch=batch // times, accumulate=accumulate)
+
+
+def _layered(question: Question) -> Question | None:
+    """Micro-batches layer by layer, whose sums of gradients are of one layer."""
+    if question.accumulate == 1 or question.by_layers:
+        return None
+    asked = replace(question, accumulate_order=LAYERS)
+    return asked if asked.has_trace else None
 
 
 def _checkpointed(question: Question) -> Question | None:
@@ -110,6 +119,7 @@ def _other(question: Question, **changed: Any) -> Question | None:
     return other and replace(
         other, machine=question.machine, batch=question.batch, accumulate=question.accumulate,
         nvme_frac=question.nvme_frac, update=question.update, lengths=question.lengths,
+        accumulate_order=question.accumulate_order,
     )  # fmt: skip
 
 
@@ -168,6 +178,9 @@ def _more_at_once(question: Question, on_disk: int) -> Iterator[Question]:
     kept = _other(question, checkpointing=False) if question.checkpointing else None
     if kept is not None:
         yield kept
+    by_layers = _layered(question)
+    if by_layers is not None:
+        yield by_layers
     if question.accumulate % 2 == 0:
         yield replace(question, batch=2 * question.batch, accumulate=question.accumulate // 2)
     if on_disk:
@@ -203,6 +216,8 @@ def _changes(before: Question, after: Question) -> Iterator[tuple[str, str]]:
         kept = "computed again in backward, not kept" if after.checkpointing else "kept"
         flag = "--checkpointing" if after.checkpointing else "--no-checkpointing"
         yield flag, f"activations that are {kept}"
+    if after.by_layers and not before.by_layers:
+        yield "--accumulate-order layers", "micro-batches layer by layer"
     if after.lora != before.lora:
         yield f"--lora {after.lora}", f"adapters of rank {after.lora} rather than all parameters"
     if after.quantize != before.quantize:
