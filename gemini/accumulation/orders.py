@@ -4,9 +4,7 @@ k micro-batches · n layers · b bytes of the hidden states between two layers o
 
 From the trace of one micro-batch follows that of a step layer by layer: a layer's calls come once in
 forward and once in backward, and prologue and epilogue k times. The planner then says of both
-traces what is read: k times what one micro-batch reads, or what the layered step reads once. fp32
-sums of gradients are of all parameters one after the other, and layer by layer of one layer, and of
-what prologue and epilogue have.
+traces what is read: k times what one micro-batch reads, or what the layered step reads once.
 """
 
 from __future__ import annotations
@@ -97,7 +95,8 @@ def layered(trace: Trace, num_batches: int, sums_of: Mapping[ParamId, int]) -> T
     again: what one leaves for backward are hidden states.
 
     Those before each layer are there for all micro-batches, and what a layer saves for one at a
-    time. sums_of: bytes of fp32 sums of gradients, of trained parameters. Raises NoLayersError.
+    time. sums_of: bytes of fp32 sums of gradients, of trained parameters, which stay until the
+    step. Raises NoLayersError.
     """
     stages = _stages(trace.moments)
     firsts = [moments[0].non_model_bytes for moments in stages.forwards]
@@ -120,16 +119,16 @@ def layered(trace: Trace, num_batches: int, sums_of: Mapping[ParamId, int]) -> T
     made = times(stages.prologue, floor) * num_batches
     for i, moments in enumerate(stages.forwards):
         made += _visit(f"{stages.name}.{i}", "forward", moments, kept(i))
-    last = len(stages.forwards) - 1
-    outer = sums((*stages.prologue, *stages.epilogue))
+    full = kept(len(stages.forwards) - 1)
     around = (*stages.prologue, *stages.epilogue)
-    made += [*times(around, kept(last)), *times(stages.above, kept(last) + outer)] * num_batches
+    summed = sums(around)
+    above = (*times(around, full), *times(stages.above, full + summed))
+    made += list(above) * num_batches
     for i, moments in reversed(list(enumerate(stages.backwards))):
-        beside = kept(i) + outer + sums(moments)
-        made += _visit(f"{stages.name}.{i}", "backward", moments, beside)
-    if stages.below:
-        ends = (*times(stages.prologue, floor + outer), *times(stages.below, floor + outer))
-        made += list(ends) * num_batches
+        summed += sums(moments)
+        made += _visit(f"{stages.name}.{i}", "backward", moments, kept(i) + summed)
+    ends = (*times(stages.prologue, floor + summed), *times(stages.below, floor + summed))
+    made += list(ends) * num_batches if stages.below else []
     signature = f"{trace.signature}, {num_batches} layer by layer"
     return replace(trace, signature=signature, moments=tuple(made), layers=(), recomputed=0)
 

@@ -90,7 +90,7 @@ def _in_more_forwards(question: Question) -> Iterator[Question]:
 
 
 def _layered(question: Question) -> Question | None:
-    """Micro-batches layer by layer, whose sums of gradients are of one layer."""
+    """Micro-batches layer by layer; None if they are, or if the model has no list of layers."""
     if question.accumulate == 1 or question.by_layers:
         return None
     asked = replace(question, accumulate_order=LAYERS)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gemini.accumulation.orders import OrderPrices
 from gemini.placement.planner import PlanResult
 from gemini.placement.sizes import UNLIMITED, BudgetError
 from gemini.placement.start import wear
@@ -62,6 +63,7 @@ class Answer:
     assumptions: tuple[str, ...]
     asked: Question  # as it was planned, so after the change, and with the update
     result: PlanResult
+    orders: OrderPrices | None  # of micro-batches; None for one of them
 
 
 def answer(question: Question, assumed: tuple[str, ...] = ()) -> Answer:
@@ -88,7 +90,7 @@ def answer(question: Question, assumed: tuple[str, ...] = ()) -> Answer:
         changes.in_words(question, asked) if why else None,
         tuple((changes.flags(question, one), seconds) for one, seconds in faster), why,
         (*assumed, *question.machine.assumptions(_mattered(asked.machine, result))),
-        asked, result,
+        asked, result, asked.orders(),
     )  # fmt: skip
 
 
@@ -141,6 +143,8 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
         f"a step: {plan.seconds:.3g} s for {ranks}{times}{asked.batch} x {asked.seq} tokens, "
         f"{tokens / plan.seconds:,.0f} tokens/s"
     )
+    if plan.orders is not None:
+        yield str(plan.orders)
     yield f'bound by {plan.bound_by.replace("_", " ")}; update="{plan.best_update}"'
     for flags, seconds in plan.faster:
         yield f"with {flags} a step takes about {seconds:.3g} s"
@@ -192,7 +196,8 @@ def train_arguments(plan: Answer, optim: str) -> str:
         given.append(f"--quantize {asked.quantize}")
     given += [
         f"--seq {asked.seq}", f"--batch {machine.world_size * asked.batch}",
-        f"--accumulate {asked.accumulate}", f"--optim {optim}",
+        f"--accumulate {asked.accumulate}", f"--accumulate-order {asked.accumulate_order}",
+        f"--optim {optim}",
         f"--update {plan.best_update}",
         "--checkpointing" if asked.checkpointing else "--no-checkpointing",
     ]  # fmt: skip
@@ -233,6 +238,7 @@ def as_json(plan: Answer) -> dict[str, Any]:
         "largest_batch": plan.largest_batch,
         "suggestion": plan.change,
         "faster": dict(plan.faster),
+        "orders": None if plan.orders is None else asdict(plan.orders),
         "missing": plan.why,
         "homes": plan.homes,
         "peaks_by_kind": planned.profile.peaks(),
