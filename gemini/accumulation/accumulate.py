@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from gemini.arguments import by_name
 from gemini.ddp import GeminiDDP
 from gemini.memtracer.module_calls import in_backward
-from gemini.units import ParamId
+from gemini.runtime.engine import GeminiEngine
+from gemini.units import ChunkId, ParamId
 
 from .chain import (
     REMEDY,
@@ -42,7 +43,7 @@ from .chain import (
     without_cache,
 )
 from .iteration import Iteration, params_among
-from .orders import ORDERS
+from .orders import BATCHES, ORDERS, Accumulated, counted_bytes, read_bytes
 
 CHAIN = "a chain"  # what a rank says that refuses nothing: a meeting has no empty words
 
@@ -84,9 +85,25 @@ def accumulate(
     if engine.comm.world_size > 1:
         engine.call(f"gemini.accumulate() of {len(batches)} micro-batches, {order=}")
     work = _Work(model, batches, loss, Streams(engine.backend.device, len(batches)))
+    one_by_one = order == BATCHES or len(batches) == 1
+    gathers = engine.manager.gathers_of.copy()
     with work.streams.restored():
-        one_by_one = order == "batches" or len(batches) == 1
-        return work.by_batches() if one_by_one else work.by_layers(layers)
+        losses = work.by_batches() if one_by_one else work.by_layers(layers)
+    gathers = engine.manager.gathers_of - gathers
+    engine.accumulated = _accumulated(engine, BATCHES if one_by_one else order, losses, gathers)
+    return losses
+
+
+def _accumulated(
+    engine: GeminiEngine, order: str, losses: Sequence[Tensor], gathers: Mapping[ChunkId, int]
+) -> Accumulated:
+    """What a step read, beside what the plan of its iterations says."""
+    plan, count = engine.plan, len(losses)
+    planned = read_bytes(plan) * (count if order == BATCHES else 1)
+    planning = engine.planning
+    of_layers = f"[{count}, 0]" in planning.inputs.trace.signature  # as `Iteration` begins one
+    is_traced = planning.has_trace and of_layers == (order != BATCHES)
+    return Accumulated(order, count, planned if is_traced else None, counted_bytes(plan, gathers))
 
 
 def _check(model: GeminiDDP, batches: Sequence[Any], order: str) -> None:

@@ -17,9 +17,11 @@ from itertools import pairwise
 
 from gemini.memtracer.trace import Phase, Trace, TraceMoment
 from gemini.placement.plan import MoveKind, Plan
-from gemini.units import Bytes, ParamId, format_bytes
+from gemini.placement.tiers import Tier
+from gemini.units import Bytes, ChunkId, ParamId, format_bytes
 
 LAYERS, BATCHES = ORDERS = ("layers", "batches")
+IN_WORDS = {LAYERS: "layer by layer", BATCHES: "one after the other"}
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")  # the first number in a module's name is its layer
 
 
@@ -64,6 +66,36 @@ class OrderPrices:
             f"micro-batches one after the other: {self.batches}; layer by layer: {self.layers}; "
             f"advised: --accumulate-order {self.advised}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """Step that `gemini.accumulate` has run: bytes of parameters that forward and backward brought
+    to the device, as planned and as counted. predicted_bytes: None before a plan was made with a
+    trace of such a step."""
+
+    order: str
+    num_batches: int
+    predicted_bytes: int | None
+    counted_bytes: int
+
+    def __str__(self) -> str:
+        planned = self.predicted_bytes
+        said = "nothing" if planned is None else format_bytes(planned)
+        return (
+            f"accumulated {self.num_batches} micro-batches, {IN_WORDS[self.order]}: "
+            f"{format_bytes(self.counted_bytes)} of parameters were read, {said} predicted"
+        )
+
+
+def counted_bytes(plan: Plan, gathers: Mapping[ChunkId, int]) -> int:
+    """Bytes of parameters that so many gathers of each chunk brought to the device, as
+    `read_bytes` has them."""
+    return sum(
+        number * plan.chunks[chunk].shard_bytes
+        for chunk, number in gathers.items()
+        if plan.shards[chunk].param_home is not Tier.DEVICE
+    )
 
 
 def read_bytes(plan: Plan) -> int:

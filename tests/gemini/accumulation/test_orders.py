@@ -1,0 +1,117 @@
+"""Prices of both orders of micro-batches: traces, bytes, and what a step then reads."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import gemini
+from bench.accumulate import VOCAB, Decoder
+from gemini import AutoPlacement, GeminiDDP
+from gemini.accumulation.orders import (
+    BATCHES,
+    LAYERS,
+    NoLayersError,
+    OrderPrice,
+    OrderPrices,
+    layered,
+)
+from gemini.memtracer.trace import Trace, TraceMoment
+from gemini.plan.ask import Training, ask
+from gemini.plan.machine import machine_of
+from optim import HybridAdam
+
+
+def trace_of(num_layers, *, hidden=10, own=7):
+    """Trace of an embedding, layers of one module and a head, in which each keeps `hidden`."""
+    names = ["embedding", *(f"h.{i}.linear" for i in range(num_layers)), "head"]
+    moments = []
+    for i, name in enumerate(names):
+        kept = 100 + hidden * i
+        for edge, extra in (("enter", own), ("leave", 0)):
+            moments.append(TraceMoment("forward", edge, name, (i,), kept + extra))
+    for i, name in reversed(list(enumerate(names))):
+        kept = 100 + hidden * i
+        for edge, extra in (("enter", own), ("leave", 0)):
+            moments.append(TraceMoment("backward", edge, name, (i,), kept + extra))
+    return Trace("train", "ids", "digest", tuple(moments))
+
+
+def test_a_layer_comes_once_in_each_pass_and_the_ends_for_each_micro_batch():
+    found = layered(trace_of(3), 2, {})
+    begins = [(m.phase[0], m.module) for m in found.moments if m.edge == "enter"]
+    layers = [f"h.{i}" for i in range(3)]
+    ends = [("f", "embedding"), ("f", "head"), ("b", "head")]
+    assert begins == [
+        *[("f", "embedding")] * 2, *(("f", name) for name in layers), *ends * 2,
+        *(("b", name) for name in reversed(layers)), *[("f", "embedding"), ("b", "embedding")] * 2,
+    ]  # fmt: skip
+
+
+def test_hidden_states_of_all_micro_batches_and_sums_of_gradients_stay():
+    k, hidden, own = 3, 10, 7
+    sums = {i: 1000 * 10**i for i in range(4)}
+    found = layered(trace_of(2, hidden=hidden, own=own), k, sums).moments
+    at = {(m.phase, m.edge, m.module): m.non_model_bytes for m in found}
+    assert at["forward", "enter", "h.0"] == 100 + k * hidden + own
+    assert at["forward", "leave", "h.1"] == 100 + 2 * k * hidden
+    outer = sums[0] + sums[3]
+    assert at["backward", "leave", "h.1"] == 100 + 2 * k * hidden + outer + sums[2]
+    assert at["backward", "leave", "h.0"] == 100 + k * hidden + outer + sums[2] + sums[1]
+    assert at["backward", "leave", "embedding"] == 100 + sum(sums.values())
+
+
+@pytest.mark.parametrize("num_layers", [0, 1])
+def test_a_trace_without_a_list_of_layers_has_no_other_order(num_layers):
+    with pytest.raises(NoLayersError, match="no list of layers"):
+        layered(trace_of(num_layers), 2, {})
+
+
+def test_the_faster_order_is_advised_and_of_equal_ones_the_one_of_any_model():
+    def price(order, seconds):
+        return OrderPrice(order, 1 << 20, seconds)
+
+    slow, fast = price(BATCHES, 2.0), price(LAYERS, 1.0)
+    assert OrderPrices(slow, fast).advised == LAYERS
+    assert OrderPrices(slow, price(LAYERS, 2.0)).advised == BATCHES
+    assert OrderPrices("does not fit", fast).advised == LAYERS
+    assert OrderPrices(slow, "has no price").advised == BATCHES
+    assert str(OrderPrices(slow, fast)) == (
+        "micro-batches one after the other: reads 1.00 MiB of parameters, 2 s; layer by layer: "
+        "reads 1.00 MiB of parameters, 1 s; advised: --accumulate-order layers"
+    )
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("order", [LAYERS, BATCHES])
+def test_a_step_reads_what_its_plan_predicts(order, frozen, tmp_path):
+    """And a report has both. Frozen: of one after the other, as gradients that wait take room."""
+    if order == BATCHES and not frozen:
+        pytest.skip("later micro-batches have less room than the plan of one")
+    module = Decoder(128, 6)
+    if frozen:
+        module.requires_grad_(False)
+        module.norm.requires_grad_(True)
+        module.blocks[0].first.requires_grad_(True)
+    params = sum(param.numel() * 4 for param in module.parameters())
+    share = 0.6 if frozen else 1.6
+    policy = AutoPlacement(int(share * params), nvme_dir=str(tmp_path), block_numel=1 << 14)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gemini.BudgetWarning)
+        model = GeminiDDP(module, "cpu", policy, precision="fp32", min_chunk_size_m=0.02)
+        optimizer = HybridAdam(model.parameters(), lr=1e-4)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):  # plans follow what is measured
+            given = list(torch.randint(VOCAB, (3, 1, 16), generator=generator))
+            gemini.accumulate(model, given, loss_of, order=order)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = model.engine.accumulated
+    assert (found.order, found.num_batches) == (order, 3)
+    assert found.counted_bytes == found.predicted_bytes > 0
+    assert str(found) in model.explain("norm.weight")
+
+
+def loss_of(logits, ids):
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) / 3
