@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,8 @@ from .chain import (
 from .iteration import Iteration, params_among
 from .orders import BATCHES, ORDERS, Accumulated, counted_bytes, read_bytes
 
+T = TypeVar("T")
+FINE = "a loss"
 CHAIN = "a chain"  # what a rank says that refuses nothing: a meeting has no empty words
 
 # What a survey has shown of a module, by the list of layers and what a micro-batch consists of
@@ -76,8 +78,8 @@ def accumulate(
     torch's generator, of the host and of the device.
 
     Raises ValueError for a model that is no chain of layers, before any gradient is changed, and
-    RuntimeError without gradients, inside a backward, in a pipeline, or for another number of
-    micro-batches than another rank's, on all ranks.
+    RuntimeError without gradients, inside a backward, in a pipeline, for another number of
+    micro-batches than another rank's, on all ranks, or if another rank fails in its loss.
     """
     batches = list(micro_batches)
     _check(model, batches, order)
@@ -211,12 +213,38 @@ class _Work:
         several = engine.comm.world_size > 1
         for j, batch in enumerate(self._batches):
             self.streams.begin(j)
-            args, kwargs = self._given(batch)
             with self._model.no_sync() if several and j < last else nullcontext():
-                found = self._loss_of(self._model(*args, **kwargs), batch)
+                found = self.together(partial(self._whole, batch))
                 found.backward()
             losses.append(found.detach())
         return losses
+
+    def _whole(self, batch: Any) -> Tensor:
+        args, kwargs = self._given(batch)
+        return self._loss_of(self._model(*args, **kwargs), batch)
+
+    def together(self, compute: Callable[[], T]) -> T:
+        """Result of what every rank computes, and that ends with the loss. Collective.
+
+        Raises what this rank raised, or RuntimeError if another rank alone did: its collectives up
+        to here are those of all, and those that follow would wait for it.
+        """
+        comm = self._model.engine.comm
+        failure: Exception | None = None
+        try:
+            found = compute()
+        except Exception as error:
+            failure = error
+        if comm.world_size > 1:
+            own = FINE if failure is None else f"{type(failure).__name__}: {failure}"
+            for rank, text in enumerate(comm.tell("tells of its loss in gemini.accumulate()", own)):
+                if failure is None and text != FINE:
+                    failure = RuntimeError(
+                        f"rank {rank} failed in gemini.accumulate(), which ended on all: {text}"
+                    )
+        if failure is not None:
+            raise failure
+        return found
 
     def _given(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of a forward."""
@@ -249,18 +277,19 @@ class _Work:
         key = (chain.name, tuple(map(id, chain.layers)), chain.root.training, parts)
         if key in known:
             return known[key], False
-        args, kwargs = self._given(batch)
         self.streams.begin(len(self._batches) - 1)
-        refusal = None
+        found = self.together(partial(self._surveyed, chain, batch))
+        self.agree(found if isinstance(found, NoChainError) else None)
+        assert isinstance(found, Surveyed)
+        known[key] = found
+        return found, True
+
+    @torch.no_grad()
+    def _surveyed(self, chain: Chain, batch: Any) -> Surveyed | NoChainError:
         try:
-            with torch.no_grad():
-                known[key] = chain.survey(
-                    lambda: self._loss_of(self._model(*args, **kwargs), batch).float()
-                )
+            return chain.survey(lambda: self._whole(batch).float())
         except NoChainError as error:
-            refusal = error
-        self.agree(refusal)
-        return known[key], True
+            return error
 
     def agree(self, refusal: NoChainError | None) -> None:
         """Raise what any rank refuses, on all: what a survey finds may depend on data. Collective,
@@ -345,14 +374,15 @@ class _Walk:
         """
         j = len(self._batches) - 1
         hidden = self._iteration.brought(self._batches[j].boundaries[-1])
-        self._work.agree(_compared(self._epilogue(j, hidden)[0], whole))
+        loss, _ = self._work.together(partial(self._epilogue, j, hidden))
+        self._work.agree(_compared(loss, whole))
 
     def epilogues(self) -> list[Tensor]:
         """Run norm, head and loss of every micro-batch, back to h[n][j]. Returns losses."""
         losses = []
         for j, batch in enumerate(self._batches):
             leaf = self._leaf(batch, len(self._chain.layers))
-            found, hidden = self._epilogue(j, leaf)
+            found, hidden = self._work.together(partial(self._epilogue, j, leaf))
             losses.append(found.detach())
             if goes_around(found, hidden):
                 self._work.forget_survey()
