@@ -22,6 +22,7 @@ from gemini.units import Bytes, ChunkId, ParamId, format_bytes
 
 LAYERS, BATCHES = ORDERS = ("layers", "batches")
 IN_WORDS = {LAYERS: "layer by layer", BATCHES: "one after the other"}
+WORTH_SAYING = 0.93  # of the seconds: what saves less is not advised
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")  # the first number in a module's name is its layer
 
 
@@ -54,12 +55,13 @@ class OrderPrices:
 
     @property
     def advised(self) -> str:
-        """Order that takes less time; of equal ones the one that any model has."""
+        """Order that takes clearly less time; else the one that any model has."""
         if isinstance(self.layers, str):
             return BATCHES
-        if isinstance(self.batches, str) or self.layers.seconds < self.batches.seconds:
+        if isinstance(self.batches, str):
             return LAYERS
-        return BATCHES
+        is_worth = self.layers.seconds < WORTH_SAYING * self.batches.seconds
+        return LAYERS if is_worth else BATCHES
 
     def __str__(self) -> str:
         return (

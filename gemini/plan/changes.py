@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from gemini.accumulation.orders import LAYERS
+from gemini.accumulation.orders import LAYERS, WORTH_SAYING
 from gemini.placement.planner import PlanResult
 from gemini.placement.sizes import UNLIMITED, BudgetError
 from gemini.placement.tiers import Tier
@@ -17,7 +17,6 @@ from .machine import Hardware
 from .question import Question
 
 LORA, QUANTISED = 16, "nf4"  # rank of the adapters that are suggested, and kind of the base
-WORTH_SAYING = 0.93  # of the seconds: what saves less is not named
 _MIB = 1 << 20
 
 

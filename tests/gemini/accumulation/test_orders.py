@@ -83,17 +83,18 @@ def test_the_faster_order_is_advised_and_of_equal_ones_the_one_of_any_model():
     )
 
 
-@pytest.mark.parametrize(("order", "frozen"), [(LAYERS, False), (LAYERS, True), (BATCHES, True)])
-def test_a_step_reads_what_its_plan_predicts(order, frozen, tmp_path):
-    """And a report has both. One after the other with a frozen base alone: where gradients wait,
-    later micro-batches have less room than the first, for which the plan is."""
-    module = Decoder(128, 6)
-    if frozen:
+@pytest.mark.ci  # files of its own for each block
+@pytest.mark.parametrize("order", [LAYERS, BATCHES])
+def test_a_step_reads_what_its_plan_predicts(order, tmp_path):
+    """And a report has both. One after the other it reads less: payloads that no step has changed
+    stay from one micro-batch to the next, which the plan of one does not know."""
+    module, share = Decoder(128, 6), 1.6
+    if order == BATCHES:  # gradients that wait would leave later micro-batches less room
         module.requires_grad_(False)
         module.norm.requires_grad_(True)
         module.blocks[0].first.requires_grad_(True)
+        share = 0.6
     params = sum(param.numel() * 4 for param in module.parameters())
-    share = 0.6 if frozen else 1.6
     policy = AutoPlacement(int(share * params), nvme_dir=str(tmp_path), block_numel=1 << 14)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gemini.BudgetWarning)
@@ -107,7 +108,8 @@ def test_a_step_reads_what_its_plan_predicts(order, frozen, tmp_path):
             optimizer.zero_grad()
     found = model.engine.accumulated
     assert (found.order, found.num_batches) == (order, 3)
-    assert found.counted_bytes == found.predicted_bytes > 0
+    assert 0 < found.counted_bytes <= found.predicted_bytes
+    assert order == BATCHES or found.counted_bytes == found.predicted_bytes
     assert str(found) in model.explain("norm.weight")
 
 
