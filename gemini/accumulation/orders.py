@@ -1,9 +1,9 @@
 """Orders in which the micro-batches of a step run, and the price of each. Pure.
 
-k micro-batches · n layers · b bytes of the hidden states between two layers of one micro-batch
+k micro-batches
 
-From the trace of one micro-batch follows that of a step layer by layer: a layer's calls come once in
-forward and once in backward, and prologue and epilogue k times. The planner then says of both
+From the trace of one micro-batch follows that of a step layer by layer: a layer's calls come once
+in forward and once in backward, and prologue and epilogue k times. The planner then says of both
 traces what is read: k times what one micro-batch reads, or what the layered step reads once.
 """
 

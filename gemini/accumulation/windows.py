@@ -9,7 +9,7 @@ loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -103,11 +103,8 @@ class Window:
             raise _Called
 
         before = generators(self._device)
-        with self._replaced(called):
-            try:
-                step.loss(False)
-            except _Called:
-                pass
+        with self._replaced(called), suppress(_Called):
+            step.loss(False)
         if not found:
             refuse("a step does not call its model")
         pairs = zip(before, generators(self._device), strict=True)

@@ -172,7 +172,7 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
             self._window = Window(model, self._order, self.current_gradient_accumulation_steps)
 
         def run(trainer: GeminiTrainerMixin) -> torch.Tensor:
-            step = super(GeminiTrainerMixin, trainer).training_step
+            step = super().training_step
             found: torch.Tensor = step(model, copy.copy(inputs), *args, **kwargs)
             return found
 

@@ -143,8 +143,8 @@ class TrainConfig(Settings):
     accumulate: int = _step(1, "forwards and backwards before a step", least=1)
     accumulate_order: str = _memory(
         "batches",
-        "layers: those of --accumulate run through a layer before the next one, which reads weights "
-        "once, and keeps hidden states; batches: one after the other. Bits are the same",
+        "layers: those of --accumulate run through a layer before the next, so weights are read "
+        "twice a step and hidden states stay; batches: one by one, with the same bits",
         one_of=ORDERS,
     )
     packing: bool = _step(False, "several rows share a sequence, and do not see each other")

@@ -18,8 +18,6 @@ from gemini.accumulation.orders import (
     layered,
 )
 from gemini.memtracer.trace import Trace, TraceMoment
-from gemini.plan.ask import Training, ask
-from gemini.plan.machine import machine_of
 from optim import HybridAdam
 
 
