@@ -207,5 +207,8 @@ def _stages(moments: Sequence[TraceMoment]) -> _Stages:
         parts.append((*ends, by_layer))
     (prologue, epilogue, forwards), (above, below, backwards) = parts
     if count < 2 or not all(forwards):
-        raise NoLayersError("has no price: the trace shows no list of layers")
+        raise NoLayersError(
+            "has no price: the trace shows no list of layers; expected one, or "
+            "--accumulate-order batches"
+        )
     return _Stages(name, prologue, forwards, epilogue, above, backwards, below)
