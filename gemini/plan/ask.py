@@ -85,6 +85,7 @@ class Training:
     loaded: bool = False
     keep_originals: bool = False
     activations: str = KEEP
+    accumulate_order: str = BATCHES
 
     def __post_init__(self) -> None:
         if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
