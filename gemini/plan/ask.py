@@ -72,7 +72,6 @@ class Training:
     nvme_fraction: float = 0.0
     activation_bytes: int | None = None
     accumulate: int = 1
-    accumulate_order: str = BATCHES
     update: str = TAIL
     by_trl: bool = False
     ema: str | None = None
