@@ -203,8 +203,8 @@ def _stages(moments: Sequence[TraceMoment]) -> _Stages:
         places = [place for place, (i, _) in enumerate(mine) if i is not None]
         first, last = (places[0], places[-1] + 1) if places else (len(mine), len(mine))
         by_layer = tuple(tuple(m for i, m in mine if i == layer) for layer in range(count))
-        ends = (tuple(m for _, m in part) for part in (mine[:first], mine[last:]))
-        parts.append((*ends, by_layer))
+        before, behind = tuple(m for _, m in mine[:first]), tuple(m for _, m in mine[last:])
+        parts.append((before, behind, by_layer))
     (prologue, epilogue, forwards), (above, below, backwards) = parts
     if count < 2 or not all(forwards):
         raise NoLayersError(
