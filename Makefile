@@ -126,10 +126,11 @@ test-gpu:
 	python3 -m pytest -q -m gpu
 
 # All that ten minutes on a bare machine with a GPU can teach, into $(OUT); with the Python that is
-# there, which has torch, Triton and pytest. No network is needed.
+# there, which has torch, Triton and pytest; HALF=2 goes on. No network is needed.
 OUT ?= runs/gpu
+HALF ?= 1
 gpu:
-	python3 -m bench.gpu --minutes 9 --out $(OUT)
+	python3 -m bench.gpu --minutes 9 --out $(OUT) --half $(HALF)
 
 # What bench.train compares with, in an environment of its own, with its operators compiled (some
 # minutes; needs a C++ compiler and libaio).

@@ -15,9 +15,9 @@ import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,18 @@ from bench.support.machine import write_result
 from bench.support.timing import interleaved, median_ratio
 from gemini.dtypes import DTYPES
 from gemini.optim.adam import AdamRule
+from gemini.optim.adaptive import LionRule
 from gemini.optim.rules.config import UpdateFacts
 from gemini.optim.rules.formulas import Updated
-from gemini.optim.state.pieces import Piece
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.state.pieces import Piece, Planes
 from gemini.optim.update.built_kernels import compiler
 from gemini.optim.update.compiled_update import Mix
 from gemini.optim.update.cpu_update import CpuWorkers
 from gemini.optim.update.updaters import cpu_updater
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+ADAM_OPTIONS = {"adamw_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False}
 RULE = AdamRule()
 BYTES_PER_ELEMENT = {
     "ours/fp32": 28,
@@ -47,6 +50,10 @@ BYTES_PER_ELEMENT = {
     "ours/fp32-8bit": 16.25,
     "ours/bf16-mixed-8bit": 16.25,
     "ours/bf16-mixed-bf16": 20,
+    "ours/bf16-split": 26,
+    "ours/bf16-split-8bit": 14.25,
+    "ours/bf16-stochastic": 22,
+    "ours/bf16-mixed-lion": 20,
     "bitsandbytes/fp32-8bit": 16.06,
     "traffic/bf16-mixed": 28,
     "ours/norm-bf16": 2,
@@ -72,6 +79,29 @@ class TrafficRule(AdamRule):
         return param + grad, {name: old + grad for name, old in planes.items() if old is not None}
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """A row of the kernels. master: `whole` in fp32, `split`: the half that bf16 lacks, or none."""
+
+    dtype: torch.dtype
+    master: str = ""
+    rule: UpdateRule = RULE
+    is_stochastic: bool = False
+
+
+CUDA_ROWS = {
+    "ours/fp32": DeviceRow(torch.float32),
+    "ours/bf16-mixed": DeviceRow(torch.bfloat16, "whole"),
+    "ours/fp16-mixed": DeviceRow(torch.float16, "whole"),
+    "ours/bf16-split": DeviceRow(torch.bfloat16, "split"),
+    "ours/bf16-stochastic": DeviceRow(torch.bfloat16, is_stochastic=True),
+    "ours/bf16-mixed-8bit": DeviceRow(torch.bfloat16, "whole", AdamRule(state="8bit")),
+    "ours/bf16-split-8bit": DeviceRow(torch.bfloat16, "split", AdamRule(state="8bit")),
+    "ours/bf16-mixed-bf16": DeviceRow(torch.bfloat16, "whole", AdamRule(state="bf16")),
+    "ours/bf16-mixed-lion": DeviceRow(torch.bfloat16, "whole", LionRule()),
+}
+
+
 class Tensors:
     """One set of fp32 state that all variants update, and gradients in three dtypes."""
 
@@ -86,8 +116,7 @@ class Tensors:
             self.copy[dtype] = self.param.to(dtype)
 
     def piece(self, dtype: torch.dtype, rule: AdamRule = RULE) -> Piece:
-        options = {"adamw_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False}
-        hyper = RULE.hyper({**HYPER, **options})
+        hyper = RULE.hyper(HYPER | ADAM_OPTIONS)
         planes: tuple[Tensor, ...] = (self.exp_avg, self.exp_avg_sq)
         if rule.layout.is_quantised:
             numel = self.param.numel()
@@ -96,6 +125,29 @@ class Tensors:
         if dtype == torch.float32:
             return Piece(self.param, self.grad[dtype], None, planes, hyper, 3, 0)
         return Piece(self.copy[dtype], self.grad[dtype], self.param, planes, hyper, 3, 0)
+
+    def on_device(self, row: DeviceRow) -> tuple[Piece, Planes]:
+        """What a kernel updates: fp32 planes are shared by all rows, quantised ones its own."""
+        rule, numel, device = row.rule, self.param.numel(), self.param.device
+        given = HYPER | rule.options if isinstance(rule, LionRule) else HYPER | ADAM_OPTIONS
+        hyper = rule.hyper(given)
+        shared = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        planes: dict[str, Tensor] = {
+            plane.name: shared[plane.name]
+            if plane.dtype == "float32" and not rule.layout.is_quantised
+            else torch.zeros(plane.numel(numel), dtype=DTYPES[plane.dtype], device=device)
+            for plane in rule.layout.stored().planes
+        }
+        master = {
+            "": None,
+            "whole": self.param,
+            "split": torch.zeros(numel, dtype=torch.int16, device=device),
+        }[row.master]
+        param = self.copy.get(row.dtype, self.param)
+        piece = Piece(param, self.grad[row.dtype], master, tuple(planes.values()), hyper, 3, 0)
+        if master is not None:
+            planes = {"master": master, **planes}
+        return piece, planes
 
 
 def stock_optimizer(tensors: Tensors, **kind: Any) -> torch.optim.Optimizer:
@@ -170,24 +222,22 @@ def cpu_variants(
 
 
 def cuda_variants(
-    tensors: Tensors, device: torch.device, launch: tuple[int, int] | None = None
+    tensors: Tensors,
+    device: torch.device,
+    launch: tuple[int, int] | None = None,
+    chosen: Sequence[str] | None = None,
 ) -> Variants:
-    """`launch`: elements of a tile and warps; None is what `choose_launch` answers."""
+    """`launch`: elements of a tile and warps; None is what `choose_launch` answers. `chosen`: names
+    of rows; None is all."""
     from gemini.kernels_triton.launch import Launch
     from gemini.optim.update.triton_update import TritonUpdater
 
     variants: Variants = {}
-    for name, dtype in (
-        ("ours/fp32", torch.float32),
-        ("ours/bf16-mixed", torch.bfloat16),
-        ("ours/fp16-mixed", torch.float16),
-    ):
-        piece = tensors.piece(dtype)
-        updater = TritonUpdater(RULE, [0], device)
+    for name in CUDA_ROWS if chosen is None else chosen:
+        row = CUDA_ROWS[name]
+        piece, planes = tensors.on_device(row)
+        updater = TritonUpdater(row.rule, [0], device, stochastic=row.is_stochastic)
         updater.launch = None if launch is None else Launch(*launch)
-        planes = {"exp_avg": tensors.exp_avg, "exp_avg_sq": tensors.exp_avg_sq}
-        if dtype != torch.float32:
-            planes = {"master": tensors.param, **planes}
         updater.begin([piece.hyper], with_norm=False)
         variants[name] = lambda u=updater, p=piece, s=planes: u.update([p], s)  # type: ignore[misc]
         if name == "ours/bf16-mixed":

@@ -1,20 +1,24 @@
-"""`python -m bench.gpu --minutes 9 --out DIR`: all that ten minutes on a bare GPU can teach.
+"""`python -m bench.gpu --minutes 9 --out DIR [--half 2]`: all that ten minutes, or twice as many,
+on a bare GPU can teach.
 
-One section after the other, each a process with its own limit and its own files in DIR, which it
-writes as it goes. `warm` compiles the kernels for all. If a test of `steps` fails, a step waits for
-the device: figures are not worth their minutes then, and what follows is left out. Of the others,
-one that fails or hangs costs only itself. `summary.json` says how each ended. `--dry` runs all of
-them small and on the CPU, and collects the tests of a GPU, so that they cannot rot.
+One section after the other, what is worth most first, each a process with its own limit and its own
+files in DIR, which it writes as it goes. `warm` compiles the kernels for all, with all cores. If a
+test of `steps` fails, a step waits for the device: figures are not worth their minutes then, and
+what follows is left out. Of the others, one that fails or hangs costs only itself. `summary.json`
+says how each ended. `--dry` runs all of them small and on the CPU, and collects the tests of a GPU,
+so that they cannot rot.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +27,10 @@ from pathlib import Path
 DRY_SECONDS = 300  # of a section: kernels are interpreted, on a CPU that others use too
 SHAPES = ("1024/4", "2048/8", "2048/4")  # tile and warps of the update
 ON_GPU = "tests/optim/update/test_gpu.py::test_"
+NCU = (
+    "--clock-control", "none", "-k", "regex:update_kernel", "--launch-count", "10",
+    "--section", "SpeedOfLight", "--section", "WarpStateStats",
+)  # fmt: skip
 FAILED = 1  # pytest: a test failed; other codes and time-outs say nothing about a step
 TINY = {  # the model of `bench.train`, dry
     "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 64,
@@ -40,8 +48,8 @@ class Section:
     is_gate: bool = False  # tests: if one fails, what follows is left out
 
 
-def sections(out: Path, *, dry: bool) -> list[Section]:
-    """In the order of what is worth most."""
+def halves(out: Path, *, dry: bool) -> tuple[list[Section], list[Section]]:
+    """In the order of what is worth most; each half fits ten minutes, and compiles for itself."""
     python, device = sys.executable, "sim" if dry else "cuda"
     numel, rounds = (str(1 << 14), "1") if dry else (str(1 << 30), "7")
     own = (python, "-m", "bench.support.gpu_sections", "--device", device, "--out", str(out))
@@ -59,29 +67,52 @@ def sections(out: Path, *, dry: bool) -> list[Section]:
     pytest = (
         ("env", "TRITON_INTERPRET=0", python, "-m", "pytest", "-q", "--collect-only")
         if dry
-        else (python, "-m", "pytest", "-q")
+        else (python, "-m", "pytest", "-q", "-rA")
     )
+    several = not dry and importlib.util.find_spec("xdist") is not None
+    spread = ("-n", str(min(12, os.cpu_count() or 1)), "--timeout", "40") if several else ()
 
     def tests(name: str, seconds: int, *where: str, is_gate: bool = False) -> Section:
         marks = "gpu and not values" if is_gate else "gpu"
-        return Section(name, (*pytest, "-m", marks, *where), seconds, is_gate)
+        own = () if is_gate else spread
+        return Section(name, (*pytest, *own, "-m", marks, *where), seconds, is_gate)
+
+    def found(tool: str, *options: str) -> tuple[str, ...]:
+        path = None if dry else shutil.which(tool)
+        return () if path is None else (path, *options)
 
     small = (python, "tests/optim/update/small_steps.py", "cpu" if dry else "cuda")
-    sanitizer = None if dry else shutil.which("compute-sanitizer")
-    checked = small if sanitizer is None else (sanitizer, "--error-exitcode", "1", *small)
-    small_step = ("--numel", str(1 << 14), "--rounds", "1")
-    warm = (python, "-m", "bench.adam", "--device", device, *small_step)
+    adam = (python, "-m", "bench.adam", "--device", device, "--rounds", "1")
+    profiled = (*found("ncu", *NCU), *adam, "--numel", str(1 << 14 if dry else 1 << 28))
+    warm = (python, "-m", "bench.support.warm", "--device", "cpu" if dry else "cuda")
+    own_sections = {
+        name: Section(name, (*own, name), seconds)
+        for name, seconds in (
+            ("kept", 90), ("places", 60), ("races", 30), ("stream", 60), ("ahead", 40),
+            ("ranks", 40),
+        )
+    }  # fmt: skip
+    first, *others = map(kernels, SHAPES[:1] if dry else SHAPES)
+    warm_up = Section("warm", warm if dry else (*warm, "--launch", *SHAPES), 60)
     return [
-        Section("warm", warm, 45),
+        warm_up,
         tests(
             "steps", 20, ON_GPU + "a_step_on_a_plain_module_never_waits",
             ON_GPU + "a_step_of_an_engine_never_waits", is_gate=True,
         ),
-        *map(kernels, SHAPES[:1] if dry else SHAPES),
+        first,
+        Section("train", (python, "-m", "bench.train", *_training(out, dry=dry)), 100),
+        own_sections["kept"],
+        Section("doctor", (python, "-m", "gemini", "doctor", "--dir", str(out)), 20),
         tests(
             "tests", 55, "tests/kernels_triton", "tests/gemini/fused/test_kernels.py",
             ON_GPU + "the_report_of_a_step_is_read_later",
         ),
+        own_sections["places"],
+        own_sections["races"],
+    ], [
+        warm_up,
+        *others,
         tests("graph", 12, ON_GPU + "a_step_is_captured_in_a_graph_and_replayed"),
         tests(
             "profiler", 12,
@@ -95,11 +126,11 @@ def sections(out: Path, *, dry: bool) -> list[Section]:
             "tail", 12,
             ON_GPU + "memory_is_not_handed_on_before_updates_beside_have_read_it",
         ),
-        *(Section(name, (*own, name), seconds) for name, seconds in
-          (("places", 60), ("ahead", 40), ("stream", 60), ("races", 30), ("ranks", 40))),
-        Section("sanitizer", checked, 35),
-        Section("doctor", (python, "-m", "gemini", "doctor", "--dir", str(out)), 20),
-        Section("train", (python, "-m", "bench.train", *_training(out, dry=dry)), 100),
+        own_sections["stream"],
+        own_sections["ahead"],
+        own_sections["ranks"],
+        Section("sanitizer", (*found("compute-sanitizer", "--error-exitcode", "1"), *small), 35),
+        Section("ncu", profiled, 40),
     ]  # fmt: skip
 
 
@@ -121,8 +152,9 @@ def run(section: Section, out: Path, seconds: float, *, dry: bool) -> dict[str, 
     paths = [str(root), str(root / "io"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1",
-        "TRITON_CACHE_DIR": str(out / "triton"),
     }  # fmt: skip
+    # thousands of files: not among the results
+    environment.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "gemini-triton"))
     if dry:
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     else:
@@ -167,13 +199,16 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dry", action="store_true", help="small, on the CPU")
-    parser.add_argument("--only", nargs="*", help="names of sections")
+    parser.add_argument("--half", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--only", nargs="*", help="names of sections of either half")
     args = parser.parse_args()
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    chosen = sections(out, dry=args.dry)
+    first, second = halves(out, dry=args.dry)
+    chosen = first if args.half == 1 else second
     if args.only:
-        chosen = [section for section in chosen if section.name in args.only]
+        both = {section.name: section for section in (*first, *second)}
+        chosen = [section for name, section in both.items() if name in args.only]
     summary = run_all(chosen, out, args.minutes, dry=args.dry)
     return int(any(entry["ended"] != 0 for entry in summary.values()))
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from .checkpoint.save import save_checkpoint as save_checkpoint
     from .ddp import GeminiDDP as GeminiDDP
     from .ema import EMA as EMA
+    from .embedding.modules import CachedEmbedding as CachedEmbedding
+    from .embedding.modules import CachedEmbeddingBag as CachedEmbeddingBag
     from .fused import fuse as fuse
     from .memtracer.collector import MemStatsCollector as MemStatsCollector
     from .memtracer.collector import trace as trace
@@ -45,6 +47,8 @@ _HOME = {
     "AutoPlacement": "gemini.placement.policy",
     "BudgetWarning": "gemini.placement.overruns",
     "CPUAdam": "gemini.optim",
+    "CachedEmbedding": "gemini.embedding.modules",
+    "CachedEmbeddingBag": "gemini.embedding.modules",
     "ChunkSearch": "gemini.options",
     "EMA": "gemini.ema",
     "ConstPlacement": "gemini.placement.policy",

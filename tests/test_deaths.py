@@ -24,7 +24,7 @@ def test_dies():
 def test_behind(): note("behind")
 
 def note(name):
-    with open("ran", "a") as file:
+    with open("ran", "a", encoding="utf-8") as file:
         print(name, file=file)
 """
 
@@ -33,8 +33,9 @@ def run(folder, *options):
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "--max-worker-restart", "0"]
     command += ["--dist", "loadfile", "-p", "tests.support.deaths", "-c", "none.ini", *options]
     return subprocess.run(
-        command, cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+        command, cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        encoding="utf-8",
+    )  # fmt: skip
 
 
 def write(folder, always, more=""):
@@ -66,5 +67,7 @@ def test_a_test_that_dies_again_or_fails_is_a_failure(tmp_path, always, more):
 def test_a_failure_beside_a_death_is_a_failure(tmp_path):
     write(tmp_path, always=False)
     text = (tmp_path / "test_it.py").read_text(encoding="utf-8")
-    (tmp_path / "test_it.py").write_text("def test_fails(): assert False\n" + text, "utf-8")
+    (tmp_path / "test_it.py").write_text(
+        "def test_fails(): assert False\n" + text, encoding="utf-8"
+    )
     assert run(tmp_path).returncode == 1

@@ -12,6 +12,7 @@ PURE = [
     "gemini.arguments",
     "gemini.settings",
     "gemini.tickets",
+    "gemini.embedding.planner",
     "gemini.chunk.sizing.search",
     "gemini.chunk.layout",
     "gemini.chunk.sizing.packing",

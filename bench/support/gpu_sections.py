@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
@@ -56,6 +58,46 @@ class Stack(nn.Module):
         return x
 
 
+class Layer(nn.Module):
+    """Causal attention and a wide layer over x [batch, time, width]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        q, k, v = (
+            part.view(batch, time, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norms[0](x)).chunk(3, dim=-1)
+        )
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, time, width))
+        wide = nn.functional.gelu(self.up(self.norms[1](x)))
+        out: Tensor = x + self.down(wide)
+        return out
+
+
+class Decoder(nn.Module):
+    """A decoder that computes each layer again in backward. ids [batch, time] to [.., words]."""
+
+    def __init__(self, width: int, depth: int, heads: int, words: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(depth))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        out: Tensor = self.head(x)
+        return out
+
+
 class Runs:
     """Training runs on one device, small where that is simulated."""
 
@@ -80,6 +122,7 @@ class Runs:
         grads: float = 0.0,
         block_numel: int | None = None,
         module: nn.Module | None = None,
+        optimizer_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> tuple[GeminiDDP, HybridAdam]:
         """A stack in chunks of a layer, and its optimizer. `params`, `grads`, `state`: on the host.
@@ -91,7 +134,10 @@ class Runs:
             min_chunk_size_m=width * (width + 1) / 2**20, **options,
         )  # fmt: skip
         numel = block_numel if self.is_real else 1024
-        optimizer = HybridAdam(model.parameters(), lr=1e-3, nvme=NvmeConfig(block_numel=numel))
+        optimizer = HybridAdam(
+            model.parameters(), lr=1e-3, nvme=NvmeConfig(block_numel=numel),
+            **optimizer_options or {},
+        )  # fmt: skip
         plan = model.engine.planning.plan
         home = Tier.HOST if grads else Tier.DEVICE
         shards = tuple(replace(s, grad_home=home, leaving_bytes=UNLIMITED) for s in plan.shards)
@@ -108,6 +154,64 @@ class Runs:
     def synchronise(self) -> None:
         if self.is_real:
             torch.cuda.synchronize()
+
+
+KEPT: tuple[tuple[str, float, float, dict[str, Any], dict[str, Any]], ...] = (
+    # name, parameters and state on the host, options of the engine, of the optimizer
+    ("resident", 0, 0, {}, {}),
+    ("state on the host", 0, 1, {}, {}),
+    ("state on the host, tail", 0, 1, {"update": "tail"}, {}),
+    ("state on the host, in backward", 0, 1, {"update": "speculate"}, {}),
+    ("state on the host, tail, 8 bits", 0, 1, {"update": "tail"}, {"state": "8bit"}),
+    ("all on the host", 1, 1, {}, {}),
+    ("all on the host, tail", 1, 1, {"update": "tail"}, {}),
+    ("state on NVMe", 0, 0, {}, {"nvme_offload_fraction": 1.0}),
+    ("state on NVMe, tail", 0, 0, {"update": "tail"}, {"nvme_offload_fraction": 1.0}),
+)
+
+
+def kept(runs: Runs) -> Rows:
+    """Seconds of an iteration with a clip, at some numbers of tokens; and the share of the speed of
+    the resident one that each keeps."""
+    width, depth, heads, words, time = (
+        (2048, 12, 16, 32000, 2048) if runs.is_real else (32, 2, 2, 64, 8)
+    )
+    rows = (1, 4) if runs.is_real else (1,)
+    resident: dict[int, float] = {}
+    for name, params, state, engine, given in KEPT:
+        model, optimizer = runs.wrapped(
+            width, depth, params, state, grads=params, precision="bf16", max_norm=1.0,
+            module=Decoder(width, depth, heads, words), optimizer_options=given, **engine,
+        )  # fmt: skip
+        found = {}
+        for batch in rows:
+            seconds = min(_iterations(runs, model, optimizer, (batch, time), words))
+            first = resident.setdefault(batch, seconds)
+            found[f"{batch * time} tokens"] = {"seconds": seconds, "kept": first / seconds}
+        yield name, found
+        optimizer.close()
+        del model, optimizer
+        gc.collect()
+
+
+def _iterations(
+    runs: Runs, model: GeminiDDP, optimizer: HybridAdam, shape: tuple[int, int], words: int
+) -> Iterator[float]:
+    """Seconds of three, behind two that nobody looks at; a tail is of the iteration behind it."""
+    for turn in range(5 if runs.is_real else 2):
+        ids = torch.randint(words, shape, generator=torch.Generator().manual_seed(turn))
+        ids = ids.to(model.engine.backend.device)
+        if turn < 2:
+            runs.synchronise()
+        started = time.perf_counter()
+        logits = model(ids)
+        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        # all but what a tail still does, which the next forward waits for
+        logits.flatten()[0].item()
+        if turn > 1 or not runs.is_real:
+            yield time.perf_counter() - started
 
 
 def places(runs: Runs) -> Rows:
@@ -257,8 +361,8 @@ def _of_rank(runs: Runs, params: float, mesh_name: str | None) -> Tensor:
 
 
 SECTIONS: dict[str, Callable[[Runs], Rows]] = {
-    "places": places, "ahead": ahead, "stream": stream, "races": races, "ranks": ranks,
-}  # fmt: skip
+    section.__name__: section for section in (kept, places, ahead, stream, races, ranks)
+}
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ class NvmeConfig:
     Raises ValueError for a block size, depth or number of versions that cannot be.
     """
 
-    folders: tuple[str, ...] = ()  # empty: a temporary folder on a disk
+    # those over which blocks are striped, or the name of one; empty: a temporary folder on a disk
+    folders: tuple[str, ...] = ()
     depth: int = 2  # blocks read ahead
     checksums: bool = True
     allow_ram: bool = False
@@ -46,6 +48,8 @@ class NvmeConfig:
         return NUM_VERSIONS + self.keep_versions
 
     def __post_init__(self) -> None:
+        if isinstance(self.folders, str | os.PathLike):  # not a folder for each letter
+            object.__setattr__(self, "folders", (os.fspath(self.folders),))
         if self.block_numel is not None:
             check_block_numel(self.block_numel)
         if self.depth < 1:

@@ -87,9 +87,10 @@ class Memory(Protocol):
         `mover`; later work does not wait for it."""
         ...
 
-    def after_copies(self) -> AbstractContextManager[None]:
+    def after_copies(self, and_work: bool = False) -> AbstractContextManager[None]:
         """Context whose work, as a collective, comes after the copies to the device that were begun
-        before; what the device computes does not wait for them."""
+        before, and_work: and after all that the device was given so far; what it computes does not
+        wait for them."""
         ...
 
     def beside(self) -> AbstractContextManager[None]:
@@ -148,7 +149,7 @@ class DeviceMemory:
     def mover(self) -> Mover:
         return copy_alone
 
-    def after_copies(self) -> AbstractContextManager[None]:
+    def after_copies(self, and_work: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
     def beside(self) -> AbstractContextManager[None]:
@@ -292,7 +293,9 @@ class CudaMemory(DeviceMemory):
         return move
 
     @contextmanager
-    def after_copies(self) -> Iterator[None]:
+    def after_copies(self, and_work: bool = False) -> Iterator[None]:
+        if and_work:
+            StreamMark(torch.cuda.current_stream(self.device)).order(self._gathers)
         with torch.cuda.stream(self._gathers):  # the stream that a collective waits for
             yield
 

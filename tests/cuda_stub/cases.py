@@ -183,6 +183,9 @@ CASES = {
     ),
     "state on the host, two ranks, tail": Case(STATE, group=over_nccl, engine=TAIL),
     "parameters on the host, two ranks": Case(PARAMS, group=over_nccl),
+    "parameters on the host, two ranks, fp8": Case(
+        PARAMS, group=over_nccl, engine={"fp8_communication": True}
+    ),
     "all on the host, two ranks, tail": Case(ALL, group=over_nccl, engine=TAIL),
     "state on NVMe": Case(RESIDENT, ON_NVME, disk=True),
     "state on NVMe, 8 bits": Case(RESIDENT, ON_NVME | BITS, disk=True),

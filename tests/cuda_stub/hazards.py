@@ -85,7 +85,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "a gather does not come after the copy of its shard": (
         "parameters on the host, two ranks",
-        _planted(CudaMemory, "after_copies", lambda self: nullcontext()),
+        _planted(CudaMemory, "after_copies", lambda self, and_work=False: nullcontext()),
     ),
     "an update in backward does not come after its gradient": (
         "state on the host, in backward",

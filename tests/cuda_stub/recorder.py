@@ -45,6 +45,9 @@ WRITTEN = {
     "tally_kernel": ("control",),
     "_digest_kernel": ("sums",),
     "update_kernel": (),
+    "largest_kernel": ("most",),
+    "pack_kernel": ("sent",),
+    "unpack_kernel": ("values",),
 }
 STATE_OF_UPDATE = ("master", *(f"{kind}{i}" for kind in ("state", "shared") for i in range(3)))
 _places: list[str] = []

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels_triton import rows
+from kernels_triton import float8, rows
 from kernels_triton.launch import choose_launch
 from kernels_triton.norm import (
     FINISH_AT_ONCE,
@@ -123,6 +123,21 @@ def sources():
         pointers = {"votes": "*fp64", "num_ranks": "i32", "control": "*fp64"}
         yield f"tally-{norm}", source(tally_kernel, pointers, {"NORM": norm}), 4
     yield from sources_of_rows()
+    yield from sources_of_float8()
+
+
+def sources_of_float8():
+    """Magnitudes, pack and unpack of bf16 parameters."""
+    constants = {"DTYPE": tl.bfloat16, "BLOCK": float8.FLOAT8_BLOCK}
+    tables = {"tiles": "*i32", "runs": "*i64"}
+    values, sent, most = {"values": "*i16"}, {"sent": "*u8"}, {"most": "*fp32"}
+    for kernel, pointers in (
+        (float8.largest_kernel, {**values, "most": "*i32", **tables}),
+        (float8.pack_kernel, {**values, **most, **sent, **tables}),
+        (float8.unpack_kernel, {**sent, **most, **values, **tables}),
+    ):
+        name = kernel.fn.__name__.removesuffix("_kernel")
+        yield f"float8-{name}", source(kernel, pointers, constants), float8.WARPS
 
 
 def sources_of_rows():

@@ -28,21 +28,25 @@ def report(request):
     return json.loads(out.stdout)
 
 
+# by parts of names, the first that is found: what a full tile does 128 bits at a time
+LOADS, STORES = "ld.global.v4.b32", "st.global.v4.b32"
+WIDE = {
+    "-state-": (),  # of bytes; with 16-bit parameters nothing is of 32
+    "gfx942/float8-pack": (LOADS,),  # 256 threads: 8 bytes of float8 each
+    "gfx942/float8-unpack": (STORES,),
+    "/float8-largest": (LOADS,),
+    **dict.fromkeys(("/update-", "/pack-", "/rows-norm", "-backward"), (LOADS, STORES)),
+    **dict.fromkeys(("/float8-pack", "/float8-unpack"), (LOADS, STORES)),
+    **dict.fromkeys(("/norm-", "/direction-", "/rows-loss"), (LOADS,)),
+}
+
+
 def test_full_tiles_are_read_and_written_128_bits_at_a_time(report):
     for name, entry in report.items():
         accesses = entry["accesses"]
-        if "-state-" in name:  # of bytes; with 16-bit parameters nothing is of 32
-            continue
-        if "/update-" in name or "/pack-" in name or name.endswith(("/rows-norm", "-backward")):
-            wide = ["ld.global.v4.b32", "st.global.v4.b32"]
-        elif "/norm-" in name or "/direction-" in name or name.endswith("/rows-loss"):
-            wide = ["ld.global.v4.b32"]
-        else:
-            continue
-        if name.startswith("gfx942"):
-            wide = [w.replace("ld.global.v4.b32", "load_dwordx4") for w in wide]
-            wide = [w.replace("st.global.v4.b32", "store_dwordx4") for w in wide]
-        for kind in wide:
+        for kind in next((kinds for part, kinds in WIDE.items() if part in name), ()):
+            if name.startswith("gfx942"):
+                kind = {LOADS: "load_dwordx4", STORES: "store_dwordx4"}[kind]
             assert any(kind in access for access in accesses), (name, kind, accesses)
 
 

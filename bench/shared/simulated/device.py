@@ -209,7 +209,7 @@ class SimBackend:
         """See `optim.state.memory.Memory`."""
 
     @contextmanager
-    def after_copies(self) -> Iterator[None]:
+    def after_copies(self, and_work: bool = False) -> Iterator[None]:
         """See `optim.state.memory.Memory`."""
         with self.copying():
             for copy in self._copies:

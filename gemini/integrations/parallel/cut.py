@@ -18,7 +18,7 @@ from gemini.chunk.layout import distinct
 
 PARTS = (
     "nn.Sequential, a model of transformers with embed_tokens, layers and norm, or its GPT-2, "
-    "BERT, OPT, BLOOM or ViT"
+    "GPT-J, Falcon, BERT, OPT, BLOOM or ViT"
 )
 REMEDY = (
     f"expected {PARTS}. Others are cut by hand: each rank wraps its layers in GeminiDDP(mesh=) and "
@@ -145,6 +145,8 @@ ENDS = {  # by the kind of their config; others are made as Llama is, or refused
         dict.fromkeys(("word_embeddings", "word_embeddings_layernorm"), MissingLayer),
         "h", ("ln_f",), _Tupled,
     ),
+    "gptj": Ends(dict.fromkeys(("wte", "drop"), MissingLayer), "h", ("ln_f",), _Tupled),
+    "falcon": Ends({"word_embeddings": MissingLayer}, "h", ("ln_f",), _Tupled),
     "opt": Ends(
         {
             "decoder.embed_tokens": MissingLayer, "decoder.embed_positions": _Nothing,

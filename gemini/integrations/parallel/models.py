@@ -53,6 +53,52 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
         "base.h.*.mlp.dense_4h_to_h": "rowwise",
         "lm_head": HEAD,
     },
+    "gptj": {
+        "base.wte": "embedding_rowwise",
+        "base.h.*.attn": "divide num_attention_heads",
+        **dict.fromkeys((f"base.h.*.attn.{name}_proj" for name in "qkv"), "colwise"),
+        "base.h.*.attn.out_proj": "rowwise",
+        "base.h.*.mlp.fc_in": "colwise",
+        "base.h.*.mlp.fc_out": "rowwise",
+        "lm_head": HEAD,
+    },
+    # keys that all heads share have one head, which is refused by its number
+    "falcon": {
+        "base.word_embeddings": "embedding_rowwise",
+        "base.h.*.self_attention": "divide num_heads num_kv_heads, alibi attention_mask",
+        "base.h.*.self_attention.query_key_value": "colwise",
+        "base.h.*.self_attention.dense": "rowwise",
+        "base.h.*.mlp.dense_h_to_4h": "colwise",
+        "base.h.*.mlp.dense_4h_to_h": "rowwise_cloned",
+        "lm_head": HEAD,
+    },
+    "t5": {
+        "shared": "embedding_rowwise",
+        "encoder.embed_tokens": "embedding_rowwise",
+        "decoder.embed_tokens": "embedding_rowwise",
+        **{
+            f"{side}.block.*.layer.*.{attention}{name}": how
+            for side in ("encoder", "decoder")
+            for attention in ("SelfAttention", "EncDecAttention")
+            for name, how in (
+                ("", "divide n_heads"),
+                *((f".{name}", "colwise") for name in "qkv"),
+                (".o", "rowwise"),
+                (".relative_attention_bias", "colwise"),  # of each head
+            )
+        },
+        **{
+            f"{side}.block.*.layer.*.DenseReluDense.{name}": how
+            for side in ("encoder", "decoder")
+            for name, how in (
+                ("wi", "colwise"),
+                ("wi_0", "colwise"),
+                ("wi_1", "colwise"),
+                ("wo", "rowwise"),
+            )
+        },
+        "lm_head": HEAD,
+    },
     "vit": {
         **dict.fromkeys((f"base.layers.*.attention.{name}_proj" for name in "qkv"), "colwise"),
         "base.layers.*.attention.o_proj": "rowwise",

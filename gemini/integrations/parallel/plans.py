@@ -28,6 +28,7 @@ from .models import is_ours, plan_of
 from .probe import Probe
 from .sequence import in_sequence
 from .styles import (
+    ClonedRowwise,
     Conv1DRowwise,
     Divided,
     FusedColwise,
@@ -47,6 +48,7 @@ _WORDS: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
     "colwise_rep": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise_cloned": ClonedRowwise,
     "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
     "rowwise_rep": partial(RowwiseParallel, input_layouts=Replicate()),
     "embedding_rowwise": partial(RowwiseParallel, input_layouts=Replicate()),

@@ -10,7 +10,7 @@ parameters are DTensors of the whole (`_StridedShard`), so checkpoints have the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from gemini.chunk.local import is_dtensor, local_of
@@ -65,17 +65,25 @@ class FusedColwise(ParallelStyle):
         return module
 
 
+class ClonedRowwise(RowwiseParallel):
+    """torch's, for an output that the module changes in place: torch refuses that of a view."""
+
+    @staticmethod
+    def _prepare_output_fn(layouts: Any, local: Any, module: Any, out: Any, mesh: Any) -> Any:
+        return RowwiseParallel._prepare_output_fn(layouts, local, module, out, mesh).clone()
+
+
 class Divided(ParallelStyle):
     """Style that divides attributes of a module by T: counts of split things, such as heads.
 
-    attributes: their names, separated by spaces. After a comma: an argument of the forward with
-    rows of all heads, such as `alibi`; the module gets the rows of this rank's heads.
+    attributes: their names, separated by spaces. After a comma: arguments of the forward with rows
+    of all heads, such as `alibi`; the module gets the rows of this rank's heads.
     """
 
     def __init__(self, attributes: str) -> None:
         super().__init__()
-        names, _, self._rows = attributes.partition(", ")
-        self._names = names.split()
+        names, _, rows = attributes.partition(", ")
+        self._names, self._rows = names.split(), rows.split()
 
     def check(self, name: str, module: nn.Module, ranks: int) -> None:
         """Raise ValueError for an attribute that cannot be divided."""
@@ -97,12 +105,20 @@ class Divided(ParallelStyle):
         return module
 
 
-def _own_heads(name: str, mesh: DeviceMesh, module: Any, args: Any, kwargs: Any) -> Any:
-    """Pre-hook: argument `name` [batch * heads, ...] keeps the rows of this rank's heads."""
+def _own_heads(names: Sequence[str], mesh: DeviceMesh, module: Any, args: Any, kwargs: Any) -> Any:
+    """Pre-hook: arguments [batch * heads, ...] or [batch, heads, .., ..] keep the rows of this
+    rank's heads; those with one row for all heads stay."""
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-    x = bound.arguments[name]
-    rows = x.view(-1, mesh.size(), module.num_heads, *x.shape[1:])[:, mesh.get_local_rank()]
-    bound.arguments[name] = rows.reshape(-1, *x.shape[1:])
+    place, ranks = mesh.get_local_rank(), mesh.size()
+    for name in names:
+        x = bound.arguments.get(name)
+        if x is None:
+            continue
+        if x.dim() < 4:
+            rows = x.view(-1, ranks, module.num_heads, *x.shape[1:])[:, place]
+            bound.arguments[name] = rows.reshape(-1, *x.shape[1:])
+        elif x.shape[1] == ranks * module.num_heads:
+            bound.arguments[name] = x.chunk(ranks, 1)[place]
     return bound.args[1:], bound.kwargs
 
 

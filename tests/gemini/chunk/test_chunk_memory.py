@@ -284,7 +284,7 @@ def test_a_shard_of_the_host_is_sent_behind_its_copy_and_both_are_waited_for_lat
             return Told("copy")
 
         @contextmanager
-        def after_copies(self):
+        def after_copies(self, and_work=False):
             log.append("behind copies")
             yield
             log.append("no more")

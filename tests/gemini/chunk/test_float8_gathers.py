@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import ConstPlacement, GeminiDDP, StaticPlacement
-from optim import HybridSGD
+from optim import HybridAdam, HybridSGD
 
 PLACEMENTS = {
     "ZeRO-3": StaticPlacement(),
@@ -113,3 +114,40 @@ def test_what_is_not_gathered_or_has_another_precision_is_as_it_was():
 def test_a_budget_is_refused_that_would_not_count_what_travels():
     with pytest.raises(ValueError, match="fp8_communication=True gathers float8 beside"):
         GeminiDDP(Tower(), placement_policy=ConstPlacement("1GiB"), fp8_communication=True)
+
+
+def weights_of(rank, name, by_kernels):
+    """After three steps on the simulated device, and what a parameter's write leaves."""
+    backend = SimBackend(rank, updates_by_triton=by_kernels)
+    backend.shards_start_on_host = False
+    model = GeminiDDP(
+        Tower(), backend, placement_policy=PLACEMENTS[name], precision="bf16",
+        fp8_communication=True, min_chunk_size_m=0.004,
+    )  # fmt: skip
+    optimizer = HybridAdam(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for (ids,) in token_batches(3, 1):
+        token_loss(model, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad(), model.summon_full_params():
+        model.module.layers[1][1].bias[3:].fill_(0.3)
+    kinds = {type(chunk._own).__name__ for chunk in model.engine.chunks}
+    found = {key: value.clone() for key, value in model.state_dict().items()}
+    seen_now, _ = seen(model, ids)
+    optimizer.close()
+    return kinds, found, seen_now
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_kernels_and_operators_gather_what_is_rounded_once(name, ranks):
+    for by_kernels, way in ((False, "OperatorRuns"), (True, "Float8Runs")):
+        results = run_ranks(weights_of, ranks, name, by_kernels)
+        exact = results[0][1]
+        assert exact["layers.1.1.bias"][3:].eq(torch.tensor(0.3).bfloat16()).all()
+        for kinds, _, computed in results:
+            assert kinds == {way}
+            assert len(computed) == len(exact)
+            for key, value in computed.items():
+                assert torch.equal(value, rounded(exact[key])), key

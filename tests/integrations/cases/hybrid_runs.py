@@ -33,6 +33,10 @@ GPT2 = {
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 MOE = LLAMA | {"num_experts_per_tok": 2}
+T5 = {
+    "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+    "decoder_start_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
 BERT = WIDTH | {
     "intermediate_size": 64, "max_position_embeddings": 32, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
@@ -71,6 +75,26 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "BloomForCausalLM",
         {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0,
          "attention_dropout": 0.0},
+    ),
+    "GPT-J": (
+        "GPTJForCausalLM",
+        {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4,
+         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+    "Falcon": (
+        "FalconForCausalLM",
+        WIDTH | {"new_decoder_architecture": True, "num_kv_heads": 2, "hidden_dropout": 0.0,
+                 "attention_dropout": 0.0},
+    ),
+    "Falcon alibi": (
+        "FalconForCausalLM",
+        WIDTH | {"multi_query": False, "alibi": True, "bias": True, "hidden_dropout": 0.0,
+                 "attention_dropout": 0.0},
+    ),
+    "T5": ("T5ForConditionalGeneration", T5),
+    "T5 gated": (
+        "T5ForConditionalGeneration",
+        T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": True, "vocab_size": 97},
     ),
     "ViT": (
         "ViTForImageClassification",

@@ -1,5 +1,7 @@
 """Models of transformers whose plan and whose cut are in our tables; against one process."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.shared.workers import run_ranks
 from gemini.integrations import GeminiPlugin
 from gemini.integrations.parallel.models import is_ours
+from gemini.integrations.parallel.plans import TensorParallel, split
 from tests.integrations.cases.hybrid_runs import (
     BOTH,
     BOUND,
@@ -30,13 +33,19 @@ SEQUENCE = {"plugin": GeminiPlugin, "tp_size": 2, "enable_sequence_parallelism":
 ALL = {
     2: [
         *((f"{kind} split", kind, SPLIT) for kind in KINDS if kind not in DROPPED),
-        *((f"{kind} cut", kind, CUT) for kind in ("Mistral", "ViT", "OPT", "Mixtral")),
+        *(
+            (f"{kind} cut", kind, CUT)
+            for kind in ("Mistral", "GPT-J", "OPT", "ViT", "Falcon alibi", "Mixtral")
+        ),
         ("ZeRO-3, chunked loss", "Llama", {"plugin": GeminiPlugin, "tp_size": 2, "tokens": 5}),
         *((f"{kind} sequence", kind, SEQUENCE) for kind in ("Llama tied", "Qwen3", "BERT", "OPT")),
         ("Mixtral shared out", "Mixtral", {"tp_size": 1, "pp_size": 1, "ep_size": 2}),
     ],
     4: [
-        *((f"{kind} both", kind, BOTH) for kind in ("GPT-2", "BERT", "BLOOM", "Qwen3-MoE")),
+        *(
+            (f"{kind} both", kind, BOTH)
+            for kind in ("GPT-2", "BERT", "BLOOM", "Qwen3-MoE", "Falcon")
+        ),
         (
             "Mixtral shared out, replicas",
             "Mixtral",
@@ -90,6 +99,18 @@ def test_a_plan_that_changes_what_a_module_computes_is_refused(tmp_path):
         assert "transformer.h.0.self_attention" in texts["BLOOM"]
     error = update_error(results[0][1], reference("OPT"), state_of(made("OPT")))
     assert error < BOUND and torch.is_grad_enabled()
+
+
+def test_heads_that_share_their_keys_are_not_split():
+    from transformers import FalconConfig, FalconForCausalLM
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 96}
+    model = FalconForCausalLM(FalconConfig(**sizes, bos_token_id=1, eos_token_id=2))
+    mesh = SimpleNamespace(size=lambda: 2)  # all that is asked before a module is changed
+    with pytest.raises(
+        ValueError, match=r"self_attention\.num_kv_heads is 1; expected a whole num"
+    ):
+        split(model, None, mesh, TensorParallel())
 
 
 def test_a_plan_that_a_user_gave_is_told_from_that_of_the_model():

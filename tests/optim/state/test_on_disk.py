@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import nvme
 from bench.shared.models import token_batches, token_loss
+from optim.rules.config import NvmeConfig
 from optim.state.deferred_signals import END_A_STEP
 from optim.step.driver import Step
 from optim.update.updaters import CpuUpdater
@@ -323,3 +325,12 @@ def test_a_state_dict_is_never_held_twice(tmp_path):
         optimizer.load_state_dict(saved)
     assert made.nbytes < 100
     optimizer.close()
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_one_folder_is_that_folder_however_it_is_named(tmp_path, kind):
+    """A name is a sequence of letters, each of which could be taken for a folder: `/` is one."""
+    config = NvmeConfig(kind(tmp_path))
+    assert config.folders == (str(tmp_path),)
+    assert config == NvmeConfig((str(tmp_path),))
+    assert hash(config) == hash(NvmeConfig(str(tmp_path)))
