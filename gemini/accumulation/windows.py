@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -18,21 +17,14 @@ from torch import Tensor
 
 from gemini.ddp import GeminiDDP
 
-from .accumulate import Streams, accumulate, generators
+from .accumulate import accumulate
 from .chain import refuse
 from .orders import LAYERS, ORDERS
+from .streams import generators, same
 
 
-@dataclass(frozen=True, slots=True)
-class OwnStep:
-    """What a loop does with one micro-batch.
-
-    run: forward, loss and backward; returns the loss. loss: forward and loss alone; its argument
-    is whether what the loop counts (tokens, metrics) stays.
-    """
-
-    run: Callable[[], Tensor]
-    loss: Callable[[bool], Tensor]
+# Forward and loss of a loop's micro-batch; told whether what the loop counts (tokens, metrics) stays
+Loss = Callable[[bool], Tensor]
 
 
 class _Called(BaseException):
@@ -40,36 +32,23 @@ class _Called(BaseException):
 
 
 class Window:
-    """Micro-batches of one step: `num_batches` of them are added, one after the other.
+    """Micro-batches of one step layer by layer: `num_batches` of them are added, one after the
+    other. Random numbers are those of the other order, if nothing is drawn between them."""
 
-    Random numbers of each are its own, by seeds that one draw of torch's generator gives. So both
-    orders have the same bits.
+    def __init__(self, model: GeminiDDP, num_batches: int) -> None:
+        self._model, self._num_batches = model, num_batches
+        self._steps: list[Loss] = []
 
-    Raises ValueError for an unknown order.
-    """
+    def add(self, step: Loss) -> Tensor:
+        """Add a micro-batch, and with the last one run all of them.
 
-    def __init__(self, model: GeminiDDP, order: str, num_batches: int) -> None:
-        check_order(order)
-        self._model, self._order, self._num_batches = model, order, num_batches
-        self._steps: list[OwnStep] = []
-        self._streams: Streams | None = None
-
-    def add(self, step: OwnStep) -> Tensor:
-        """Run a micro-batch, or with the last one all of them.
-
-        Returns its loss, detached; layer by layer 0, and with the last one the sum of all. Raises
-        NoChainError, before any gradient is changed, for a step that cannot be taken apart, and
-        as `gemini.accumulate`.
+        Returns 0, and with the last one the sum of all losses, detached. Raises NoChainError,
+        before any gradient is changed, for a step that cannot be taken apart, and as
+        `gemini.accumulate`.
         """
         self._steps.append(step)
-        if self._order == LAYERS:
-            is_last = len(self._steps) == self._num_batches
-            return self._by_layers() if is_last else torch.zeros((), device=self._device)
-        if self._streams is None:
-            self._streams = Streams(self._device, self._num_batches)
-        with self._streams.restored():
-            self._streams.begin(len(self._steps) - 1)
-            return step.run()
+        is_last = len(self._steps) == self._num_batches
+        return self._by_layers() if is_last else torch.zeros((), device=self._device)
 
     @property
     def _device(self) -> torch.device:
@@ -87,12 +66,12 @@ class Window:
             if counts:
                 counted.add(id(kwargs))
             with self._answering(output):
-                return step_of[id(kwargs)].loss(counts)
+                return step_of[id(kwargs)](counts)
 
         losses = accumulate(self._model, given, loss, order=LAYERS)
         return sum(losses, torch.zeros((), device=self._device))
 
-    def _arguments(self, step: OwnStep) -> dict[str, Any]:
+    def _arguments(self, step: Loss) -> dict[str, Any]:
         """Arguments of the forward that a step asks for."""
         found: list[dict[str, Any]] = []
 
@@ -104,11 +83,10 @@ class Window:
 
         before = generators(self._device)
         with self._replaced(called), suppress(_Called):
-            step.loss(False)
+            step(False)
         if not found:
             refuse("a step does not call its model")
-        pairs = zip(before, generators(self._device), strict=True)
-        if any(one is not None and not torch.equal(one, other) for one, other in pairs):
+        if not same(before, generators(self._device)):
             refuse("a step draws random numbers before it calls its model")
         return found[0]
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini.accumulation.windows import OwnStep, Window, check_order
+from gemini.accumulation.orders import LAYERS
+from gemini.accumulation.windows import Window, check_order
 from gemini.arguments import check_arguments, nearest, with_options_of
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.export import import_safetensors
@@ -57,9 +58,8 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
     gemini, adam: as in `GeminiAccelerator`.
 
     accumulate_order: of `gradient_accumulation_steps` micro-batches, as `gemini.accumulate` has it;
-        `"batches"` and `"layers"` give the same bits. None: Trainer's own, with the same bits if
-        nothing is random. `"layers"` raises NoChainError for a model that is no chain of layers,
-        or for a trainer whose step calls it more than once.
+        both give the same bits. `"layers"` raises NoChainError for a model that is no chain of
+        layers, or for a trainer whose step calls it more than once.
 
     model: also a `GeminiDDP`. Changes that the trainer makes to a model, such as another forward,
         are made to the inner module.
@@ -82,11 +82,10 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
         *args: Any,
         gemini: Mapping[str, Any] | None = None,
         adam: Mapping[str, Any] | None = None,
-        accumulate_order: str | None = None,
+        accumulate_order: str = "batches",
         **kwargs: Any,
     ) -> None:
-        if accumulate_order is not None:
-            check_order(accumulate_order)
+        check_order(accumulate_order)
         self._asked, self._order = (gemini, adam), accumulate_order
         taken = with_options_of(super().__init__, GeminiTrainerMixin.__init__)
         check_arguments(type(self).__name__, taken, (), [*kwargs])
@@ -165,11 +164,11 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a micro-batch, or with the last one all, by `accumulate_order`. Returns the loss of
         those that ran."""
-        if self._order is None or self.args.gradient_accumulation_steps == 1:
+        if self._order != LAYERS or self.args.gradient_accumulation_steps == 1:
             own: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
             return own
         if self._window is None:
-            self._window = Window(model, self._order, self.current_gradient_accumulation_steps)
+            self._window = Window(model, self.current_gradient_accumulation_steps)
 
         def run(trainer: GeminiTrainerMixin) -> torch.Tensor:
             step = super().training_step
@@ -181,7 +180,7 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
             found: torch.Tensor = self.accelerator.loss_of(lambda: run(trainer))
             return found
 
-        return self._window.add(OwnStep(lambda: run(self), loss))
+        return self._window.add(loss)
 
     def _without_counts(self) -> GeminiTrainerMixin:
         """Copy of this trainer, so that a loss that is computed once more is counted once."""

@@ -185,7 +185,7 @@ def make_trainer(config: TrainConfig, model: GeminiDDP, args: Any, **given: Any)
     """Trainer of trl for `--method`; that of grpo takes `reward_funcs`."""
     if config.method != "grpo" and not config.packing:
         given["padded_lengths"] = config.padded_lengths
-    if config.method in ("sft", "reward"):  # others' random numbers stay trl's
+    if config.method in ("sft", "reward"):  # a micro-batch of others runs several forwards
         given["accumulate_order"] = config.accumulate_order
     if config.method == "sft":
         return TuningTrainer(model, args, **given)
