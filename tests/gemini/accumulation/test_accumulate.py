@@ -111,19 +111,65 @@ def test_bits_are_those_of_one_micro_batch_after_the_other(placement, precision,
     assert run("layers") == run("batches")
 
 
-def test_without_dropout_they_are_those_of_a_users_own_loop():
-    model, optimizer = wrapped()
+@pytest.mark.parametrize("order", ["layers", "batches"])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_bits_and_random_numbers_are_those_of_a_users_own_loop(dropout, order):
+    model, optimizer = wrapped(dropout=dropout)
     expected = []
+    torch.manual_seed(1)
     for step in range(2):
         for ids in batches(step):
             loss = loss_of(model(ids), ids)
             loss.backward()
-            expected.append(float(loss))
+            expected.append(float(loss.detach()))
         optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
-    losses, digest, _ = trained(*wrapped(), "layers", steps=2)
-    assert (losses, digest) == (expected, model.digest())
+    left = float(torch.rand(()))
+    assert trained(*wrapped(dropout=dropout), order, steps=2) == (expected, model.digest(), left)
+
+
+def test_a_shape_is_measured_once_and_only_where_something_is_random():
+    forwards = {}
+    for dropout in (0.0, 0.25):
+        model, optimizer = wrapped(dropout=dropout)
+        whole = []
+        model.module.norm.register_forward_hook(lambda *_: whole.append(1))
+        forwards[dropout] = []
+        for _ in range(2):
+            before = len(whole)
+            trained(model, optimizer, "layers", steps=1)
+            forwards[dropout].append(len(whole) - before)
+    # norms of a step: of epilogues, twice for a tied weight, and in the first step one that is
+    # compared; beside them, whole forwards: of the last one, or then of all three again
+    assert forwards == {0.0: [6 + 1 + 1, 6], 0.25: [6 + 1 + 1 + 3, 6]}
+
+
+@pytest.mark.parametrize("what", ["by data", "seeds", "turns back"])
+def test_random_numbers_that_nobody_can_foresee_are_refused(what):
+    """And the steps of the other order run."""
+    model, optimizer = wrapped(dropout=0.25)
+    start = torch.get_rng_state()
+    seen = []
+
+    def drawn(module, args):
+        seen.append(1)
+        if what == "by data" and len(seen) > 20:
+            torch.rand(1 + len(seen))
+        if what == "seeds":
+            torch.manual_seed(1 << 40)
+        if what == "turns back":
+            torch.set_rng_state(start)
+
+    model.module.norm.register_forward_pre_hook(drawn)
+    with pytest.raises(ValueError, match="random numbers.*one of its shapes|seeds torch's"):
+        for step in range(9):
+            gemini.accumulate(model, batches(step), loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.zero_grad()
+    gemini.accumulate(model, batches(0), loss_of, order="batches")
+    optimizer.step()
 
 
 def test_layers_come_twice_a_step_and_steps_follow_the_plan():
@@ -279,7 +325,7 @@ def test_what_is_no_chain_is_refused_by_name(twist, said):
         gemini.accumulate(model, batches(0), loss_of)
     assert 'order="batches"' in str(refused.value)
     assert all(param.grad is None for param in model.parameters())
-    assert not torch.equal(torch.get_rng_state(), before)  # one draw, and no more
+    assert torch.equal(torch.get_rng_state(), before)  # a loop in the other order has its bits
 
 
 @pytest.mark.parametrize(
