@@ -290,10 +290,12 @@ class _Work:
 
     @property
     def _shapes(self) -> list[_Shapes]:
-        return [tuple(tuple(t.shape) for t in tensors_in(batch, objects=1)) for batch in self._batches]
+        return [
+            tuple(tuple(t.shape) for t in tensors_in(batch, objects=1)) for batch in self._batches
+        ]
 
     def _of_all_ranks(self, wanted: Collection[int]) -> set[int]:
-        """Micro-batches of which any rank wants a whole forward, which is collective, as is this."""
+        """Micro-batches of which any rank wants a whole forward. Collective, as a forward is."""
         comm = self._model.engine.comm
         if comm.world_size == 1:
             return set(wanted)

@@ -26,6 +26,11 @@ WORTH_SAYING = 0.93  # of the seconds: what saves less is not advised
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")  # the first number in a module's name is its layer
 
 
+# As the repeats of prologues and epilogues that a price knows: those of one place need the same
+# weights, and thousands of micro-batches would be planned call by call
+MOST_REPEATS = 8
+
+
 class NoLayersError(ValueError):
     """Trace that shows no chain of layers."""
 
@@ -137,12 +142,16 @@ def layered(trace: Trace, num_batches: int, sums_of: Mapping[ParamId, int]) -> T
     hidden = max(0, min(after - before for before, after in pairwise(firsts)))
     floor = min(m.non_model_bytes for m in trace.moments)
 
+    repeats = min(num_batches, MOST_REPEATS)
+    share = num_batches / repeats
+
     def times(moments: Sequence[TraceMoment], beside: int) -> list[TraceMoment]:
         least = min((m.non_model_bytes for m in moments), default=0)
         return [
-            replace(m, non_model_bytes=Bytes(beside + m.non_model_bytes - least), saved_bytes=0)
+            replace(m, non_model_bytes=Bytes(beside + m.non_model_bytes - least), saved_bytes=0,
+                    seconds=share * m.seconds)
             for m in moments
-        ]
+        ]  # fmt: skip
 
     def sums(moments: Sequence[TraceMoment]) -> int:
         return sum(sums_of.get(p, 0) for p in {p: None for m in moments for p in m.params})
@@ -150,37 +159,38 @@ def layered(trace: Trace, num_batches: int, sums_of: Mapping[ParamId, int]) -> T
     def kept(i: int) -> int:
         return floor + (i + 1) * num_batches * hidden
 
-    made = times(stages.prologue, floor) * num_batches
+    def visit(
+        i: int, phase: Phase, moments: Sequence[TraceMoment], beside: int
+    ) -> list[TraceMoment]:
+        """One call of a layer, with all its parameters and the most that it asks for."""
+        if not moments:
+            return []
+        name = f"{stages.name}.{i}"
+        params: tuple[ParamId, ...] = tuple(dict.fromkeys(p for m in moments for p in m.params))
+        asked = [m.non_model_bytes for m in moments]
+        most = Bytes(beside + max(asked) - min(asked))
+        seconds = num_batches * sum(m.seconds for m in moments)
+        return [
+            TraceMoment(phase, "enter", name, params, most, seconds),
+            TraceMoment(phase, "leave", name, params, Bytes(beside)),
+        ]
+
+    made = times(stages.prologue, floor) * repeats
     for i, moments in enumerate(stages.forwards):
-        made += _visit(f"{stages.name}.{i}", "forward", moments, kept(i))
+        made += visit(i, "forward", moments, kept(i))
     full = kept(len(stages.forwards) - 1)
     around = (*stages.prologue, *stages.epilogue)
     summed = sums(around)
-    above = (*times(around, full), *times(stages.above, full + summed))
-    made += list(above) * num_batches
+    outer = times((*stages.epilogue, *stages.above), full + summed)
+    above = (*times(stages.prologue, full), *outer)
+    made += list(above) * repeats
     for i, moments in reversed(list(enumerate(stages.backwards))):
         summed += sums(moments)
-        made += _visit(f"{stages.name}.{i}", "backward", moments, kept(i) + summed)
+        made += visit(i, "backward", moments, kept(i) + summed)
     ends = (*times(stages.prologue, floor + summed), *times(stages.below, floor + summed))
-    made += list(ends) * num_batches if stages.below else []
+    made += list(ends) * repeats if stages.below else []
     signature = f"{trace.signature}, {num_batches} layer by layer"
     return replace(trace, signature=signature, moments=tuple(made), layers=(), recomputed=0)
-
-
-def _visit(
-    name: str, phase: Phase, moments: Sequence[TraceMoment], beside: int
-) -> list[TraceMoment]:
-    """One call of a layer, with all its parameters and the most that it asks for."""
-    if not moments:
-        return []
-    params: tuple[ParamId, ...] = tuple(dict.fromkeys(p for m in moments for p in m.params))
-    asked = [m.non_model_bytes for m in moments]
-    most = Bytes(beside + max(asked) - min(asked))
-    seconds = sum(m.seconds for m in moments)
-    return [
-        TraceMoment(phase, "enter", name, params, most, seconds),
-        TraceMoment(phase, "leave", name, params, Bytes(beside)),
-    ]
 
 
 def _stages(moments: Sequence[TraceMoment]) -> _Stages:

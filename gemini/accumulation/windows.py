@@ -22,8 +22,7 @@ from .chain import refuse
 from .orders import LAYERS, ORDERS
 from .streams import generators, same
 
-
-# Forward and loss of a loop's micro-batch; told whether what the loop counts (tokens, metrics) stays
+# Forward and loss of a micro-batch; its argument: whether what the loop counts (tokens) stays
 Loss = Callable[[bool], Tensor]
 
 

@@ -1,6 +1,7 @@
 """Prices of both orders of micro-batches: traces, bytes, and what a step then reads."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,17 @@ def test_hidden_states_of_all_micro_batches_and_sums_of_gradients_stay():
     assert at["backward", "leave", "h.1"] == 100 + 2 * k * hidden + outer + sums[2]
     assert at["backward", "leave", "h.0"] == 100 + k * hidden + outer + sums[2] + sums[1]
     assert at["backward", "leave", "embedding"] == 100 + sum(sums.values())
+
+
+def test_thousands_of_micro_batches_are_planned_as_a_few_and_take_their_time():
+    """Prologues and epilogues of one place need the same weights."""
+    trace = trace_of(3)
+    timed = replace(trace, moments=tuple(replace(m, seconds=1.0) for m in trace.moments))
+    few, many = layered(timed, 8, {}).moments, layered(timed, 4000, {}).moments
+    assert [(m.module, m.params) for m in few] == [(m.module, m.params) for m in many]
+    assert sum(m.seconds for m in many) == 500 * sum(m.seconds for m in few) > 0
+    at_most = [max(m.non_model_bytes for m in found) for found in (few, many)]
+    assert at_most == [100 + 3 * k * 10 + 7 for k in (8, 4000)]
 
 
 @pytest.mark.parametrize("num_layers", [0, 1])
