@@ -22,13 +22,16 @@ MOST_NUMBERS = 1 << 30  # that one forward draws on the host: a few seconds to c
 _LEFT, _NEXT, _BLOCK = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * 624)
 _PIECE = 1 << 20
 
-State = tuple[Tensor, Tensor | None]  # of the host's generator, and of the device's if it is a GPU
+State = tuple[
+    Tensor, Tensor | None
+]  # of the host's generator, and of the device's if that is a GPU
 
 
 def generators(device: torch.device | None) -> State:
     """States of torch's generators."""
-    on_gpu = device is not None and device.type == "cuda"
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
+    if device is None or device.type != "cuda":
+        return torch.get_rng_state(), None
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device)
 
 
 def same(one: State, other: State) -> bool:

@@ -1,5 +1,6 @@
 """Prices of both orders of micro-batches: traces, bytes, and what a step then reads."""
 
+import gc
 import warnings
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from gemini.accumulation.orders import (
     layered,
 )
 from gemini.memtracer.trace import Trace, TraceMoment
+from gemini.placement.tiers import Tier
 from optim import HybridAdam
 
 
@@ -96,9 +98,11 @@ def test_the_faster_order_is_advised_and_of_equal_ones_the_one_of_any_model():
 @pytest.mark.ci  # files of its own for each block
 @pytest.mark.parametrize("order", [LAYERS, BATCHES])
 def test_a_step_reads_what_its_plan_predicts(order, tmp_path):
-    """And a report has both. One after the other it reads less: payloads that no step has changed
-    stay from one micro-batch to the next, which the plan of one does not know."""
-    module, share = Decoder(128, 6), 1.6
+    """And a report has both. One after the other, payloads that a micro-batch has left are there as
+    the next one begins, which the plan of one does not know: so up to k times what the device ever
+    holds of payloads may not be read."""
+    gc.collect()  # what other tests left is no activation of this one
+    module, share, k = Decoder(128, 6), 1.9, 3
     if order == BATCHES:  # gradients that wait would leave later micro-batches less room
         module.requires_grad_(False)
         module.norm.requires_grad_(True)
@@ -112,14 +116,16 @@ def test_a_step_reads_what_its_plan_predicts(order, tmp_path):
         optimizer = HybridAdam(model.parameters(), lr=1e-4)
         generator = torch.Generator().manual_seed(1)
         for _ in range(4):  # plans follow what is measured
-            given = list(torch.randint(VOCAB, (3, 1, 16), generator=generator))
+            given = list(torch.randint(VOCAB, (k, 1, 16), generator=generator))
             gemini.accumulate(model, given, loss_of, order=order)
             optimizer.step()
             optimizer.zero_grad()
     found = model.engine.accumulated
-    assert (found.order, found.num_batches) == (order, 3)
-    assert 0 < found.counted_bytes <= found.predicted_bytes
-    assert order == BATCHES or found.counted_bytes == found.predicted_bytes
+    assert (found.order, found.num_batches) == (order, k)
+    payloads = max(model.engine.planning.result.profile.rows[Tier.DEVICE, "parameters"])
+    stayed = k * payloads if order == BATCHES else 0
+    assert stayed < found.predicted_bytes / 2
+    assert found.predicted_bytes - stayed <= found.counted_bytes <= found.predicted_bytes
     assert str(found) in model.explain("norm.weight")
 
 
