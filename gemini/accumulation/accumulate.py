@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from gemini.arguments import by_name
 from gemini.ddp import GeminiDDP
 from gemini.memtracer.module_calls import in_backward
+from gemini.placement.orders import BATCHES, ORDERS, Accumulated, bytes_read, counted_bytes
 from gemini.runtime.engine import GeminiEngine
 from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
@@ -45,7 +46,6 @@ from .chain import (
     without_cache,
 )
 from .iteration import Iteration, params_among
-from .orders import BATCHES, ORDERS, Accumulated, counted_bytes, read_bytes
 from .streams import NONE, Draws, Streams
 
 T = TypeVar("T")
@@ -120,9 +120,10 @@ def accumulate(
         engine.call(f"gemini.accumulate() of {len(batches)} micro-batches, {order=}")
     work = _Work(model, batches, loss)
     one_by_one = order == BATCHES or len(batches) == 1
-    gathers = engine.manager.gathers_of.copy()
+    manager = engine.manager
+    before = manager.gathers_of.copy()
     losses = work.by_batches() if one_by_one else work.by_layers(layers)
-    gathers = engine.manager.gathers_of - gathers
+    gathers = manager.gathers_of - before
     engine.accumulated = _accumulated(engine, BATCHES if one_by_one else order, losses, gathers)
     return losses
 
@@ -132,9 +133,10 @@ def _accumulated(
 ) -> Accumulated:
     """What a step read, beside what the plan of its iterations says."""
     plan, count = engine.plan, len(losses)
-    planned = read_bytes(plan) * (count if order == BATCHES else 1)
+    planned = bytes_read(plan) * (count if order == BATCHES else 1)
     planning = engine.planning
-    of_layers = f"[{count}, 0]" in planning.inputs.trace.signature  # as `Iteration` begins one
+    trace = planning.inputs.trace
+    of_layers = f"[{count}, 0]" in trace.signature  # as `Iteration` begins one
     is_traced = planning.has_trace and of_layers == (order != BATCHES)
     return Accumulated(order, count, planned if is_traced else None, counted_bytes(plan, gathers))
 
@@ -180,7 +182,8 @@ class _Work:
         loss: Callable[[Any, Any], Tensor] | None,
     ) -> None:
         self._model, self._batches, self._loss = model, batches, loss
-        self.streams = Streams(model.engine.backend.device)
+        engine = model.engine
+        self.streams = Streams(engine.backend.device)
 
     def _loss_of(self, output: Any, batch: Any) -> Tensor:
         found: Any
@@ -227,15 +230,17 @@ class _Work:
             found = compute()
         except Exception as error:
             failure = error
+        texts: list[str] = []
         if comm.world_size > 1:
             own = FINE if failure is None else f"{type(failure).__name__}: {failure}"
-            for rank, text in enumerate(comm.tell("tells of its loss in gemini.accumulate()", own)):
-                if failure is None and text != FINE:
-                    failure = RuntimeError(
-                        f"rank {rank} failed in gemini.accumulate(), which ended on all: {text}"
-                    )
+            texts = comm.tell("tells of its loss in gemini.accumulate()", own)
         if failure is not None:
             raise failure
+        for rank, text in enumerate(texts):
+            if text != FINE:
+                raise RuntimeError(
+                    f"rank {rank} failed in gemini.accumulate(), which ended on all: {text}"
+                )
         return found
 
     def _given(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -22,9 +22,8 @@ MOST_NUMBERS = 1 << 30  # that one forward draws on the host: a few seconds to c
 _LEFT, _NEXT, _BLOCK = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * 624)
 _PIECE = 1 << 20
 
-State = tuple[
-    Tensor, Tensor | None
-]  # of the host's generator, and of the device's if that is a GPU
+# Of the host's generator, and of the device's if that is a GPU
+State = tuple[Tensor, Tensor | None]
 
 
 def generators(device: torch.device | None) -> State:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from gemini.ddp import GeminiDDP
+from gemini.placement.orders import LAYERS, ORDERS
 
 from .accumulate import accumulate
 from .chain import refuse
-from .orders import LAYERS, ORDERS
 from .streams import generators, same
 
 # Forward and loss of a micro-batch; its argument: whether what the loop counts (tokens) stays
@@ -30,7 +30,7 @@ class _Called(BaseException):
     """End of a step that called its model. No `except Exception` catches it."""
 
 
-class Window:
+class AccumulationWindow:
     """Micro-batches of one step layer by layer: `num_batches` of them are added, one after the
     other. Random numbers are those of the other order, if nothing is drawn between them."""
 
@@ -51,7 +51,8 @@ class Window:
 
     @property
     def _device(self) -> torch.device:
-        return self._model.engine.backend.device
+        engine = self._model.engine
+        return engine.backend.device
 
     def _by_layers(self) -> Tensor:
         steps, self._steps = self._steps, []

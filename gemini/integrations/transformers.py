@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini.accumulation.orders import LAYERS
-from gemini.accumulation.windows import Window, check_order
+from gemini.accumulation.windows import AccumulationWindow, check_order
 from gemini.arguments import check_arguments, nearest, with_options_of
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.export import import_safetensors
@@ -21,6 +20,7 @@ from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
 from gemini.metrics import Metrics
 from gemini.optim import HybridAdafactor, HybridAdam, HybridLion, HybridScheduleFreeAdamW
+from gemini.placement.orders import LAYERS
 from gemini.plan.words import OPTIMIZERS
 
 try:
@@ -73,7 +73,7 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
     optimizer: Any
     optimizer_cls_and_kwargs: Any
     _asked: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]
-    _window: Window | None = None
+    _window: AccumulationWindow | None = None
     _metrics: Any
 
     def __init__(
@@ -168,7 +168,7 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
             own: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
             return own
         if self._window is None:
-            self._window = Window(model, self.current_gradient_accumulation_steps)
+            self._window = AccumulationWindow(model, self.current_gradient_accumulation_steps)
 
         def run(trainer: GeminiTrainerMixin) -> torch.Tensor:
             step = super().training_step

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from torch import nn
 
-from gemini.accumulation.orders import BATCHES, LAYERS
 from gemini.chunk.layout import training_layout
 from gemini.chunk.sizing.search import ChunkConfiguration, cut, search_chunk_configuration
 from gemini.dtypes import BYTES
@@ -19,6 +18,7 @@ from gemini.optim.adaptive import LionRule
 from gemini.optim.rules.state_layout import WEIGHT_DTYPE
 from gemini.optim.sgd import SGDRule
 from gemini.placement.homes.budgets import first_that_fits
+from gemini.placement.orders import BATCHES, LAYERS
 from gemini.placement.policy import AUTO, KEEP, SPILL, AutoPlacement
 from gemini.placement.sizes import BudgetError, StateBytes, wider_chunks
 from gemini.placement.timetable.updates import TAIL, current_update

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from gemini.accumulation.orders import LAYERS, WORTH_SAYING
+from gemini.placement.orders import LAYERS, WORTH_SAYING
 from gemini.placement.planner import PlanResult
 from gemini.placement.sizes import UNLIMITED, BudgetError
 from gemini.placement.tiers import Tier

@@ -8,16 +8,6 @@ from dataclasses import astuple, dataclass, field, replace
 from math import expm1, sqrt
 from typing import TYPE_CHECKING
 
-from gemini.accumulation.orders import (
-    BATCHES,
-    LAYERS,
-    ORDERS,
-    NoLayersError,
-    OrderPrice,
-    OrderPrices,
-    layered,
-    read_bytes,
-)
 from gemini.chunk.layout import ITEMSIZE, ChunkLayout
 from gemini.memtracer.trace import Trace
 from gemini.placement.cost import link_seconds
@@ -29,6 +19,16 @@ from gemini.placement.fit import (
     fit,
     usual_block_numel,
     with_ahead,
+)
+from gemini.placement.orders import (
+    BATCHES,
+    LAYERS,
+    ORDERS,
+    NoLayersError,
+    OrderPrice,
+    OrderPrices,
+    bytes_read,
+    layered,
 )
 from gemini.placement.planner import PlanInputs, PlanResult, plan_within
 from gemini.placement.policy import AUTO, KEEP, AutoPlacement, has_budgets
@@ -138,7 +138,7 @@ class Question:
     loaded: bool = False  # the module has its values before it is wrapped
     keep_originals: bool = False  # of frozen weights, as `GeminiDDP` takes it
     activations_go: str = KEEP  # `activations` of `AutoPlacement`
-    accumulate_order: str = BATCHES  # of `accumulation.orders`
+    accumulate_order: str = BATCHES  # of `placement.orders`
 
     @property
     def by_layers(self) -> bool:
@@ -448,7 +448,7 @@ class Question:
             except NoLayersError as error:
                 found[order] = str(error)
             else:
-                read = read_bytes(result.plan) * (1 if asked.by_layers else self.accumulate)
+                read = bytes_read(result.plan) * (1 if asked.by_layers else self.accumulate)
                 found[order] = OrderPrice(order, read, asked.seconds(result))
         return OrderPrices(found[BATCHES], found[LAYERS])
 

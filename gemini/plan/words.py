@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gemini.accumulation.orders import OrderPrices
+from gemini.placement.orders import OrderPrices
 from gemini.placement.planner import PlanResult
 from gemini.placement.sizes import UNLIMITED, BudgetError
 from gemini.placement.start import wear

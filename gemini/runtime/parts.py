@@ -41,8 +41,8 @@ from gemini.runtime.wrap.precision import PrecisionSettings
 from gemini.units import WORLD, ChunkId, ParamId
 
 if TYPE_CHECKING:
-    from gemini.accumulation.orders import Accumulated
     from gemini.activations.saved_tensors import SavedTensors
+    from gemini.placement.orders import Accumulated
 
 P = ParamSpec("P")
 R = TypeVar("R")

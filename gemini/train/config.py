@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gemini.accumulation.orders import ORDERS
 from gemini.arguments import Parser, by_name
+from gemini.placement.orders import ORDERS
 from gemini.placement.policy import ACTIVATIONS
 from gemini.placement.timetable.updates import RETIRED, SPECULATE, TAIL, UPDATES
 from gemini.plan.quantised import KINDS as QUANTISED

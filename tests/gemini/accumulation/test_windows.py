@@ -62,7 +62,9 @@ def test_a_run_in_one_order_resumes_in_the_other(tmp_path):
     half("layers", tmp_path / "b")
     resumed = half("layers", tmp_path / "b", resume=tmp_path / "b/checkpoint-3")
     assert resumed.trainer.model_wrapped.digest() == whole.trainer.model_wrapped.digest()
-    history = json.loads((tmp_path / "b/checkpoint-6/trainer_state.json").read_text())
+    history = json.loads(
+        (tmp_path / "b/checkpoint-6/trainer_state.json").read_text(encoding="utf-8")
+    )
     assert history["global_step"] == 6
 
 

@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file
 
 import nvme
-from gemini.accumulation.orders import ORDERS
 from gemini.checkpoint import CheckpointError
 from gemini.integrations import run as launcher
+from gemini.placement.orders import ORDERS
 from gemini.placement.timetable.updates import UPDATES
 from gemini.plan import models, words
 from gemini.plan.ask import plan_for
@@ -433,7 +433,8 @@ def test_both_orders_of_micro_batches_write_the_same_weights(folder, tmp_path, m
     model = tmp_path / "model"
     shutil.copytree(folder / "model", model)
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    (model / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.3}))
+    changed = json.dumps({**config, "attention_dropout": 0.3})
+    (model / "config.json").write_text(changed, encoding="utf-8")
     given = ("--model", str(model), "--accumulate", "3", "--no-checkpointing", *more)
     tight = ("--device-mem", "6MiB", "--nvme", str(tmp_path))
     digests = []

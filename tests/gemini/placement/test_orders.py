@@ -11,7 +11,8 @@ from torch import nn
 import gemini
 from bench.accumulate import VOCAB, Decoder
 from gemini import AutoPlacement, GeminiDDP
-from gemini.accumulation.orders import (
+from gemini.memtracer.trace import Trace, TraceMoment
+from gemini.placement.orders import (
     BATCHES,
     LAYERS,
     NoLayersError,
@@ -19,7 +20,6 @@ from gemini.accumulation.orders import (
     OrderPrices,
     layered,
 )
-from gemini.memtracer.trace import Trace, TraceMoment
 from gemini.placement.tiers import Tier
 from optim import HybridAdam
 

@@ -97,7 +97,7 @@ class Accumulated:
 
 def counted_bytes(plan: Plan, gathers: Mapping[ChunkId, int]) -> int:
     """Bytes of parameters that so many gathers of each chunk brought to the device, as
-    `read_bytes` has them."""
+    `bytes_read` has them."""
     return sum(
         number * plan.chunks[chunk].shard_bytes
         for chunk, number in gathers.items()
@@ -105,7 +105,7 @@ def counted_bytes(plan: Plan, gathers: Mapping[ChunkId, int]) -> int:
     )
 
 
-def read_bytes(plan: Plan) -> int:
+def bytes_read(plan: Plan) -> int:
     """Bytes of parameters that forward and backward of a plan's iteration bring to the device, of
     one rank."""
     return sum(
@@ -156,7 +156,7 @@ def layered(trace: Trace, num_batches: int, sums_of: Mapping[ParamId, int]) -> T
     def sums(moments: Sequence[TraceMoment]) -> int:
         return sum(sums_of.get(p, 0) for p in {p: None for m in moments for p in m.params})
 
-    def kept(i: int) -> int:
+    def boundaries(i: int) -> int:
         return floor + (i + 1) * num_batches * hidden
 
     def visit(
@@ -177,8 +177,8 @@ def layered(trace: Trace, num_batches: int, sums_of: Mapping[ParamId, int]) -> T
 
     made = times(stages.prologue, floor) * repeats
     for i, moments in enumerate(stages.forwards):
-        made += visit(i, "forward", moments, kept(i))
-    full = kept(len(stages.forwards) - 1)
+        made += visit(i, "forward", moments, boundaries(i))
+    full = boundaries(len(stages.forwards) - 1)
     around = (*stages.prologue, *stages.epilogue)
     summed = sums(around)
     outer = times((*stages.epilogue, *stages.above), full + summed)
@@ -186,7 +186,7 @@ def layered(trace: Trace, num_batches: int, sums_of: Mapping[ParamId, int]) -> T
     made += list(above) * repeats
     for i, moments in reversed(list(enumerate(stages.backwards))):
         summed += sums(moments)
-        made += visit(i, "backward", moments, kept(i) + summed)
+        made += visit(i, "backward", moments, boundaries(i) + summed)
     ends = (*times(stages.prologue, floor + summed), *times(stages.below, floor + summed))
     made += list(ends) * repeats if stages.below else []
     signature = f"{trace.signature}, {num_batches} layer by layer"
@@ -217,8 +217,5 @@ def _stages(moments: Sequence[TraceMoment]) -> _Stages:
         parts.append((before, behind, by_layer))
     (prologue, epilogue, forwards), (above, below, backwards) = parts
     if count < 2 or not all(forwards):
-        raise NoLayersError(
-            "has no price: the trace shows no list of layers; expected one, or "
-            "--accumulate-order batches"
-        )
+        raise NoLayersError("has no price: the trace shows no list of layers")
     return _Stages(name, prologue, forwards, epilogue, above, backwards, below)
