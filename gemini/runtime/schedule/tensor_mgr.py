@@ -148,8 +148,7 @@ class StatefulTensorMgr:
         self.ranks_differ = False  # they came to the end of this cycle by other calls
         # there: the call that was next, and that came
         self.left_steps: tuple[Call, Call] = ((), ())
-        self.gathers = 0  # payloads made so far
-        self.gathers_of = Counter[ChunkId]()  # the same, of each chunk
+        self.gathers_of = Counter[ChunkId]()  # payloads made so far, of each chunk
         self.before_release: Callable[[Chunk], None] = lambda chunk: None
 
     @property
@@ -530,7 +529,6 @@ class StatefulTensorMgr:
         self._overdue.pop(chunk, None)
         self._recent[chunk] = None
         self._chunks[chunk].gather()
-        self.gathers += 1
         self.gathers_of[chunk] += 1
 
     def _release(self, chunk: ChunkId) -> bool:

@@ -179,9 +179,9 @@ def test_layers_come_twice_a_step_and_steps_follow_the_plan():
         model, optimizer = wrapped(ON_HOST, device=SimBackend(), num_layers=5)
         gathers = []
         for step in range(4):
-            before = model.engine.manager.gathers
+            before = model.engine.manager.gathers_of.total()
             trained(model, optimizer, order, steps=1)
-            gathers.append(model.engine.manager.gathers - before)
+            gathers.append(model.engine.manager.gathers_of.total() - before)
             same = batches(0)
             assert [ids.shape for ids in same] == [ids.shape for ids in batches(step)]
         assert not model.memory_stats.deviations
