@@ -71,3 +71,21 @@ def test_a_failure_beside_a_death_is_a_failure(tmp_path):
         "def test_fails(): assert False\n" + text, encoding="utf-8"
     )
     assert run(tmp_path).returncode == 1
+
+
+ENABLES = """
+import ctypes, faulthandler
+
+def test_as_torch_does(): faulthandler.enable()
+
+def test_reads_nothing(): ctypes.string_at(0)
+"""
+
+
+def test_the_trace_of_a_death_is_printed_whatever_was_enabled_before(tmp_path):
+    (tmp_path / "none.ini").write_text("[pytest]\n", encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(ENABLES, encoding="utf-8")
+    ended = run(tmp_path)
+    assert ended.returncode == ONLY_DIED and "gw0 died with status -11" in ended.stdout
+    said = ended.stdout + ended.stderr
+    assert "Fatal Python error: Segmentation fault" in said and "test_reads_nothing" in said

@@ -8,11 +8,13 @@ died is printed: by which signal, behind the trace that Python writes.
 
 from __future__ import annotations
 
+import faulthandler
 import subprocess
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 ONLY_DIED = 9  # none of pytest's
 ENDED = "gemini/ended"  # in pytest's cache
@@ -28,6 +30,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # the plugin of the cache may be off
     if not hasattr(config, "workerinput") and getattr(config, "cache", None) is not None:
         config.pluginmanager.register(Deaths(config))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Traces go where pytest has them go. Parts of torch and a test may have called `enable`, which
+    takes what is the error output just then: a file that ends with the worker."""
+    stderr = item.config.stash.get(fault_handler_stderr_fd_key, None)
+    if stderr is not None:
+        faulthandler.enable(file=stderr)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
