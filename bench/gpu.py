@@ -83,7 +83,8 @@ def halves(out: Path, *, dry: bool) -> tuple[list[Section], list[Section]]:
 
     small = (python, "tests/optim/update/small_steps.py", "cpu" if dry else "cuda")
     adam = (python, "-m", "bench.adam", "--device", device, "--rounds", "1")
-    profiled = (*found("ncu", *NCU), *adam, "--numel", str(1 << 14 if dry else 1 << 28))
+    profiler = found("ncu", *NCU)
+    profiled = (*profiler, *adam, "--numel", str(1 << 14 if dry else 1 << 28))
     warm = (python, "-m", "bench.support.warm", "--device", "cpu" if dry else "cuda")
     own_sections = {
         name: Section(name, (*own, name), seconds)
@@ -130,7 +131,7 @@ def halves(out: Path, *, dry: bool) -> tuple[list[Section], list[Section]]:
         own_sections["ahead"],
         own_sections["ranks"],
         Section("sanitizer", (*found("compute-sanitizer", "--error-exitcode", "1"), *small), 35),
-        Section("ncu", profiled, 40),
+        *([Section("ncu", profiled, 40)] if profiler or dry else []),
     ]  # fmt: skip
 
 

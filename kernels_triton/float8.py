@@ -23,7 +23,6 @@ from .tiles import TRITON_DTYPES, tile_table
 FIRST, NUMEL, PARAM = range(3)  # columns of the table of runs
 T_FIRST, T_NUMEL, T_PARAM = tl.constexpr(FIRST), tl.constexpr(NUMEL), tl.constexpr(PARAM)
 T_COLUMNS = tl.constexpr(3)
-GAP = -1  # a run of no parameter: it is 0 when it comes back
 FLOAT8_BLOCK = 2048  # 16 elements a thread: 128 bits of float8
 WARPS = 4
 _EXACT = {"enable_fp_fusion": False}
@@ -136,7 +135,8 @@ class Float8Runs:
     """Table of the runs of parameters in one stretch of elements, on its device for good."""
 
     def __init__(self, runs: Sequence[tuple[int, int, int]], device: torch.device) -> None:
-        """runs: (first element, how many, parameter or `GAP`)."""
+        """runs: (first element, how many, parameter); of no parameter, if that is negative: such a
+        gap is 0 when it comes back."""
         numels = [numel for _, numel, _ in runs]
         largest = max(numels, default=1)
         self._block = FLOAT8_BLOCK

@@ -103,14 +103,11 @@ def _forget_groups() -> None:
         planners = sys.modules.get(f"{tensors}._redistribute")
         getattr(planners, "clear_redistribute_planner_cache", list)()
         for held in gc.get_objects():
-            if type(held) is type(_cached) and (held.__module__ or "").startswith(tensors):
+            if type(held) is functools._lru_cache_wrapper and (held.__module__ or "").startswith(
+                tensors
+            ):
                 held.cache_clear()
     collect()
-
-
-@functools.cache
-def _cached() -> None:
-    """One of its type."""
 
 
 def _said(errors: dict[int, str], running: set[int], threads: Sequence[threading.Thread]) -> str:

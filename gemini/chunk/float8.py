@@ -73,7 +73,7 @@ class Float8Chunk(Chunk):
             self._links.shards.all_reduce(most, largest=True).wait()
             self._own.pack(shard, most, own)
             gather = self._links.shards.all_gather(sent, own, self.spec.id)
-        return _Arriving(self, gather, sent, most)
+        return _Arriving(self, gather, sent)
 
     def _runs(self) -> Iterator[Run]:
         """Of every segment of this rank's shard."""
@@ -84,9 +84,9 @@ class Float8Chunk(Chunk):
                 yield begin - first, end - begin, i
 
     @torch.no_grad()
-    def unpack(self, gathered: Tensor, most: Tensor) -> None:
+    def unpack(self, gathered: Tensor) -> None:
         """Fill the payload with the [S * W] of float8 that arrived."""
-        self._whole.unpack(gathered, most, self.payload)
+        self._whole.unpack(gathered, self._most, self.payload)
 
     @torch.no_grad()
     def written(self) -> Tensor:
@@ -159,11 +159,10 @@ class _Arriving:
     chunk: Float8Chunk
     gather: Ticket[None]
     gathered: Tensor  # [S * W]
-    most: Tensor  # [P]
 
     def ready(self) -> bool:
         return self.gather.ready()
 
     def wait(self) -> None:
         self.gather.wait()
-        self.chunk.unpack(self.gathered, self.most)
+        self.chunk.unpack(self.gathered)

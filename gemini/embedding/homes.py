@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.optim.state.memory import Memory
+
 
 @dataclass(slots=True)
 class RowTraffic:
@@ -68,10 +70,11 @@ class RowHome(Protocol):
 
 
 class HostHome:
-    """Home in host memory, pinned if a device takes from it. It ends with the process."""
+    """Home in host memory, pinned if another device takes from it. It ends with the process."""
 
-    def __init__(self, num_rows: int, width: int, *, pinned: bool = False) -> None:
-        self.records = torch.empty(num_rows, width, pin_memory=pinned)
+    def __init__(self, num_rows: int, width: int, memory: Memory) -> None:
+        """memory: of the device with the cache."""
+        self.records = memory.allocate_host(num_rows * width, torch.float32).view(num_rows, width)
         self.traffic = RowTraffic()
         self.step = self._prepared = 0
 

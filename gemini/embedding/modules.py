@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gemini.arguments import passes_on
 from gemini.nvme.errors import NvmeError
+from gemini.optim.state.memory import memory_of
 from gemini.runtime.comm.communicator import Communicator
 
 from . import saving
@@ -97,8 +98,7 @@ class CachedRows(nn.Module):
         cache_rows = max(1, min(cache_rows, owned))
         at_home: RowHome
         if nvme_dir is None:
-            on_gpu = torch.device(device or "cpu").type == "cuda"
-            at_home = HostHome(owned, width, pinned=on_gpu)
+            at_home = HostHome(owned, width, memory_of(torch.device(device or "cpu")))
         else:
             path = Path(nvme_dir).expanduser().absolute()
             path /= f"{name}-{comm.rank}-of-{comm.world_size}{SUFFIX}"
@@ -119,6 +119,12 @@ class CachedRows(nn.Module):
             self._agreed(lambda: file.recover(min(steps)))
         else:
             self._agreed(lambda: self._table.fill(self._first_parts(_weight), 0))
+
+    @classmethod
+    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> Self:
+        """Module with these rows, frozen unless `freeze=False`; options as of the class."""
+        num, dim = embeddings.shape
+        return cls(num, dim, frozen=freeze, _weight=embeddings, **options)
 
     def _first_parts(self, weight: Tensor | None) -> Iterator[Tensor]:
         """First records of this rank's rows: torch's values of the whole table under this seed."""
@@ -446,14 +452,6 @@ class CachedEmbedding(CachedRows):
         )
         return found.to(self._computes_in.dtype)
 
-    @classmethod
-    def from_pretrained(
-        cls, embeddings: Tensor, freeze: bool = True, **options: Any
-    ) -> CachedEmbedding:
-        """Module with these rows, frozen unless `freeze=False`; options as of the class."""
-        num, dim = embeddings.shape
-        return cls(num, dim, frozen=freeze, _weight=embeddings, **options)
-
 
 class CachedEmbeddingBag(CachedRows):
     """`torch.nn.EmbeddingBag` whose rows are in a cache over a home; see `CachedRows`."""
@@ -500,14 +498,6 @@ class CachedEmbeddingBag(CachedRows):
             padding_idx=padding,
         )
         return found.to(self._computes_in.dtype)
-
-    @classmethod
-    def from_pretrained(
-        cls, embeddings: Tensor, freeze: bool = True, **options: Any
-    ) -> CachedEmbeddingBag:
-        """Module with these rows, frozen unless `freeze=False`; options as of the class."""
-        num, dim = embeddings.shape
-        return cls(num, dim, frozen=freeze, _weight=embeddings, **options)
 
 
 _END: Any = object()  # of a loader

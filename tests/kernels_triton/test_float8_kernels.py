@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from kernels_triton.float8 import GAP, Float8Runs
+from gemini.chunk.float8 import GAP
+from kernels_triton.float8 import Float8Runs
 from kernels_triton.launch import is_interpreted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
