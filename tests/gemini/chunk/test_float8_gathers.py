@@ -117,7 +117,7 @@ def test_a_budget_is_refused_that_would_not_count_what_travels():
 
 
 def weights_of(rank, name, by_kernels):
-    """After three steps on the simulated device, and what a parameter's write leaves."""
+    """After a step on the simulated device, and what a parameter's write leaves."""
     backend = SimBackend(rank, updates_by_triton=by_kernels)
     backend.shards_start_on_host = False
     model = GeminiDDP(
@@ -125,10 +125,9 @@ def weights_of(rank, name, by_kernels):
         fp8_communication=True, min_chunk_size_m=0.004,
     )  # fmt: skip
     optimizer = HybridAdam(model.parameters(), lr=1e-2, weight_decay=0.0)
-    for (ids,) in token_batches(3, 1):
-        token_loss(model, ids).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    (ids,) = token_batches(1, 1)[0]
+    token_loss(model, ids).backward()
+    optimizer.step()
     with torch.no_grad(), model.summon_full_params():
         model.module.layers[1][1].bias[3:].fill_(0.3)
     kinds = {type(chunk._own).__name__ for chunk in model.engine.chunks}
@@ -139,8 +138,7 @@ def weights_of(rank, name, by_kernels):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize(("name", "ranks"), [("ZeRO-3", 3), ("on the host", 2), ("ZeRO-2", 3)])
 def test_kernels_and_operators_gather_what_is_rounded_once(name, ranks):
     for by_kernels, way in ((False, "OperatorRuns"), (True, "Float8Runs")):
         results = run_ranks(weights_of, ranks, name, by_kernels)
