@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -170,7 +171,7 @@ class GeminiDDP(ModuleFace):
         def planned(sized: ChunkConfiguration) -> tuple[ChunkConfiguration, ChunkLayout, Planning]:
             num_shards, num_replicas = connections.num_shards, connections.num_replicas
             layout = training_layout(specs, sized.capacities, num_shards, order, num_replicas)
-            same = placement, precision_settings, communication.max_prefetch, update
+            same = _of_any_host(placement), precision_settings, communication.max_prefetch, update
             if comm.world_size > 1:
                 _check_same_set_up(comm, layout, module, same)
             planning = begin_planning(
@@ -527,6 +528,13 @@ def _order_of(
         )
     trace.check_model(specs)
     return trace.param_order(specs)
+
+
+def _of_any_host(placement: Placement) -> Placement:
+    """The placement without the name of a host's folder."""
+    if not isinstance(placement, AutoPlacement) or placement.nvme_dir is None:
+        return placement
+    return replace(placement, nvme_dir="a folder of each host")
 
 
 def _check_same_set_up(

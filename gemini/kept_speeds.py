@@ -90,7 +90,7 @@ def _measured_folder(folder: str | None, measured: Iterable[str]) -> str | None:
     from gemini import nvme
 
     try:
-        here = Path(folder) if folder is not None else nvme.default_folder()
+        here = nvme.local_folder(folder) if folder is not None else nvme.default_folder()
         if str(here.resolve()) in measured:
             return str(here.resolve())
         disk = here.stat().st_dev

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -148,6 +149,14 @@ def save_checkpoint(
 
 def _save_pinned(save: Save, runs: RunState, keeper: ShardTarget) -> None:
     """Write runs in memory, and for state on disk the places of its version."""
+    hosts = set(save.ranks.gather(socket.gethostname()))
+    if len(hosts) > 1 and save.ranks.rank == 0:
+        log.warning(
+            "%s is pinned to files on the disks of %d hosts: it loads where all of these are, and "
+            "is lost with one of them; save without pinned=True, or with async_save=True, what is "
+            "to outlive a host",
+            save.target, len(hosts),
+        )  # fmt: skip
     with ExitStack() as stack:
 
         def stream(file: RankFile) -> None:

@@ -61,6 +61,7 @@ def examine(
         cxx_compiler=compiler(),
         shadowed=names.shadowed(),
         malloc_tuned="MALLOC_MMAP_THRESHOLD_" in os.environ,
+        restarts_cleanly=os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1",
         process=process.measured(),
         devices=tuple(_device(i, copy_bytes) for i in range(torch.cuda.device_count())),
         folders=tuple(_folder(f, probe_seconds) for f in folders or _default_folders()),

@@ -77,6 +77,7 @@ class Facts:
     cxx_compiler: str | None
     shadowed: dict[str, str]  # short names of ours, and where an import finds others
     malloc_tuned: bool  # MALLOC_MMAP_THRESHOLD_ is set
+    restarts_cleanly: bool  # TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set
     process: dict[str, int] | None  # as `gemini.doctor.process.measured` finds it
     devices: tuple[DeviceFacts, ...]
     folders: tuple[FolderFacts, ...]
@@ -249,6 +250,13 @@ def _memory(facts: Facts) -> Iterator[Finding]:
 def _devices(facts: Facts) -> Iterator[Finding]:
     if not facts.devices:
         yield Finding("note", "no CUDA device", "nothing: modules compute on the CPU")
+        if not facts.restarts_cleanly:
+            yield Finding(
+                "note",
+                "torchrun --max-restarts fails once more before ranks of gloo begin again",
+                "python -m gemini run --max-restarts, or "
+                "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun",
+            )
         bf16, fp32 = facts.cpu_flops["bf16"], facts.cpu_flops["fp32"]
         if bf16 < SLOW_BF16 * fp32:
             yield Finding(

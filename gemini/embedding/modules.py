@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gemini.arguments import passes_on
-from gemini.nvme.errors import NvmeError
+from gemini.nvme import NvmeError, local_folder
 from gemini.optim.state.memory import memory_of
 from gemini.runtime.comm.communicator import Communicator
 
@@ -100,7 +100,7 @@ class CachedRows(nn.Module):
         if nvme_dir is None:
             at_home = HostHome(owned, width, memory_of(torch.device(device or "cpu")))
         else:
-            path = Path(nvme_dir).expanduser().absolute()
+            path = local_folder(nvme_dir)
             path /= f"{name}-{comm.rank}-of-{comm.world_size}{SUFFIX}"
             what = f"{type(rule).__name__} of {num_embeddings} x {embedding_dim}"
             layout = RowLayout(owned, width, cache_rows, what)

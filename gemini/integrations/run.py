@@ -30,7 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks of each host",
     )
-    parser.add_argument("--nnodes", type=int, help="use the first so many hosts")
+    parser.add_argument(
+        "--nnodes",
+        metavar="N",
+        help="use the first so many hosts; 1:4: as many of 1 to 4 as are there, and those that are "
+        "left if one is lost",
+    )
+    parser.add_argument(
+        "--max_restarts",
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="begin all ranks again, up to N times, if one has died: a script loads its last "
+        "checkpoint, as train does",
+    )
     parser.add_argument("--host", help="hosts by name, with commas; reached by ssh")
     parser.add_argument("--hostfile", type=Path, help="a file with a host in every line")
     parser.add_argument("--include", help="of the hostfile, these alone")
@@ -51,6 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
+
+
+def num_hosts(text: str) -> tuple[int, int]:
+    """Least and most hosts, of `"4"` or `"1:4"`. Raises ValueError."""
+    least, _, most = text.partition(":")
+    numbers = [int(number) if number.isdecimal() else 0 for number in (least, most or least)]
+    if not 1 <= numbers[0] <= numbers[1]:
+        raise ValueError(f"--nnodes {text}; expected a number of hosts, or two such as 1:4")
+    return numbers[0], numbers[1]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -74,17 +97,19 @@ def run(options: argparse.Namespace) -> int:
 
     Raises ValueError for a wrong choice of hosts.
     """
+    options.nnodes = None if options.nnodes is None else num_hosts(options.nnodes)
     # SIGTERM raises in place of ending this process, so that `finally` ends those it started
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with tempfile.TemporaryDirectory(prefix="gemini-run-") as logs:
             hosts = [] if options.node_rank is not None else chosen_hosts(options)
             if not hosts:
-                nodes = 1 if options.node_rank is None else options.nnodes or 1
-                command = _torchrun(options, options.node_rank or 0, nodes, logs)
-                return _run([command], _with_colossalai(logs) if options.colossalai else {})
+                added = _environment(options, logs)
+                return _run([_torchrun(options, logs)], added, begins_again=_begins_again(options))
         options.master_addr = options.master_addr or hosts[0]
-        return _run([_over_ssh(options, h, node, len(hosts)) for node, h in enumerate(hosts)])
+        least = min(_least_hosts(options) or len(hosts), len(hosts))
+        options.nnodes = least, len(hosts)
+        return _run([_over_ssh(options, h, node) for node, h in enumerate(hosts)], least=least)
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
@@ -116,39 +141,69 @@ def chosen_hosts(options: argparse.Namespace) -> list[str]:
             hosts = [host for host in hosts if host not in named]
         if not hosts:
             raise ValueError(f"no host of {options.hostfile} is left; expected one at least")
-    if options.nnodes is not None and options.nnodes > max(1, len(hosts)):
+    if options.nnodes is None:
+        return hosts
+    least, most = options.nnodes
+    if _least_hosts(options) and not hosts and options.master_addr is not None:
+        return []  # this host joins others, on each of which somebody runs this command
+    if least > max(1, len(hosts)) or (least == most and most > max(1, len(hosts))):
         raise ValueError(
-            f"--nnodes {options.nnodes} with {max(1, len(hosts))} hosts; expected as many in "
-            "--host or --hostfile"
+            f"--nnodes {least if least == most else f'{least}:{most}'} with {max(1, len(hosts))} "
+            "hosts; expected as many in --host or --hostfile"
         )
-    return hosts[: options.nnodes]
+    return hosts[:most]
 
 
-def _with_colossalai(folder: str) -> dict[str, str]:
-    """Environment in which processes, and those that they spawn, import colossalai from here."""
-    from .colossalai import write_finder
+def _least_hosts(options: argparse.Namespace) -> int:
+    """Hosts with which a job goes on; 0 where it needs all of them."""
+    least, most = options.nnodes or (1, 1)
+    return least if least < most else 0
 
-    names = Path(folder, "names")
-    write_finder(names)
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(names), os.environ.get("PYTHONPATH"))))}
+
+def _begins_again(options: argparse.Namespace) -> bool:
+    """Whether ranks may begin again, after one has died or a host has come or gone."""
+    return options.max_restarts > 0 or _least_hosts(options) > 0
+
+
+def _environment(options: argparse.Namespace, folder: str) -> dict[str, str]:
+    """What torchrun gets beside this process's environment. folder: for files."""
+    added = {}
+    if _begins_again(options):
+        # a store that outlives ranks has the addresses of the dead ones, and gloo calls them
+        added["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if options.colossalai:  # processes, and those that they spawn, import it from here
+        from .colossalai import write_finder
+
+        names = Path(folder, "names")
+        write_finder(names)
+        paths = (str(names), os.environ.get("PYTHONPATH"))
+        added["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return added
 
 
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _torchrun(options: argparse.Namespace, node: int, nodes: int, logs: str) -> list[str]:
+def _torchrun(options: argparse.Namespace, logs: str) -> list[str]:
     command = [
         sys.executable, "-m", "gemini.integrations.torchrun",
         f"--nproc-per-node={options.nproc_per_node}", "--tee=3", f"--log-dir={logs}",
+        f"--max-restarts={options.max_restarts}",
     ]  # fmt: skip
-    if nodes == 1 and options.master_addr is None:
-        command += ["--standalone"] if options.master_port == 29500 else []
-    if nodes > 1 or options.master_addr is not None or options.master_port != 29500:
+    least, most = options.nnodes or (1, 1)
+    address = options.master_addr or "localhost"
+    if most == 1 and options.master_addr is None and options.master_port == 29500:
+        command += ["--standalone"]
+    elif _begins_again(options):  # which hosts do together in this kind of rendezvous alone
         command += [
-            f"--nnodes={nodes}", f"--node-rank={node}",
-            f"--master-addr={options.master_addr or 'localhost'}",
-            f"--master-port={options.master_port}",
+            f"--nnodes={least}:{most}", "--rdzv-backend=c10d", "--rdzv-id=gemini",
+            f"--rdzv-endpoint={address}:{options.master_port}",
+        ]  # fmt: skip
+    else:
+        command += [
+            f"--nnodes={most}", f"--node-rank={options.node_rank or 0}",
+            f"--master-addr={address}", f"--master-port={options.master_port}",
         ]  # fmt: skip
     return [
         *command,
@@ -160,11 +215,21 @@ def _torchrun(options: argparse.Namespace, node: int, nodes: int, logs: str) -> 
     ]
 
 
-def _run(commands: Sequence[Sequence[str]], added: Mapping[str, str] = MappingProxyType({})) -> int:
-    """Run commands at the same time; one that fails ends all. Returns its status, or 0.
+def _run(
+    commands: Sequence[Sequence[str]],
+    added: Mapping[str, str] = MappingProxyType({}),
+    *,
+    least: int | None = None,
+    begins_again: bool = False,
+) -> int:
+    """Run commands at the same time, as long as at least `least` of them (None: all) have not
+    failed. Returns the status of the first that failed then, or 0.
+
+    begins_again: a command runs its ranks again if one fails; but not if one was refused.
 
     The line of a refused or stopped rank is printed at the end.
     """
+    least = len(commands) if least is None else least
     stdin = None if len(commands) == 1 else subprocess.DEVNULL
     environment = {**os.environ, **added, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _LINE}
     with tempfile.TemporaryDirectory(prefix="gemini-run-") as folder:
@@ -177,8 +242,12 @@ def _run(commands: Sequence[Sequence[str]], added: Mapping[str, str] = MappingPr
             for command in commands
         ]  # fmt: skip
         try:
-            while not (failed := [p.returncode for p in processes if p.poll()]):
-                if all(process.returncode == 0 for process in processes):
+            while True:
+                statuses = [process.poll() for process in processes]
+                failed = [status for status in statuses if status]
+                if len(processes) - len(failed) < least or (begins_again and said.exists()):
+                    break
+                if None not in statuses:
                     return 0
                 time.sleep(POLL_SECONDS)
         except KeyboardInterrupt:  # which a terminal sends to this session alone
@@ -190,16 +259,18 @@ def _run(commands: Sequence[Sequence[str]], added: Mapping[str, str] = MappingPr
             for process in processes:
                 _end(process)
         if not said.exists():
-            return max(failed[0], 1)
+            return max(*failed[:1], 1)
         sys.stderr.write(said.read_text(encoding="utf-8"))
         return REFUSED
 
 
-def _over_ssh(options: argparse.Namespace, host: str, node: int, nodes: int) -> list[str]:
+def _over_ssh(options: argparse.Namespace, host: str, node: int) -> list[str]:
+    least, most = options.nnodes
     again = [
         sys.executable, "-m", "gemini", "run", f"--nproc_per_node={options.nproc_per_node}",
-        f"--nnodes={nodes}", f"--node_rank={node}", f"--master_addr={options.master_addr}",
-        f"--master_port={options.master_port}", *(["--colossalai"] if options.colossalai else []),
+        f"--nnodes={least}:{most}", f"--node_rank={node}", f"--master_addr={options.master_addr}",
+        f"--master_port={options.master_port}", f"--max_restarts={options.max_restarts}",
+        *(["--colossalai"] if options.colossalai else []),
         *(["-m"] if options.module else []),
         options.script, *options.arguments,
     ]  # fmt: skip

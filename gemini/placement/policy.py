@@ -74,7 +74,8 @@ class AutoPlacement:
         is left of the device and of RAM, and all of the disk. Host and NVMe are a node's, divided
         among its ranks; so is the device where ranks compute on the CPU: there both are RAM, and
         the lower budget holds.
-    nvme_dir: where files go; None is a temporary folder.
+    nvme_dir: where files go; None is a temporary folder. It may have another name on every host:
+        `$NAME`, `{node}`, `{rank}` and `{local_rank}` are replaced in each process.
     warmup_non_model_data_ratio: share of the device budget left to activations and temporaries
         when homes are chosen and no iteration was traced; less, where model data would not fit: it
         refuses nothing. What the first iteration leaves of it is filled after its step.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -84,7 +83,7 @@ def hardware(config: TrainConfig, comm: Communicator, device: torch.device) -> H
 def disk_of(given: str) -> tuple[int, str]:
     """Bytes of `--nvme` and its folder: a folder that is here has what is free, elsewhere a size
     is given. Raises ValueError."""
-    if Path(given).is_dir():
+    if "{" in given or nvme.local_folder(given).is_dir():
         return free_bytes(nvme.check_folder(given)), given
     try:
         return parse_bytes(given), "."

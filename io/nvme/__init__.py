@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gemini.nvme.files.file import check_folder as check_folder
     from gemini.nvme.files.file import create_direct as create_direct
     from gemini.nvme.files.file import default_folder as default_folder
+    from gemini.nvme.files.file import local_folder as local_folder
     from gemini.nvme.files.file import open_direct as open_direct
     from gemini.nvme.files.orphan_files import Left as Left
     from gemini.nvme.files.orphan_files import is_gone as is_gone
@@ -108,6 +109,7 @@ _HOME = {
     "default_folder": "files.file",
     "is_gone": "files.orphan_files",
     "left_in": "files.orphan_files",
+    "local_folder": "files.file",
     "make_engine": "probing",
     "measure_disks": "probing",
     "open_direct": "files.file",

@@ -96,3 +96,30 @@ def test_a_parameter_file_that_fails_at_its_last_write_fails_the_step_on_every_r
         for got, want in zip(failed[rank][0], clean[rank][0], strict=True):
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert list(tmp_path.iterdir()) == []
+
+
+def on_own_disk(rank, folders, budget):
+    """Weights after three steps with state and parameters in the folder of this rank."""
+    placement = AutoPlacement(budget, nvme_dir=folders[rank])
+    model, optimizer = wrapped(placement)
+    for parts in token_batches(3, 2):
+        token_loss(model, parts[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    files = {str(path.parent) for store in optimizer.stores for path in store.paths}
+    weights = model.state_dict()
+    optimizer.close()
+    return files, [weights[name].clone() for name in sorted(weights)]
+
+
+def test_each_host_has_a_disk_of_its_own_name(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    folders = [str(tmp_path / "one"), str(tmp_path / "two")]
+    found = run_ranks(on_own_disk, 2, folders, "320KiB")
+    assert [files for files, _ in found] == [{folders[0]}, {folders[1]}]
+    same = run_ranks(on_own_disk, 2, [None, None], "1GiB")
+    for (_, got), (_, want) in zip(found, same, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    with pytest.raises(AssertionError, match="must be the same everywhere"):
+        run_ranks(on_own_disk, 2, [folders[0], None], "320KiB")

@@ -4,6 +4,7 @@ import errno
 import faulthandler
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 
@@ -197,6 +198,26 @@ def test_bad_folders_are_refused_with_what_to_do(tmp_path):
     for folder, said in (("missing", "does not exist"), ("file", "is a file")):
         with pytest.raises(nvme.FolderError, match=said):
             nvme.check_folder(tmp_path / folder)
+
+
+def test_a_folder_has_another_name_on_every_host_and_rank(tmp_path, monkeypatch):
+    host, given = socket.gethostname(), "$SCRATCH_OF_TEST/{node}-{rank}-{local_rank}"
+    with pytest.raises(nvme.FolderError, match=r"names \$SCRATCH_OF_TEST, which this process does"):
+        nvme.check_folder(given)
+    monkeypatch.setenv("SCRATCH_OF_TEST", str(tmp_path))
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    assert nvme.check_folder(given) == tmp_path / f"{host}-0-0"
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    assert nvme.local_folder(given) == tmp_path / f"{host}-5-0"
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert nvme.local_folder(given) == tmp_path / f"{host}-3-1"
+    assert [path.name for path in tmp_path.iterdir()] == [f"{host}-0-0"]
+    with pytest.raises(nvme.FolderError, match="does not exist"):  # a disk that is not mounted
+        nvme.check_folder(tmp_path / "missing" / "{rank}")
+    with pytest.raises(nvme.FolderError, match=r"has \{host\}; expected \{node\}, \{rank\} or"):
+        nvme.local_folder(tmp_path / "{host}")
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm")

@@ -14,7 +14,7 @@ GOOD = Facts(
     ram_copy_bytes_per_s=30e9, cpu_flops={"bf16": 4e11, "fp32": 2e11}, memlock_bytes=None,
     huge_pages="madvise",
     temporary_file_system="ext4", c_compiler="/usr/bin/gcc", cxx_compiler="/usr/bin/g++",
-    shadowed={}, malloc_tuned=True,
+    shadowed={}, malloc_tuned=True, restarts_cleanly=True,
     process={"floor": 400 << 20, "product": 9 << 16, "parameter": 10 << 10, "thread": 6 << 20},
     devices=(GPU,), folders=(DISK,),
 )  # fmt: skip

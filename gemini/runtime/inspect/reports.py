@@ -322,11 +322,11 @@ def _start_of(
 
 def _folders_of(given: str | None, config: StateConfig) -> str:
     """Folders of files with what is free in them; the default one by its path, too."""
-    from gemini.nvme import default_folder
+    from gemini.nvme import default_folder, local_folder
     from gemini.nvme.files.file import free_bytes
 
     folders = config.nvme.folders or (given or str(default_folder()),)
-    free = min(free_bytes(Path(folder).expanduser()) for folder in folders)
+    free = min(free_bytes(local_folder(folder)) for folder in folders)
     return f"{', '.join(folders)}, where {format_bytes(free)} are free"
 
 

@@ -7,8 +7,10 @@ import errno
 import logging
 import mmap
 import os
+import re
 import secrets
 import shlex
+import socket
 import stat
 import tempfile
 from collections.abc import Sequence
@@ -47,6 +49,13 @@ NETWORK_FILESYSTEMS = frozenset(
         "beegfs",
     }
 )
+
+_FIELD = re.compile(r"\{(?P<name>[^{}/]*)\}")
+_VARIABLE = re.compile(r"\$\{?(?P<name>\w+)\}?")
+_NUMBERS = {  # a field -> variables of a launcher
+    "rank": ("RANK", "SLURM_PROCID"),
+    "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
+}
 
 
 @dataclass(slots=True)
@@ -166,9 +175,43 @@ def file_system(folder: Path) -> str:
     return "unknown"
 
 
+def local_folder(folder: str | os.PathLike[str]) -> Path:
+    """Absolute path of a folder whose name may differ by host and rank, as it is in this process.
+
+    folder: `~`, `$NAME` of an environment variable, and `{node}` (the host's name), `{rank}` and
+        `{local_rank}` (as torchrun or SLURM number this process; 0 without either) are replaced.
+
+    Raises FolderError for a variable that is not set, and for another word in braces.
+    """
+    text = _FIELD.sub(_value_of, os.path.expandvars(os.fspath(folder)))
+    unset = _VARIABLE.search(text)
+    if unset is not None:
+        raise FolderError(
+            f"nvme folder {folder} names ${unset['name']}, which this process does not have; set "
+            "it on every host, or name a folder without it"
+        )
+    return Path(text).expanduser().absolute()
+
+
+def _value_of(field: re.Match[str]) -> str:
+    name = field["name"]
+    if name == "node":
+        return socket.gethostname()
+    if name not in _NUMBERS:
+        raise FolderError(
+            f"nvme folder {field.string} has {{{name}}}; expected {{node}}, {{rank}} or "
+            "{local_rank} in braces"
+        )
+    return next((os.environ[key] for key in _NUMBERS[name] if key in os.environ), "0")
+
+
 def check_folder(folder: str | os.PathLike[str], *, allow_ram: bool = False) -> Path:
-    """Folder as an absolute path. Raises FolderError with what is wrong and what to do."""
-    path = Path(folder).expanduser().absolute()
+    """Folder as an absolute path; see `local_folder`. One with `{rank}` and its like is made, in a
+    folder that is there. Raises FolderError with what is wrong and what to do."""
+    path = local_folder(folder)
+    if _FIELD.search(os.fspath(folder)) and path.parent.is_dir():
+        with contextlib.suppress(OSError):  # said below
+            path.mkdir(exist_ok=True)
     try:
         mode = path.stat().st_mode
     except OSError as error:

@@ -5,6 +5,7 @@ import hashlib
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -399,6 +400,15 @@ def pin_over_ranks(rank, folder, form):
 
 def load_over_ranks(rank, folder, form):
     return loaded(f"{folder}/a", **form)
+
+
+def test_one_on_disks_of_several_hosts_says_so(tmp_path, monkeypatch, caplog):
+    names = iter(["one", "two"])
+    host = SimpleNamespace(gethostname=lambda: next(names))
+    monkeypatch.setattr("gemini.checkpoint.save.socket", host)
+    run_ranks(pin_over_ranks, 2, str(tmp_path), FORMS[0])
+    said = [record.getMessage() for record in caplog.records if "is pinned to" in record.msg]
+    assert said == [said[0]] and "on the disks of 2 hosts" in said[0]
 
 
 @pytest.mark.ci

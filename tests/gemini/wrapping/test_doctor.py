@@ -42,6 +42,7 @@ def test_a_good_machine_has_no_findings():
         ({"ram_copy_bytes_per_s": 2e9}, "slow", "RAM copies at 2.00 GB/s"),
         ({"huge_pages": "never"}, "slow", "huge pages are off"),
         ({"malloc_tuned": False, "devices": ()}, "note", "8 to 14 %"),
+        ({"restarts_cleanly": False, "devices": ()}, "note", "torchrun --max-restarts fails once"),
         ({"shadowed": {"optim": "/user/optim.py"}}, "note", "import optim finds /user/optim.py"),
         ({"temporary_file_system": "tmpfs"}, "note", "which is RAM"),
         ({"devices": ()}, "note", "no CUDA device"),

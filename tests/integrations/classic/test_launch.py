@@ -17,7 +17,7 @@ from gemini.integrations import HybridParallelPlugin
 from gemini.integrations import launch as doors
 from gemini.integrations.config import AMP_TYPE, global_context, plugin_of, read_config
 from gemini.integrations.recorded import InOrder
-from gemini.integrations.run import chosen_hosts
+from gemini.integrations.run import chosen_hosts, num_hosts
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -197,7 +197,8 @@ def test_ranks_join_by_their_starter_and_one_goes_first(starter, tmp_path):
 def hosts(**given):
     from argparse import Namespace
 
-    usual = {"host": None, "hostfile": None, "include": None, "exclude": None, "nnodes": None}
+    usual = {"host": None, "hostfile": None, "include": None, "exclude": None, "nnodes": None,
+             "master_addr": None}  # fmt: skip
     return chosen_hosts(Namespace(**{**usual, **given}))
 
 
@@ -207,16 +208,24 @@ def test_hosts_are_chosen_by_name(tmp_path):
     assert hosts() == []
     assert hosts(host="x, y") == ["x", "y"]
     assert hosts(hostfile=file) == ["a", "b", "c"]
-    assert hosts(hostfile=file, nnodes=2) == ["a", "b"]
+    assert hosts(hostfile=file, nnodes=(2, 2)) == ["a", "b"]
+    assert hosts(hostfile=file, nnodes=(1, 2)) == ["a", "b"]
+    assert hosts(hostfile=file, nnodes=(2, 9)) == ["a", "b", "c"]
+    assert hosts(nnodes=(1, 2), master_addr="a") == []
     assert hosts(hostfile=file, include="c,a") == ["a", "c"]
     assert hosts(hostfile=file, exclude="a") == ["b", "c"]
     for wrong in (
         {"include": "a"}, {"hostfile": file, "include": "z"}, {"host": "a", "hostfile": file},
-        {"host": "a", "nnodes": 2}, {"hostfile": file, "exclude": "a,b,c"},
+        {"host": "a", "nnodes": (2, 2)}, {"host": "a", "nnodes": (2, 3)}, {"nnodes": (2, 2)},
+        {"nnodes": (2, 3)}, {"hostfile": file, "exclude": "a,b,c"},
         {"hostfile": file, "include": "a", "exclude": "b"}, {"hostfile": file, "exclude": "z"},
     ):  # fmt: skip
         with pytest.raises(ValueError, match="expected"):
             hosts(**wrong)
+    assert (num_hosts("3"), num_hosts("1:4")) == ((3, 3), (1, 4))
+    for text in ("0", "4:1", "many", "1:x", ""):
+        with pytest.raises(ValueError, match="expected a number of hosts, or two such as 1:4"):
+            num_hosts(text)
 
 
 def gemini_run(tmp_path, *arguments, path=""):
