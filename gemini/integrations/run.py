@@ -146,7 +146,7 @@ def chosen_hosts(options: argparse.Namespace) -> list[str]:
     least, most = options.nnodes
     if _least_hosts(options) and not hosts and options.master_addr is not None:
         return []  # this host joins others, on each of which somebody runs this command
-    if least > max(1, len(hosts)) or (least == most and most > max(1, len(hosts))):
+    if least > max(1, len(hosts)):
         raise ValueError(
             f"--nnodes {least if least == most else f'{least}:{most}'} with {max(1, len(hosts))} "
             "hosts; expected as many in --host or --hostfile"
