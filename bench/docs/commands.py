@@ -21,6 +21,8 @@ from gemini.train.config import TrainConfig
 VARIABLES = {
     "RANK, WORLD_SIZE, LOCAL_RANK": "this process among all and on its machine, set by torchrun",
     "LOCAL_WORLD_SIZE": "ranks of this machine, set by torchrun: they share its cores and its RAM",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1: torchrun begins again at once under gloo; "
+    "`run --max-restarts` sets it",
     "SLURM_PROCID, SLURM_NPROCS, SLURM_LOCALID": "ranks for `launch_from_slurm`, set by srun",
     "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK": (
         "ranks for `launch_from_openmpi`, set by mpirun"

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from torch.distributed import run
+from torch.distributed.elastic.agent.server import api as agent
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -28,7 +29,8 @@ def main() -> int:
     def is_news(_: logging.LogRecord) -> bool:
         return not _explained()
 
-    api.logger.addFilter(is_news)
+    for logger in (api.logger, agent.logger):
+        logger.addFilter(is_news)
     try:
         run.main()
     except api.SignalException as signalled:

@@ -1,14 +1,16 @@
 """Training that begins again from its last checkpoint: a script for torchrun and `gemini run`.
 
-python restarted.py OUT STEPS [KILLED_RANK AT_STEP]: writes OUT/pid-RANK, OUT/said (a line for each
-attempt of rank 0) and, at the end, OUT/digest. The named rank kills itself after the checkpoint of
-that step, in the first attempt alone.
+python restarted.py OUT STEPS: writes OUT/pid-RANK, OUT/said (a line for each attempt of rank 0) and,
+at the end, OUT/digest. DIES, "rank 1 3" or "host 3", kills rank 1, or this host with all its ranks,
+behind the checkpoint of step 3 of the first attempt.
 """
+
+from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -16,12 +18,45 @@ import torch.distributed as dist
 
 from gemini import GeminiDDP, HybridAdam, load_checkpoint, save_checkpoint
 
+ROOT = Path(__file__).resolve().parents[3]
 BATCH = 12  # sequences of all ranks, which 1 to 4 ranks divide
+STARTERS = {
+    "gemini run": ["gemini", "run"],
+    "torchrun": ["torch.distributed.run", "--standalone"],
+}
+
+
+def started(
+    out: Path, starter: str, *flags: str, steps: int = 6, dies: str = "rank -1 -1"
+) -> subprocess.Popen[str]:
+    """A process of its own session that runs `main` on ranks."""
+    out.mkdir(exist_ok=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")]), "DIES": dies,
+        # so long others may still join before those that are left go on; torch's own is 30 s
+        "PET_RDZV_CONF": "last_call_timeout=2",
+    }  # fmt: skip
+    if starter == "torchrun":
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return subprocess.Popen(
+        [sys.executable, "-m", *STARTERS[starter], *flags, __file__, str(out), str(steps)],
+        env=environment, cwd=out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        encoding="utf-8", start_new_session=True,
+    )  # fmt: skip
+
+
+def ended_well(process: subprocess.Popen[str]) -> None:
+    printed, _ = process.communicate()
+    assert process.returncode == 0, printed
+
+
+def read(out: Path, name: str) -> str:
+    return (out / name).read_text(encoding="utf-8")
 
 
 def main() -> None:
     out, steps = Path(sys.argv[1]), int(sys.argv[2])
-    dies, at = (int(word) for word in sys.argv[3:5] or ("-1", "-1"))
+    who, *numbers = os.environ["DIES"].split()
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     (out / f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
@@ -45,10 +80,11 @@ def main() -> None:
         optimizer.zero_grad()
         step += 1
         save_checkpoint(checkpoint, model, optimizer, extra={"step": step})
-        time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
-        first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-        if (rank, step) == (dies, at) and first:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and step == int(numbers[-1]):
+            if who == "host":
+                os.kill(os.getppid(), signal.SIGKILL)  # torchrun of this host
+            if who == "host" or rank == int(numbers[0]):
+                os.kill(os.getpid(), signal.SIGKILL)
     digest = model.digest()
     if rank == 0:
         (out / "digest").write_text(digest, encoding="utf-8")
