@@ -1,7 +1,7 @@
 """Training that begins again from its last checkpoint: a script for torchrun and `gemini run`.
 
-python restarted.py OUT STEPS: writes OUT/pid-RANK, OUT/said (a line for each attempt of rank 0) and,
-at the end, OUT/digest. DIES, "rank 1 3" or "host 3", kills rank 1, or this host with all its ranks,
+python restarted.py OUT STEPS: writes OUT/pid-RANK, OUT/said (a line of rank 0 for each attempt) and
+OUT/digest. DIES, "rank 1 3" or "host 3", kills rank 1, or this host with all its ranks,
 behind the checkpoint of step 3 of the first attempt.
 """
 
