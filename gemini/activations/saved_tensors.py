@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gemini.nvme import WriteMeter
 from gemini.placement.saved import Spilling
 
 from .lower import LowerTier
@@ -98,6 +99,11 @@ class SavedTensors:
             self._reap()
             return self._resident_bytes
 
+    def holds(self, storage: UntypedStorage) -> bool:
+        """Whether a storage has a record."""
+        known = self._known.get(storage._cdata)
+        return known is not None and known[0]() is storage and known[1]() is not None
+
     @property
     def staging_bytes(self) -> int:
         """Bytes of host memory through which they pass."""
@@ -119,9 +125,21 @@ class SavedTensors:
         moved = zip(self._lower.moved(), self._moved_before, strict=True)
         return SavedTraffic(*(now - before for now, before in moved))
 
+    def serve(self, meter: WriteMeter) -> None:
+        """Count what files are written in the meter of an optimizer's budget."""
+        self._lower.serve(meter)
+
     def keep_at_most(self, nbytes: int | None) -> None:
         """Let at most `nbytes` stay in the device's memory; None: all."""
         self._keep, self._is_told = nbytes, True
+        if nbytes is None:
+            self.free_staging()
+
+    def free_staging(self) -> None:
+        """Free the host memory through which bytes leave until some do: where nothing leaves, no
+        plan counts it."""
+        with self._lock:
+            self._lower.free_staging()
 
     def keep_what_fits(self) -> None:
         """Let as many bytes stay as there is room for now."""
@@ -172,6 +190,8 @@ class SavedTensors:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return False
         if tensor.device != self._device or tensor.is_conj() or tensor.is_neg():
+            return False
+        if tensor._is_zerotensor():  # a tangent of forward-mode AD, without memory
             return False
         if tensor.is_leaf and tensor.requires_grad:  # its owner has it
             return False

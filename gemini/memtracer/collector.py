@@ -33,7 +33,6 @@ from gemini.units import Bytes, ParamId
 from .module_calls import Caller, ModuleCalls, callers_of, has_experts, in_backward, repeated_blocks
 from .monitor import Monitor, SavedBytes, SavedCounter, StorageTracker
 from .trace import (
-    LEAST_SAVED_BYTES,
     Departure,
     Edge,
     Kind,
@@ -312,23 +311,22 @@ def _noting_layers(
     module: nn.Module, collector: MemStatsCollector, saved: SavedBytes
 ) -> Iterator[None]:
     """Context in which a collector is told what every repeated block saves."""
-    before: dict[str, tuple[int, int]] = {}
+    from .blocks import BegunCall, BlockMeter
 
-    def begins(name: str, block: nn.Module, args: Any) -> None:
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors_in(args)}
-        sizes = (storage.nbytes() for storage in storages.values())
-        given = sum(nbytes for nbytes in sizes if nbytes >= LEAST_SAVED_BYTES)
-        before[name] = saved.live_bytes, given
+    meter = BlockMeter(saved)
+    begun: dict[str, BegunCall] = {}
+
+    def begins(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if not in_backward():
+            begun[name] = meter.begin((args, kwargs))
 
     def ends(name: str, block: nn.Module, args: Any, outputs: Any) -> None:
         if not in_backward():
-            live, given = before[name]
-            grown = max(0, saved.live_bytes - live)
-            collector.add_layer(Layer(name, Bytes(grown), Bytes(given)))
+            collector.add_layer(meter.end(name, begun.pop(name), outputs))
 
     handles = []
     for name, block in repeated_blocks(module):
-        handles.append(block.register_forward_pre_hook(partial(begins, name)))
+        handles.append(block.register_forward_pre_hook(partial(begins, name), with_kwargs=True))
         handles.append(block.register_forward_hook(partial(ends, name)))
     try:
         yield

@@ -68,7 +68,14 @@ class Activations:
 
 
 def activations_of(
-    model: nn.Module, specs: Sequence[ParamSpec], seq: int, batch: int = 1, *, by_trl: bool = False
+    model: nn.Module,
+    specs: Sequence[ParamSpec],
+    seq: int,
+    batch: int = 1,
+    *,
+    by_trl: bool = False,
+    chunked: bool = False,
+    only: bool = False,
 ) -> Activations:
     """Trace a transformers model on the meta device. Raises ValueError for one without a config.
 
@@ -76,6 +83,8 @@ def activations_of(
     batch: one more that is traced.
     by_trl: with the loss that trl's `SFTTrainer` computes, which never has all logits; of a model
         that scores, with one number of each sequence.
+    chunked: with the loss of `chunk_loss`, which has the logits of a few tokens at a time.
+    only: no batch but `batch` is asked about.
     """
     if not hasattr(model, "config"):
         raise ValueError(
@@ -88,8 +97,13 @@ def activations_of(
         traced, num_layers = _shallow(model, depth), depth
     if by_trl and not scores(traced):
         _fuse_head(traced)
+    if chunked:
+        from gemini.integrations.parallel.head_loss import chunk_loss
+
+        whole: Any = traced  # adapters are around it
+        chunk_loss(whole.get_base_model() if hasattr(whole, "get_base_model") else whole)
     traces = {}
-    for size in sorted({1, 2, 3, batch}):
+    for size in [batch] if only else sorted({1, 2, 3, batch}):
         one = trace(traced, example_inputs(traced, size, seq, by_trl=by_trl))
         traces[size] = _deepened(one, traced, specs, num_layers) if num_layers else one
     return Activations(traces)
