@@ -120,6 +120,12 @@ class SavedTensors:
         return max(self._largest_bytes)
 
     @property
+    def may_stay_bytes(self) -> float:
+        """Bytes that may stay in the device's memory now; infinite where all may."""
+        keep = self._keep if self._is_told else self._room()
+        return float("inf") if keep is None else max(keep, 0)
+
+    @property
     def traffic(self) -> SavedTraffic:
         """Bytes that moved since the last forward began."""
         moved = zip(self._lower.moved(), self._moved_before, strict=True)
@@ -167,7 +173,7 @@ class SavedTensors:
             yield
         with self._lock:
             self._changed(False)
-            self._shrink(self._limit(), in_flight=0)
+            self._shrink(self.may_stay_bytes, in_flight=0)
             self._changed(True)
 
     def _begin(self, buffers: Iterable[Tensor]) -> None:
@@ -180,10 +186,6 @@ class SavedTensors:
             alive = self._alive.items()  # in their order, which a heap has too
             self._here = [number for number, record in alive if record.storage is not None]
             self._done = deque(known for known in self._done if known() is not None)
-
-    def _limit(self) -> float:
-        keep = self._keep if self._is_told else self._room()
-        return float("inf") if keep is None else max(keep, 0)
 
     def _takes(self, tensor: Tensor) -> bool:
         """Whether a tensor may leave: it is plain, large, and nobody else's."""
@@ -208,7 +210,7 @@ class SavedTensors:
             self._reap()
             handle = Handle(self._record_of(tensor, guard), tensor, guard)
             self._changed(False)
-            self._shrink(self._limit(), in_flight=self._lower.in_flight_bytes)
+            self._shrink(self.may_stay_bytes, in_flight=self._lower.in_flight_bytes)
             self._changed(True)
         return handle
 
@@ -392,7 +394,7 @@ class SavedTensors:
 
     def _begin_to_come(self, record: SavedStorage) -> None:
         assert record.copy is not None
-        room = max(self._limit(), self._ahead_bytes) - record.nbytes
+        room = max(self.may_stay_bytes, self._ahead_bytes) - record.nbytes
         self._shrink(max(room, 0), in_flight=0, spared=record)
         record.arrival = self._lower.load(record.copy)
         self._resident_bytes += record.nbytes
@@ -406,7 +408,7 @@ class SavedTensors:
 
     def _look_ahead(self, number: int) -> None:
         """Begin to read what was saved before, the last first, as far as there is room."""
-        limit = max(self._limit(), self._ahead_bytes)
+        limit = max(self.may_stay_bytes, self._ahead_bytes)
         place = bisect.bisect_left(self._away, number)
         while place:
             place -= 1

@@ -115,12 +115,12 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
     machine, asked = plan.asked.machine, plan.asked
     ranks = f"{machine.world_size} ranks of " if machine.world_size > 1 else ""
     yield f"{name} {'fits' if plan.fits else f'does not fit: {plan.why}'}"
+    if plan.longest is not None:
+        yield f"the longest --seq that fits: {plan.longest}"
     if plan.fits:
         yield f"largest batch of a rank: {plan.largest_batch}"
     else:
         yield f"cheapest change: {plan.change_in_words} ({plan.change}); with it:"
-    if plan.longest is not None:
-        yield f"the longest --seq that fits: {plan.longest}"
     places = []
     for tier in Tier:
         kinds = [kind for kind, tiers in plan.homes.items() if tiers.get(tier.value)]
@@ -199,9 +199,8 @@ def train_arguments(plan: Answer, optim: str) -> str:
         f"--accumulate {asked.accumulate}", f"--optim {optim}",
         f"--update {plan.best_update}",
         "--checkpointing" if asked.checkpointing else "--no-checkpointing",
+        f"--activations {asked.activations_go}",
     ]  # fmt: skip
-    if asked.spills:
-        given.append(f"--activations {asked.activations_go}")
     return " ".join(given)
 
 

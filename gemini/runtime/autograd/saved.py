@@ -14,7 +14,7 @@ from gemini.activations.host import HostTier
 from gemini.activations.lower import FileTier, LowerTier, NoTier
 from gemini.activations.saved_tensors import SavedTensors
 from gemini.chunk.parameter import handle_of
-from gemini.nvme import DiskFullError, WriteBudgetError
+from gemini.nvme import NvmeError
 from gemini.placement.policy import recomputes, spills
 from gemini.placement.predict import KINDS
 from gemini.placement.saved import NUM_PIECES, Spilling
@@ -77,7 +77,7 @@ class SavedCalls:
         try:
             with self._tracking(module), self.saved.saving([*module.buffers(), *self._ignored]):
                 yield
-        except (DiskFullError, WriteBudgetError) as error:  # it may be this rank's alone
+        except NvmeError as error:  # it may be this rank's alone
             self._parts.comm.say_failed(error)
             raise
 
