@@ -1,15 +1,17 @@
 """The longest sequence of GPT-2 small under a limit of memory: of torch alone, and with the tier.
 
-    python -m bench.longest --limit 1500 --json PATH
-    python -m bench.longest --model tiny --limit 24
+    python -m bench.longest --json PATH
+    python -m bench.longest --limit 1200 --times 1000     the longest itself, beside the predicted
+    python -m bench.longest --model tiny --limit 48 --within 0.2
 
-limit: MiB that forward and backward may add to a process (`added_peak_mib` of `bench.activations`),
-with all gradients and without parameters. Of both rows the longest sequence is searched by runs,
-each in a process of its own, until one that passes the limit is at most `--within` longer:
+limit: MiB of a process, with parameters and all gradients and without libraries, in forward and
+backward (`whole_peak_mib` of `bench.activations`). Of both rows the longest sequence is searched by
+runs, each in a process of its own, until one that passes the limit is at most `--within` longer:
 
 plain            torch alone
 spill, chunked   activations go to a disk, and logits exist 512 tokens at a time
 
+The second search ends at `--times` times plain's longest: a step grows with the square of a length.
 Of the second the plan says a length before (`predicted`): the longest with which it finds homes on
 a machine of that memory. At the longest length the gradients of a chunked loss are compared with
 those of the same whose activations stay, for which the machine needs the memory.
@@ -39,7 +41,7 @@ from gemini.plan.question import Question
 from gemini.units import GIB, MIB
 
 TIERED = "spill, chunked"
-STEP = 16  # tokens
+STEP, MOST_TOKENS = 16, 1 << 16
 PROCESS_MIB = 16  # of the limit: libraries and the allocator grow too
 
 
@@ -49,16 +51,17 @@ def parameters_mib(job: Job) -> int:
     return -(-sum(p.numel() * p.element_size() for p in model.parameters()) // MIB)
 
 
-def room_mib(job: Job, limit_mib: int) -> int:
-    """Room beside parameters and gradients."""
-    return limit_mib - parameters_mib(job) - PROCESS_MIB
+def budgeted(job: Job, limit_mib: int) -> Job:
+    """The job, in a budget within the limit."""
+    room = limit_mib - PROCESS_MIB - 2 * parameters_mib(job)
+    return replace(job, room_mib=room, is_traced=job.row == TIERED)
 
 
 def asked(job: Job, limit_mib: int) -> Question:
-    """Question of a plan on a machine that has the limit beside the parameters."""
+    """Question of a plan on a machine that has the limit, and a disk."""
     with torch.device("meta"):
         model = built(job)
-    budget = (2 * parameters_mib(job) + room_mib(job, limit_mib)) * MIB
+    budget = (limit_mib - PROCESS_MIB) * MIB
     machine = machine_of(
         {"device_mem": budget, "host_mem": budget, "nvme": 1024 * GIB}, device="cpu"
     )
@@ -78,13 +81,14 @@ def predicted_to_fit(job: Job, limit_mib: int) -> bool:
         except BudgetError:
             return False
         return True
-    return question.trace.peak_non_model_bytes / MIB + parameters_mib(job) <= limit_mib
+    whole = question.trace.peak_non_model_bytes / MIB + 2 * parameters_mib(job)
+    return bool(whole <= limit_mib - PROCESS_MIB)
 
 
-def predicted(job: Job, limit_mib: int, most: int) -> int:
+def predicted(job: Job, limit_mib: int) -> int:
     """Longest sequence that is told to fit, in steps of 16 tokens; 0 where none is."""
     low, high = 0, 1
-    while high * STEP <= most and predicted_to_fit(replace(job, seq=high * STEP), limit_mib):
+    while high * STEP <= MOST_TOKENS and predicted_to_fit(replace(job, seq=high * STEP), limit_mib):
         low, high = high, 2 * high
     while high - low > max(1, low // 64):
         middle = (low + high) // 2
@@ -95,22 +99,26 @@ def predicted(job: Job, limit_mib: int, most: int) -> int:
     return low * STEP
 
 
-def measured(job: Job, limit_mib: int, start: int, within: float) -> tuple[int, list[Any]]:
-    """Longest sequence that runs within the limit, and all runs: from `start` on, up by what is
-    left of the limit or down by a tenth, then by halves. 0 where none does."""
+def measured(
+    job: Job, limit_mib: int, start: int, within: float, most: int
+) -> tuple[int, list[Any]]:
+    """Longest sequence up to `most` that runs within the limit, and all runs: from `start` on, up
+    by what is left of the limit or down by a tenth, then by halves. 0 where none does."""
     runs: list[Any] = []
-    low, high, seq = 0, 0, max(STEP, start)
+    low, high, seq = 0, 0, min(max(STEP, start), most)
     while True:
-        row = {"seq": seq, **run(replace(job, seq=seq))}
+        row = {"seq": seq, **run(budgeted(replace(job, seq=seq), limit_mib))}
         runs.append(row)
-        print(f"{job.row}: {seq} tokens, {row['added_peak_mib']:.0f} MiB", file=sys.stderr)
-        if row["added_peak_mib"] <= limit_mib:
+        print(f"{job.row}: {seq} tokens, {row['whole_peak_mib']:.0f} MiB", file=sys.stderr)
+        if row["whole_peak_mib"] <= limit_mib:
             low = seq
         else:
             high = seq
+        if low == most:
+            return low, runs
         if not high:
-            far = limit_mib / row["added_peak_mib"]
-            seq = _steps(min(2, max(1.05, far)) * low) + STEP
+            far = limit_mib / row["whole_peak_mib"]
+            seq = min(_steps(min(2, max(1.05, far)) * low) + STEP, most)
         elif not low:
             seq = _steps(high / 1.1)
             if seq < STEP:
@@ -129,21 +137,20 @@ def _steps(seq: float) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--model", choices=list(SHAPES), default="gpt2")
-    parser.add_argument("--limit", type=int, default=1500, help="MiB")
+    parser.add_argument("--limit", type=int, default=2000, help="MiB")
     parser.add_argument("--within", type=float, default=0.03, help="part of a length")
-    parser.add_argument("--most", type=int, default=1 << 16, help="tokens that are asked about")
+    parser.add_argument("--times", type=int, default=5, help="plain's longest, at most")
     parser.add_argument("--nvme-dir", default=None)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(dir=args.nvme_dir or default_folder()) as folder:
+        most = MOST_TOKENS
         for name in ("plain", TIERED):
             job = Job(name, args.model, STEP, False, 0, folder)
-            job = replace(job, room_mib=room_mib(job, args.limit))
-            if job.room_mib <= 0:
-                parser.error(f"--limit {args.limit}; expected more than the gradients have")
-            told = predicted(job, args.limit, args.most)
-            found, runs = measured(job, args.limit, told, args.within)
+            told = predicted(job, args.limit)
+            found, runs = measured(job, args.limit, told, args.within, most)
+            most = min(most, args.times * max(STEP, found))
             rows.append({"row": name, "predicted": told, "longest": found, "runs": runs})
         plain, tiered = rows
         if not plain["longest"] or not tiered["longest"]:
