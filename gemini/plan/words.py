@@ -198,8 +198,8 @@ def train_arguments(plan: Answer, optim: str) -> str:
         f"--seq {asked.seq}", f"--batch {machine.world_size * asked.batch}",
         f"--accumulate {asked.accumulate}", f"--optim {optim}",
         f"--update {plan.best_update}",
-        "--checkpointing" if asked.checkpointing else "--no-checkpointing",
         f"--activations {asked.activations_go}",
+        "--checkpointing" if asked.checkpointing else "--no-checkpointing",
     ]  # fmt: skip
     return " ".join(given)
 
