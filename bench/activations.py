@@ -54,7 +54,7 @@ from torch import Tensor, nn
 
 from bench.predict import EXACT_MALLOC
 from bench.support.machine import MALLOC_ENVIRONMENT, write_result
-from gemini import AutoPlacement, GeminiDDP, trace
+from gemini import AutoPlacement, GeminiDDP
 from gemini.activations.saved_tensors import SavedTensors
 from gemini.integrations import chunk_loss
 from gemini.memtracer.monitor import peak_rss_bytes, process_peak_rss_bytes, reset_peak_rss
@@ -95,7 +95,6 @@ class Job:
     dropout: bool
     room_mib: int
     folder: str
-    is_traced: bool = False  # before it is wrapped, so that its first plan knows this length
 
     @property
     def kind(self) -> str:
@@ -128,11 +127,7 @@ def wrapped(job: Job, model: nn.Module) -> GeminiDDP:
             nvme_dir=None if job.kind == "recompute" else job.folder,
             activations=BUDGETED[job.kind],
         )
-    told = None
-    if job.is_traced:
-        ids = torch.zeros(1, job.seq, dtype=torch.int64)
-        told = trace(model, {"input_ids": ids, "labels": ids}, precision="fp32")
-    return GeminiDDP(model, "cpu", policy, precision="fp32", trace=told)
+    return GeminiDDP(model, "cpu", policy, precision="fp32")
 
 
 def measured(job: Job) -> dict[str, Any]:

@@ -53,8 +53,7 @@ def parameters_mib(job: Job) -> int:
 
 def budgeted(job: Job, limit_mib: int) -> Job:
     """The job, in a budget within the limit."""
-    room = limit_mib - PROCESS_MIB - 2 * parameters_mib(job)
-    return replace(job, room_mib=room, is_traced=job.row == TIERED)
+    return replace(job, room_mib=limit_mib - PROCESS_MIB - 2 * parameters_mib(job))
 
 
 def asked(job: Job, limit_mib: int) -> Question:
