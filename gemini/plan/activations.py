@@ -73,6 +73,7 @@ def activations_of(
     seq: int,
     batch: int = 1,
     *,
+    precision: str = "bf16",
     by_trl: bool = False,
     chunked: bool = False,
     only: bool = False,
@@ -81,6 +82,7 @@ def activations_of(
 
     specs: of the whole model.
     batch: one more that is traced.
+    precision: of computing; fp16 has the bytes of bf16.
     by_trl: with the loss that trl's `SFTTrainer` computes, which never has all logits; of a model
         that scores, with one number of each sequence.
     chunked: with the loss of `chunk_loss`, which has the logits of a few tokens at a time.
@@ -102,9 +104,10 @@ def activations_of(
 
         whole: Any = traced  # adapters are around it
         chunk_loss(whole.get_base_model() if hasattr(whole, "get_base_model") else whole)
-    traces = {}
+    traces, computed = {}, "fp32" if precision == "fp32" else "bf16"
     for size in [batch] if only else sorted({1, 2, 3, batch}):
-        one = trace(traced, example_inputs(traced, size, seq, by_trl=by_trl))
+        inputs = example_inputs(traced, size, seq, by_trl=by_trl)
+        one = trace(traced, inputs, precision=computed)
         traces[size] = _deepened(one, traced, specs, num_layers) if num_layers else one
     return Activations(traces)
 

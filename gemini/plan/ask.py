@@ -171,7 +171,7 @@ def ask(
     searched = search_chunk_configuration(specs, world_size=machine.world_size)
     if training.activation_bytes is None:
         traces = activations_of(
-            model, specs, training.seq, training.batch,
+            model, specs, training.seq, training.batch, precision=training.precision,
             by_trl=training.by_trl, chunked=training.chunked, only=only,
         ).traces  # fmt: skip
         activations = Activations({n: base.traced(t, model, specs) for n, t in traces.items()})

@@ -77,6 +77,15 @@ def test_a_chunked_loss_is_traced_and_has_the_numbers_of_the_whole():
         assert (a.grad - b.grad).norm() <= 1e-6 * a.grad.norm()
 
 
+def test_activations_have_the_bytes_of_the_precision(wordy):
+    model = LlamaForCausalLM(LlamaConfig(**WORDY, use_cache=False))
+    for precision in ("bf16", "fp32"):
+        planned = asked(wordy, 200, precision=precision).trace
+        traced = trace(model, example_inputs(model, 1, 512), precision=precision)
+        sizes = [[(m.non_model_bytes, m.saved_bytes) for m in t.moments] for t in (planned, traced)]
+        assert sizes[0] == sizes[1]
+
+
 @pytest.mark.ci
 def test_the_command_says_the_longest_sequence(wordy, capsys, tmp_path):
     out = tmp_path / "plan.json"
