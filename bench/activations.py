@@ -155,7 +155,8 @@ def measured(job: Job) -> dict[str, Any]:
     base, cpu, wall = peak_rss_bytes(), time.process_time(), time.perf_counter()
     with around():
         loss = model(input_ids=ids, labels=ids).loss
-    saved = model.engine.saved_tensors if isinstance(model, GeminiDDP) else None
+    engine = model.engine if isinstance(model, GeminiDDP) else None
+    saved = None if engine is None else engine.saved_tensors
     sizes = {} if saved is None else sizes_of(saved)
     loss.backward()
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
@@ -165,9 +166,9 @@ def measured(job: Job) -> dict[str, Any]:
         "cpu_seconds": cpu, "wall_seconds": wall, "loss": float(loss.detach()),
         "digest": digest(gradients_of(model)), **sizes,
     }  # fmt: skip
-    if saved is not None:
+    if engine is not None and saved is not None:
         found |= {f"{name}_mib": n / MIB for name, n in asdict(saved.traffic).items()}
-        layers = model.engine.sampler.layers
+        layers = engine.sampler.layers
         found["layers_recomputed"] = 0 if layers is None else len(layers.names)
     return found
 

@@ -142,7 +142,7 @@ def main() -> int:
     parser.add_argument("--nvme-dir", default=None)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=args.nvme_dir or default_folder()) as folder:
         most = MOST_TOKENS
         for name in ("plain", TIERED):
