@@ -30,7 +30,6 @@ from gemini.saved_names import SavedNames, params_by_path
 from gemini.trees import map_tensors, tensors_in
 from gemini.units import Bytes, ParamId
 
-from .blocks import BegunCall, BlockMeter
 from .module_calls import Caller, ModuleCalls, callers_of, has_experts, in_backward, repeated_blocks
 from .monitor import Monitor, SavedBytes, SavedCounter, StorageTracker
 from .trace import (
@@ -312,6 +311,8 @@ def _noting_layers(
     module: nn.Module, collector: MemStatsCollector, saved: SavedBytes
 ) -> Iterator[None]:
     """Context in which a collector is told what every repeated block saves."""
+    from .blocks import BegunCall, BlockMeter  # only traces ahead of a run load it
+
     meter = BlockMeter(saved)
     begun: dict[str, BegunCall] = {}
 
