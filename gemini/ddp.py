@@ -25,6 +25,7 @@ from gemini.optim.target import changes, reads
 from gemini.placement.homes.budgets import first_that_fits
 from gemini.placement.policy import AutoPlacement, Placement, parse_placement, spills
 from gemini.placement.timetable.updates import TAIL, current_update
+from gemini.runtime.autograd.gradient_hooks import refuse_transforms
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import check_stages, connect, is_pipeline, stage_of
@@ -228,7 +229,8 @@ class GeminiDDP(ModuleFace):
             self.engine.hook_handles += cast_at_boundary(inner, self._dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the inner module's forward. Raises RuntimeError after `unwrap()`."""
+        """Run the inner module's forward. Raises RuntimeError after `unwrap()`, and inside a
+        transform of torch.func where parameters are not on the device."""
         if self.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
         if torch.compiler.is_compiling():
@@ -238,6 +240,8 @@ class GeminiDDP(ModuleFace):
             self._broadcast_buffers()
         calls, given = self.engine.calls, (args, kwargs)
         self._boundary.look(given)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            refuse_transforms(self.engine.plan)
         calls.begin_iteration(given)
         args, kwargs = self._boundary.enter(given)
         depth = self.engine.forward_depth

@@ -24,6 +24,7 @@ from gemini.nvme import (
     OpenFile,
     ThreadEngine,
     Transfer,
+    WriteMeter,
     check_process,
 )
 from gemini.nvme.files.file import create_files, remove_files
@@ -82,11 +83,12 @@ class SavedFile:
         self._pool: BufferPool | None = None
         self._writes: deque[tuple[Ticket[int], Buffer, FileCopy]] = deque()
         self._space = FreeRuns()
+        self._meter = WriteMeter()
         self.written_bytes = self.read_bytes = 0  # so far
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory of the buffers, once there is something to write."""
+        """Host memory of the buffers, while there is something to write."""
         return 0 if self._pool is None else self._pool.nbytes
 
     @property
@@ -106,24 +108,37 @@ class SavedFile:
             self._end_one_write()
         return self._space.end - self._space.free_bytes
 
-    def _opened(self) -> tuple[OpenFile, ThreadEngine, BufferPool]:
+    def serve(self, meter: WriteMeter) -> None:
+        """Count in `meter` what is written from now on, and was."""
+        meter.count(self.written_bytes)
+        self._meter = meter
+
+    def _opened(self) -> tuple[OpenFile, ThreadEngine]:
         check_process(self._pid)
-        if self._file is None or self._engine is None or self._pool is None:
+        if self._file is None or self._engine is None:
             (file,) = create_files([self._folder], [0], f"{self._label}saved-", runs=[[]])
             file.unlink()
             self._remove = weakref.finalize(self, remove_files, [file])  # also as Python ends
             self._file, self._engine = file, ThreadEngine(NUM_THREADS)
-            self._pool = BufferPool(NUM_PIECES, self._piece_bytes)
-        return self._file, self._engine, self._pool
+        return self._file, self._engine
+
+    def free_staging(self) -> None:
+        """Give the buffers back until the next write. Waits for writes that are under way."""
+        while self._writes:
+            self._end_one_write()
+        self._pool = None
 
     # -- writing --
 
     def write(self, address: int, nbytes: int) -> FileCopy:
         """Begin to write memory of the host, which must stay until `ended`.
 
-        Raises DiskFullError, before anything is written, where the disk has no room.
+        Before anything is written, raises DiskFullError where the disk has no room, and
+        WriteBudgetError where the budget of writes has none.
         """
-        file, engine, pool = self._opened()
+        self._meter.check(nbytes, "what this forward saves for backward")
+        file, engine = self._opened()
+        pool = self._pool = self._pool or BufferPool(NUM_PIECES, self._piece_bytes)
         copy = FileCopy(self._room(file, align_up(nbytes, PAGE_BYTES)), nbytes)
         try:
             for start in range(0, nbytes, self._piece_bytes):
@@ -142,6 +157,7 @@ class SavedFile:
             self.drop(copy)
             raise
         self.written_bytes += nbytes
+        self._meter.count(nbytes)
         return copy
 
     def _room(self, file: OpenFile, nbytes: int) -> int:
@@ -190,7 +206,7 @@ class SavedFile:
     def read(self, copy: FileCopy, landing: Tensor | None = None) -> FileRead:
         """Begin to read a copy into whole pages of the host; None: fresh ones. Raises NvmeError
         where it was not written."""
-        file, engine, _ = self._opened()
+        file, engine = self._opened()
         self.ended(copy, wait=True)
         if landing is None:
             landing = page_aligned(copy.nbytes)
@@ -201,13 +217,12 @@ class SavedFile:
 
     def close(self) -> None:
         """Wait for what is under way, and give disk, memory and threads back."""
-        while self._writes:
-            self._end_one_write()
+        self.free_staging()
         if self._engine is not None:
             self._engine.close()
         if self._file is not None:
             self._remove()
-        self._file = self._engine = self._pool = None
+        self._file = self._engine = None
         self._space = FreeRuns()
 
 

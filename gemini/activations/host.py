@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, UntypedStorage
 
-from gemini.nvme import NvmeError
+from gemini.nvme import NvmeError, WriteMeter
 from gemini.optim.state.memory import Memory
 from gemini.tickets import CopyTicket
 from gemini.units import PAGE_BYTES, align_up
@@ -91,6 +91,14 @@ class HostTier:
         file = self._file
         of_file = (0, 0) if file is None else (file.written_bytes, file.read_bytes)
         return self._out_bytes, self._in_bytes, *of_file
+
+    def serve(self, meter: WriteMeter) -> None:
+        if self._file is not None:
+            self._file.serve(meter)
+
+    def free_staging(self) -> None:
+        if self._file is not None:
+            self._file.free_staging()
 
     # -- out --
 

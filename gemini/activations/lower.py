@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import UntypedStorage
 
-from gemini.nvme import PIECE_BYTES
+from gemini.nvme import PIECE_BYTES, WriteMeter
 
 from .file import FileCopy, FileRead, SavedFile
 from .saved import Arrival, Copy
@@ -33,6 +33,14 @@ class LowerTier(Protocol):
         ...
 
     def moved(self) -> Moved: ...
+
+    def serve(self, meter: WriteMeter) -> None:
+        """Count what files are written in an optimizer's meter; see `SavedFile.serve`."""
+        ...
+
+    def free_staging(self) -> None:
+        """Give `staging_bytes` back until something is written."""
+        ...
 
     def save(self, storage: UntypedStorage) -> Copy | None:
         """Begin to copy a storage, as it is now; it must stay until `is_saved`. None: memory has no
@@ -63,6 +71,12 @@ class NoTier:
 
     def moved(self) -> Moved:
         return 0, 0, 0, 0
+
+    def serve(self, meter: WriteMeter) -> None:
+        """Nothing is written."""
+
+    def free_staging(self) -> None:
+        """There is none."""
 
     def save(self, storage: UntypedStorage) -> None:
         return None
@@ -108,6 +122,12 @@ class FileTier:
 
     def moved(self) -> Moved:
         return 0, 0, self.file.written_bytes, self.file.read_bytes
+
+    def serve(self, meter: WriteMeter) -> None:
+        self.file.serve(meter)
+
+    def free_staging(self) -> None:
+        self.file.free_staging()
 
     def save(self, storage: UntypedStorage) -> Copy:
         return self.file.write(storage.data_ptr(), storage.nbytes())

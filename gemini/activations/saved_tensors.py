@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gemini.nvme import WriteMeter
 from gemini.placement.saved import Spilling
 
 from .lower import LowerTier
@@ -98,6 +99,11 @@ class SavedTensors:
             self._reap()
             return self._resident_bytes
 
+    def holds(self, storage: UntypedStorage) -> bool:
+        """Whether a storage has a record."""
+        known = self._known.get(storage._cdata)
+        return known is not None and known[0]() is storage and known[1]() is not None
+
     @property
     def staging_bytes(self) -> int:
         """Bytes of host memory through which they pass."""
@@ -114,14 +120,32 @@ class SavedTensors:
         return max(self._largest_bytes)
 
     @property
+    def may_stay_bytes(self) -> float:
+        """Bytes that may stay in the device's memory now; infinite where all may."""
+        keep = self._keep if self._is_told else self._room()
+        return float("inf") if keep is None else max(keep, 0)
+
+    @property
     def traffic(self) -> SavedTraffic:
         """Bytes that moved since the last forward began."""
         moved = zip(self._lower.moved(), self._moved_before, strict=True)
         return SavedTraffic(*(now - before for now, before in moved))
 
+    def serve(self, meter: WriteMeter) -> None:
+        """Count what files are written in the meter of an optimizer's budget."""
+        self._lower.serve(meter)
+
     def keep_at_most(self, nbytes: int | None) -> None:
         """Let at most `nbytes` stay in the device's memory; None: all."""
         self._keep, self._is_told = nbytes, True
+        if nbytes is None:
+            self.free_staging()
+
+    def free_staging(self) -> None:
+        """Free the host memory through which bytes leave until some do: where nothing leaves, no
+        plan counts it."""
+        with self._lock:
+            self._lower.free_staging()
 
     def keep_what_fits(self) -> None:
         """Let as many bytes stay as there is room for now."""
@@ -149,7 +173,7 @@ class SavedTensors:
             yield
         with self._lock:
             self._changed(False)
-            self._shrink(self._limit(), in_flight=0)
+            self._shrink(self.may_stay_bytes, in_flight=0)
             self._changed(True)
 
     def _begin(self, buffers: Iterable[Tensor]) -> None:
@@ -163,15 +187,13 @@ class SavedTensors:
             self._here = [number for number, record in alive if record.storage is not None]
             self._done = deque(known for known in self._done if known() is not None)
 
-    def _limit(self) -> float:
-        keep = self._keep if self._is_told else self._room()
-        return float("inf") if keep is None else max(keep, 0)
-
     def _takes(self, tensor: Tensor) -> bool:
         """Whether a tensor may leave: it is plain, large, and nobody else's."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return False
         if tensor.device != self._device or tensor.is_conj() or tensor.is_neg():
+            return False
+        if tensor._is_zerotensor():  # a tangent of forward-mode AD, without memory
             return False
         if tensor.is_leaf and tensor.requires_grad:  # its owner has it
             return False
@@ -188,7 +210,7 @@ class SavedTensors:
             self._reap()
             handle = Handle(self._record_of(tensor, guard), tensor, guard)
             self._changed(False)
-            self._shrink(self._limit(), in_flight=self._lower.in_flight_bytes)
+            self._shrink(self.may_stay_bytes, in_flight=self._lower.in_flight_bytes)
             self._changed(True)
         return handle
 
@@ -372,7 +394,7 @@ class SavedTensors:
 
     def _begin_to_come(self, record: SavedStorage) -> None:
         assert record.copy is not None
-        room = max(self._limit(), self._ahead_bytes) - record.nbytes
+        room = max(self.may_stay_bytes, self._ahead_bytes) - record.nbytes
         self._shrink(max(room, 0), in_flight=0, spared=record)
         record.arrival = self._lower.load(record.copy)
         self._resident_bytes += record.nbytes
@@ -386,7 +408,7 @@ class SavedTensors:
 
     def _look_ahead(self, number: int) -> None:
         """Begin to read what was saved before, the last first, as far as there is room."""
-        limit = max(self._limit(), self._ahead_bytes)
+        limit = max(self.may_stay_bytes, self._ahead_bytes)
         place = bisect.bisect_left(self._away, number)
         while place:
             place -= 1

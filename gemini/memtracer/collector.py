@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +35,6 @@ from gemini.units import Bytes, ParamId
 from .module_calls import Caller, ModuleCalls, callers_of, has_experts, in_backward, repeated_blocks
 from .monitor import Monitor, SavedBytes, SavedCounter, StorageTracker
 from .trace import (
-    LEAST_SAVED_BYTES,
     Departure,
     Edge,
     Kind,
@@ -46,6 +47,7 @@ from .trace import (
 
 log = logging.getLogger("gemini")
 
+_MASKS = threading.RLock()  # of what `_in_one_sequence` puts in place
 _OBJECTS = 2  # levels of a user's own objects that are searched for inputs
 
 
@@ -312,23 +314,22 @@ def _noting_layers(
     module: nn.Module, collector: MemStatsCollector, saved: SavedBytes
 ) -> Iterator[None]:
     """Context in which a collector is told what every repeated block saves."""
-    before: dict[str, tuple[int, int]] = {}
+    from .blocks import BegunCall, BlockMeter  # only traces ahead of a run load it
 
-    def begins(name: str, block: nn.Module, args: Any) -> None:
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors_in(args)}
-        sizes = (storage.nbytes() for storage in storages.values())
-        given = sum(nbytes for nbytes in sizes if nbytes >= LEAST_SAVED_BYTES)
-        before[name] = saved.live_bytes, given
+    meter = BlockMeter(saved)
+    begun: dict[str, BegunCall] = {}
+
+    def begins(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if not in_backward():
+            begun[name] = meter.begin((args, kwargs))
 
     def ends(name: str, block: nn.Module, args: Any, outputs: Any) -> None:
         if not in_backward():
-            live, given = before[name]
-            grown = max(0, saved.live_bytes - live)
-            collector.add_layer(Layer(name, Bytes(grown), Bytes(given)))
+            collector.add_layer(meter.end(name, begun.pop(name), outputs))
 
     handles = []
     for name, block in repeated_blocks(module):
-        handles.append(block.register_forward_pre_hook(partial(begins, name)))
+        handles.append(block.register_forward_pre_hook(partial(begins, name), with_kwargs=True))
         handles.append(block.register_forward_hook(partial(ends, name)))
     try:
         yield
@@ -399,6 +400,7 @@ def trace(
                 saved_bytes.counting(),
                 listening(module, made, ids, Moments(collector)),
                 _noting_layers(module, collector, saved_bytes),
+                _in_one_sequence(keywords),
                 torch.set_grad_enabled(kind == "train"),
             ):
                 outputs = module(*positional, **keywords)
@@ -412,6 +414,27 @@ def trace(
             collector.abandon()
             for drop in drops:
                 drop.remove()
+
+
+@contextmanager
+def _in_one_sequence(inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which a row is one sequence to transformers, unless positions are given.
+
+    It asks their values, which fake ones have not, and makes a mask of rows x columns to be safe;
+    of positions that a model makes by itself the answer is known.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    asks = "find_packed_sequence_indices"
+    if inputs.get("position_ids") is not None or not hasattr(masks, asks):
+        yield
+        return
+    with _MASKS:  # what one thread puts in place is no other's to put back
+        before = getattr(masks, asks)
+        setattr(masks, asks, lambda position_ids: None)
+        try:
+            yield
+        finally:
+            setattr(masks, asks, before)
 
 
 def _fake_input(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -58,7 +58,9 @@ def recomputing(trace: Trace, number: int) -> Trace:
     """Forecast of the iteration of `trace` if the first `number` of its layers are computed again.
 
     The calls are those of `trace`: the ones that come twice are measured with the first such
-    iteration. Bytes are bounds, as long as a layer saves as much the second time.
+    iteration. Bytes are bounds, as long as a layer saves as much the second time. Nothing counts
+    twice: a layer's backward needs what it needed before, or its forward beside the gradient that
+    arrives.
     """
     number = min(number, len(trace.layers))
     if number == trace.recomputed:
@@ -83,17 +85,18 @@ def recomputing(trace: Trace, number: int) -> Trace:
             continue
         for j in range(last, back):
             saved[j] -= change * freed
-        if change > 0:
-            stays = before[first] + layer.input_bytes
-            for j in (*range(first, last), *range(back, end + 1)):
-                over = max(0, before[j] - stays)
-                saved[j] -= over
-                rest[j] += over if j < back else 0
-            for j in range(back, end + 1):  # what its forward needs besides, and all that it saves
-                rest[j] = max(rest[j], *rest[first:last]) + layer.saved_bytes
-        else:
+        if change < 0:
             for j in range(back, end + 1):
                 saved[j] += freed
+            continue
+        # its forward in backward: beside what is there then, as much as in forward
+        grown = [max(0, n - before[first]) for n in before]
+        forward = max((grown[j] + rest[j] for j in range(first, last)), default=0)
+        forward += min(rest[back - 1], rest[back]) + layer.input_bytes
+        for j in (*range(first, last), *range(back, end + 1)):
+            saved[j] -= grown[j]
+            rest[j] += grown[j] + (layer.input_bytes if j >= back else 0)
+        rest[back] = max(rest[back], forward)
     for back, twice in again.items():
         rest[back] += max(twice) if number > trace.recomputed else 0
     moments = tuple(

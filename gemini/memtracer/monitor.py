@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini.trees import tensors_in
@@ -54,6 +54,8 @@ class SavedBytes(Protocol):
 
     @property
     def resident_bytes(self) -> int: ...
+
+    def holds(self, storage: UntypedStorage) -> bool: ...
 
 
 class StorageTracker(TorchDispatchMode):
@@ -149,6 +151,10 @@ class SavedCounter:
     def resident_bytes(self) -> int:
         """All of them: a counter moves nothing."""
         return self.live_bytes
+
+    def holds(self, storage: UntypedStorage) -> bool:
+        """Whether a storage is saved, and counted."""
+        return self._uses[storage._cdata] > 0
 
     def counting(self) -> AbstractContextManager[None]:
         """Context of forward and backward."""

@@ -65,8 +65,9 @@ class TraceMoment:
 class Layer:
     """Repeated block of a model, which may be computed again in backward.
 
-    saved_bytes: of all that its call saves for backward. input_bytes: of what it was given, which
-    stays if it is computed again. seconds: of its forward; 0 where nothing was timed.
+    saved_bytes: of what its call saves for backward, but for what it is given or gives.
+    input_bytes: of what it is given and nobody saves, which stays if it is computed again.
+    seconds: of its forward; 0 where nothing was timed.
     """
 
     name: str

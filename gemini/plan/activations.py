@@ -68,14 +68,25 @@ class Activations:
 
 
 def activations_of(
-    model: nn.Module, specs: Sequence[ParamSpec], seq: int, batch: int = 1, *, by_trl: bool = False
+    model: nn.Module,
+    specs: Sequence[ParamSpec],
+    seq: int,
+    batch: int = 1,
+    *,
+    precision: str = "bf16",
+    by_trl: bool = False,
+    chunked: bool = False,
+    only: bool = False,
 ) -> Activations:
     """Trace a transformers model on the meta device. Raises ValueError for one without a config.
 
     specs: of the whole model.
     batch: one more that is traced.
+    precision: of computing; fp16 has the bytes of bf16.
     by_trl: with the loss that trl's `SFTTrainer` computes, which never has all logits; of a model
         that scores, with one number of each sequence.
+    chunked: with the loss of `chunk_loss`, which has the logits of a few tokens at a time.
+    only: no batch but `batch` is asked about.
     """
     if not hasattr(model, "config"):
         raise ValueError(
@@ -88,9 +99,15 @@ def activations_of(
         traced, num_layers = _shallow(model, depth), depth
     if by_trl and not scores(traced):
         _fuse_head(traced)
-    traces = {}
-    for size in sorted({1, 2, 3, batch}):
-        one = trace(traced, example_inputs(traced, size, seq, by_trl=by_trl))
+    if chunked:
+        from gemini.integrations.parallel.head_loss import chunk_loss
+
+        whole: Any = traced  # adapters are around it
+        chunk_loss(whole.get_base_model() if hasattr(whole, "get_base_model") else whole)
+    traces, computed = {}, "fp32" if precision == "fp32" else "bf16"
+    for size in [batch] if only else sorted({1, 2, 3, batch}):
+        inputs = example_inputs(traced, size, seq, by_trl=by_trl)
+        one = trace(traced, inputs, precision=computed)
         traces[size] = _deepened(one, traced, specs, num_layers) if num_layers else one
     return Activations(traces)
 

@@ -60,6 +60,7 @@ class Training:
     loaded: whether the module has its values before it is wrapped, as `from_pretrained` leaves it.
     keep_originals: of `GeminiDDP`.
     activations: where they go: of `AutoPlacement`.
+    chunked: whether `chunk_loss` has changed the model: the logits of a few tokens exist at a time.
     """
 
     batch: int = 1
@@ -83,6 +84,7 @@ class Training:
     loaded: bool = False
     keep_originals: bool = False
     activations: str = KEEP
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
@@ -103,6 +105,7 @@ class Training:
         times = f", {self.accumulate} times a step" if self.accumulate > 1 else ""
         how = "traced" if self.activation_bytes is None else "given"
         loss = "of a reward model" if self.scores else "with the loss of trl"
+        how += ", with the loss of chunk_loss" if self.chunked else ""
         average = f", their average in {AVERAGES[self.ema]}" if self.ema else ""
         return (
             f"batch of a rank {self.batch}{times}, {self.seq} tokens, {self.precision}, "
@@ -111,26 +114,25 @@ class Training:
         )
 
 
-def plan_for(model: str | Path | nn.Module, machine: Hardware, training: Training) -> Answer:
+def plan_for(
+    model: str | Path | nn.Module, machine: Hardware, training: Training, *, longest: bool = False
+) -> Answer:
     """Plan a training on a machine, or the cheapest change with which it fits.
 
     model: what `models.build` takes; or a module on the meta device, which gets the adapters and
         the checkpointing that are asked for.
     machine: see `machine_of`.
+    longest: whether to say which is the longest sequence that fits; None for a module, or where
+        activations are given.
 
     Nothing is allocated, and no GPU is touched. Raises ValueError for a model that is not known or
     cannot be traced; a model that does not fit is an answer.
     """
-    return answer(ask(model, machine, training), training.in_words())
+    return answer(ask(model, machine, training), training.in_words(), longest=longest)
 
 
-def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> Question:
-    """Search the model's chunks and trace it; see `plan_for`."""
-    if training.activations == SPILL:
-        disk = AutoPlacement(
-            nvme_budget=machine.nvme, nvme_dir=machine.folder, activations=SPILL
-        )  # fmt: skip
-        disk.check_lower_tier(has_host_tier=machine.device != "cpu")
+def _built(what: str | Path | nn.Module, training: Training) -> tuple[nn.Module, QuantisedBase]:
+    """Model as it is trained, on the meta device, and its quantised weights."""
     model = (
         what
         if isinstance(what, nn.Module)
@@ -146,6 +148,21 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
     if training.lora:
         model = models.add_lora(model, training.lora, training.lora_targets)
     name_experts(model, training.quantize)
+    return model, base
+
+
+def ask(
+    what: str | Path | nn.Module, machine: Hardware, training: Training, *, only: bool = False
+) -> Question:
+    """Search the model's chunks and trace it; see `plan_for`. only: with this batch alone."""
+    if training.chunked and training.by_trl:
+        raise ValueError("a chunked loss beside that of trl; expected one: trl's has no logits")
+    if training.activations == SPILL:
+        disk = AutoPlacement(
+            nvme_budget=machine.nvme, nvme_dir=machine.folder, activations=SPILL
+        )  # fmt: skip
+        disk.check_lower_tier(has_host_tier=machine.device != "cpu")
+    model, base = _built(what, training)
     itemsizes = models.itemsizes(model)
     if training.by_trl or (isinstance(what, str) and what.lower() in models.MODELS):
         itemsizes = [2] * len(itemsizes)  # published weights are in 16 bits
@@ -154,8 +171,9 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
     searched = search_chunk_configuration(specs, world_size=machine.world_size)
     if training.activation_bytes is None:
         traces = activations_of(
-            model, specs, training.seq, training.batch, by_trl=training.by_trl
-        ).traces
+            model, specs, training.seq, training.batch, precision=training.precision,
+            by_trl=training.by_trl, chunked=training.chunked, only=only,
+        ).traces  # fmt: skip
         activations = Activations({n: base.traced(t, model, specs) for n, t in traces.items()})
         order = activations.at(training.batch).param_order(specs)
     else:
@@ -169,16 +187,27 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
     state = replace(LAYOUTS[training.optimizer], kind=training.state)
     state = state.with_master() if has_master else state
 
+    may_ask = not isinstance(what, nn.Module) and training.activation_bytes is None
+
     # Asked for late and once each: every other combination is a model that is built and traced.
     @cache
-    def other(checkpointing: bool, lora: int, quantize: str | None) -> Question | None:
-        if isinstance(what, nn.Module) or training.activation_bytes is not None:
+    def other(
+        checkpointing: bool, lora: int, quantize: str | None, chunked: bool = False
+    ) -> Question | None:
+        if not may_ask:
             return None
         try:
-            changed = replace(training, checkpointing=checkpointing, lora=lora, quantize=quantize)
+            changed = replace(
+                training, checkpointing=checkpointing, lora=lora, quantize=quantize,
+                chunked=chunked,
+            )  # fmt: skip
             return ask(what, machine, changed)
-        except ValueError:  # a model without checkpointing, or without layers for adapters
+        # a model without checkpointing, without layers for adapters, or with a loss of its own
+        except ValueError:
             return None
+
+    def at(seq: int) -> Question:
+        return ask(what, machine, replace(training, seq=seq), only=True)
 
     def asked(chunks: ChunkConfiguration) -> Question:
         layout = training_layout(specs, chunks.capacities, machine.world_size, order)
@@ -191,7 +220,8 @@ def ask(what: str | Path | nn.Module, machine: Hardware, training: Training) -> 
             current_update(training.update), training.ema, *models.experts_of(model), other,
             state.splits(WEIGHT_DTYPE), training.quantize,
             models.products_of(model) if has_master else 0, training.lengths, training.loaded,
-            training.keep_originals, training.activations,
+            training.keep_originals, training.activations, training.chunked,
+            at if may_ask else None,
         )  # fmt: skip
 
     def fitting(chunks: ChunkConfiguration) -> Question:

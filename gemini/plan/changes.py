@@ -39,8 +39,8 @@ def in_flags(error: BudgetError, machine: Hardware) -> BudgetError:
 def cheapest(question: Question) -> Question:
     """Cheapest change with which it fits, each checked by a plan.
 
-    From cheap to dear: the same step in more forwards, checkpointing, a disk, adapters, a
-    quantised base; then more RAM, more device memory.
+    From cheap to dear: the same step in more forwards, a chunked loss, checkpointing, a disk,
+    adapters, a quantised base; then more RAM, more device memory.
     """
     fitting = next(asked for asked in _smaller(question) if asked.fits())
     for name in _FLAGS:
@@ -64,7 +64,7 @@ def _least(name: str, before: int, fitting: Question) -> Question:
 
 def _smaller(question: Question) -> Iterator[Question]:
     """Questions that need less memory, from cheap to dear. The last one fits."""
-    switches = (_checkpointed, _with_disk, _adapted, _quantised)
+    switches = (_chunked, _checkpointed, _with_disk, _adapted, _quantised)
     for count in range(len(switches) + 1):
         for chosen in combinations(switches, count):
             asked: Question | None = question
@@ -88,6 +88,11 @@ def _in_more_forwards(question: Question) -> Iterator[Question]:
             yield replace(question, batch=batch // times, accumulate=accumulate)
 
 
+def _chunked(question: Question) -> Question | None:
+    """Logits of a few tokens at a time: with the same bits but for the order of a sum."""
+    return None if question.chunked else _other(question, chunked=True)
+
+
 def _checkpointed(question: Question) -> Question | None:
     return None if question.checkpointing else _other(question, checkpointing=True)
 
@@ -105,7 +110,7 @@ def _other(question: Question, **changed: Any) -> Question | None:
     """Question with the differences of `question` to the one that was asked first, and these."""
     if question.other is None:
         return None
-    names = ("checkpointing", "lora", "quantize")
+    names = ("checkpointing", "lora", "quantize", "chunked")
     other = question.other(*(changed.get(name, getattr(question, name)) for name in names))
     return other and replace(
         other, machine=question.machine, batch=question.batch, accumulate=question.accumulate,
@@ -203,6 +208,8 @@ def _changes(before: Question, after: Question) -> Iterator[tuple[str, str]]:
         kept = "computed again in backward, not kept" if after.checkpointing else "kept"
         flag = "--checkpointing" if after.checkpointing else "--no-checkpointing"
         yield flag, f"activations that are {kept}"
+    if after.chunked and not before.chunked:
+        yield "--chunk-loss", "the logits of a few tokens at a time (chunk_loss)"
     if after.lora != before.lora:
         yield f"--lora {after.lora}", f"adapters of rank {after.lora} rather than all parameters"
     if after.quantize != before.quantize:

@@ -44,6 +44,7 @@ KEPT_PRODUCTS, EXPERT_PRODUCTS = 1024, 2
 SPREAD = 15.0  # numbers of rows that differ, by the root of their average: as measured
 AVERAGES = {"host": "RAM", "nvme": "disk"}  # homes of `gemini.EMA`, in words
 MAX_BATCH = 1 << 16
+MAX_TOKENS, LENGTHS = 1 << 24, 64  # of a forward; parts of a length to which it is told
 BLOCKS_OF_ORIGINALS = 4  # in memory: of values that come, compared, and on their way to a file
 # Objects of Python for a block at their most, while a step is planned: measured by tracemalloc
 # with blocks of 1024 and of 4096 elements (docs/internals.md)
@@ -108,9 +109,9 @@ class Question:
     ema: str | None = None  # where an average of the weights is: `AVERAGES`
     experts: int = 0  # of all layers
     experts_share: float = 1.0  # of a token's rows that one of them gets, on average
-    # the same with or without checkpointing, with adapters of a rank, on a base of a kind; None
-    # where nobody can say
-    other: Callable[[bool, int, str | None], Question | None] | None = field(
+    # the same with or without checkpointing, with adapters of a rank, on a base of a kind, with a
+    # chunked loss; None where nobody can say
+    other: Callable[[bool, int, str | None, bool], Question | None] | None = field(
         default=None, compare=False
     )
     splits: bool = True  # masters of bf16 parameters may be what those lack of them
@@ -120,6 +121,9 @@ class Question:
     loaded: bool = False  # the module has its values before it is wrapped
     keep_originals: bool = False  # of frozen weights, as `GeminiDDP` takes it
     activations_go: str = KEEP  # `activations` of `AutoPlacement`
+    chunked: bool = False  # logits of a few tokens at a time, as `chunk_loss` has them
+    # the same with sequences of another length; None where nobody can say
+    at: Callable[[int], Question] | None = field(default=None, compare=False)
 
     @property
     def spills(self) -> bool:
@@ -382,6 +386,26 @@ def largest_batch(question: Question) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         if replace(question, batch=middle).fits():
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def longest_seq(question: Question) -> int | None:
+    """Longest sequence that fits with this batch, to a part in 64; 0 where none does, None where
+    the model cannot be asked about another. Each length is traced."""
+    at = question.at
+    if at is None:
+        return None
+    most = MAX_TOKENS // question.batch
+    low, high = 0, min(question.seq, most)
+    while high <= most and at(high).fits():
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > max(1, low // LENGTHS):
+        middle = (low + high) // 2
+        if at(middle).fits():
             low = middle
         else:
             high = middle

@@ -16,7 +16,7 @@ from gemini.units import format_bytes
 
 from . import changes
 from .machine import Hardware
-from .question import ProcessBytes, Question, homes, largest_batch
+from .question import ProcessBytes, Question, homes, largest_batch, longest_seq
 
 SERIAL = "serial"
 # what `train` and Trainer name an optimizer -> the same of a plan, and how its state is kept
@@ -42,6 +42,7 @@ class Answer:
     seconds: of a step: its forwards, backwards and update, with `best_update`.
     best_update: the `update` that runs: what is asked for, unless a rule is against it.
     change: flags of the cheapest change with which it fits; None where it does.
+    longest: `longest_seq`, where it was asked for.
     faster: flags that take less time, each with its seconds.
     why: what is missing; None where it fits.
     """
@@ -62,11 +63,12 @@ class Answer:
     assumptions: tuple[str, ...]
     asked: Question  # as it was planned, so after the change, and with the update
     result: PlanResult
+    longest: int | None = None
 
 
-def answer(question: Question, assumed: tuple[str, ...] = ()) -> Answer:
+def answer(question: Question, assumed: tuple[str, ...] = (), *, longest: bool = False) -> Answer:
     """Plan a question, or the cheapest change of it. assumed: facts of model and batch, in
-    words."""
+    words. longest: say which is the longest sequence that fits."""
     why, asked = None, question
     try:
         result = question.planned()
@@ -88,7 +90,7 @@ def answer(question: Question, assumed: tuple[str, ...] = ()) -> Answer:
         changes.in_words(question, asked) if why else None,
         tuple((changes.flags(question, one), seconds) for one, seconds in faster), why,
         (*assumed, *question.machine.assumptions(_mattered(asked.machine, result))),
-        asked, result,
+        asked, result, longest_seq(question) if longest else None,
     )  # fmt: skip
 
 
@@ -113,6 +115,8 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
     machine, asked = plan.asked.machine, plan.asked
     ranks = f"{machine.world_size} ranks of " if machine.world_size > 1 else ""
     yield f"{name} {'fits' if plan.fits else f'does not fit: {plan.why}'}"
+    if plan.longest is not None:
+        yield f"the longest --seq that fits: {plan.longest}"
     if plan.fits:
         yield f"largest batch of a rank: {plan.largest_batch}"
     else:
@@ -194,10 +198,9 @@ def train_arguments(plan: Answer, optim: str) -> str:
         f"--seq {asked.seq}", f"--batch {machine.world_size * asked.batch}",
         f"--accumulate {asked.accumulate}", f"--optim {optim}",
         f"--update {plan.best_update}",
+        f"--activations {asked.activations_go}",
         "--checkpointing" if asked.checkpointing else "--no-checkpointing",
     ]  # fmt: skip
-    if asked.spills:
-        given.append(f"--activations {asked.activations_go}")
     return " ".join(given)
 
 
@@ -231,6 +234,7 @@ def as_json(plan: Answer) -> dict[str, Any]:
         "seconds_by_update": planned.seconds_by_update,
         "best_update": plan.best_update,
         "largest_batch": plan.largest_batch,
+        **({} if plan.longest is None else {"longest_seq": plan.longest}),
         "suggestion": plan.change,
         "faster": dict(plan.faster),
         "missing": plan.why,

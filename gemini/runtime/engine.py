@@ -252,6 +252,8 @@ class GeminiEngine(Parts):
         calls = StepCalls(
             self.begin_step, self.agree_on_trace, self.meetings.call, self.detach, self.gradients
         )
+        if self.saved_tensors is not None and config.nvme.meter is not None:
+            self.saved_tensors.serve(config.nvme.meter)
         self.target = ShardTarget(self, calls, groups, rule, config)
         if not self._has_said_start and (self.together or self).comm.rank == 0:
             self._has_said_start = True

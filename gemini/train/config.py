@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from gemini.arguments import Parser, by_name
-from gemini.placement.policy import ACTIVATIONS
+from gemini.placement.policy import ACTIVATIONS, AUTO
 from gemini.placement.timetable.updates import RETIRED, SPECULATE, TAIL, UPDATES
 from gemini.plan.quantised import KINDS as QUANTISED
 from gemini.plan.words import OPTIMIZERS
@@ -143,7 +143,7 @@ class TrainConfig(Settings):
     packing: bool = _step(False, "several rows share a sequence, and do not see each other")
     checkpointing: bool = _memory(True, "activations are computed again in backward, not kept")
     activations: str = _memory(
-        "keep",
+        AUTO,
         "spill: the oldest go to RAM and --nvme; auto: or are computed again",
         one_of=ACTIVATIONS,
     )

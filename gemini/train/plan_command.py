@@ -73,6 +73,10 @@ class PlanConfig(TrainConfig):
         False, "the module has its values before it is wrapped, as from_pretrained leaves it"
     )
     keep_originals: bool = _loop(False, "fp32 values of frozen weights stay beside the 16-bit ones")
+    chunk_loss: bool = _loop(
+        False, "the loss has logits of a few tokens at a time: gemini.integrations.chunk_loss"
+    )
+    longest: bool = _output(False, "the longest --seq that fits, each length traced")
     verbose: bool = _output(False, "every kind, tier and link")
     print_args: bool = _output(False, "only flags of train, with which it plans the same")
     fits: str | None = _output(
@@ -114,12 +118,14 @@ class PlanConfig(TrainConfig):
         """Training of the run, and what a loop of your own has beside it. Raises ValueError."""
         asked = training_of(self, self.world_size)
         by_trl = is_trained_by_trl(what) if self.by_trl is None else self.by_trl
+        if self.chunk_loss and self.by_trl is None:
+            by_trl = False
         nbytes = None if self.activation_bytes is None else parse_bytes(self.activation_bytes)
         return replace(
             asked, by_trl=by_trl and nbytes is None, precision=self.precision, ema=self.ema,
             state=self.state or asked.state, nvme_fraction=self.nvme_fraction,
             activation_bytes=nbytes, lengths=self.lengths or asked.lengths, loaded=self.loaded,
-            keep_originals=self.keep_originals,
+            keep_originals=self.keep_originals, chunked=self.chunk_loss,
         )  # fmt: skip
 
 
@@ -200,7 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         what: str | Path = config.model
         if file is not None and "model" not in typed and ":" in config.model:
             what = Path(config.model)  # a file imports no module
-        plan = plan_for(what, machine_from(config, is_here), config.training(what))
+        plan = plan_for(
+            what, machine_from(config, is_here), config.training(what), longest=config.longest
+        )
         return _told(config, plan)
     except (ValueError, OSError, NvmeError, ImportError) as error:
         PARSER.error(str(error))
@@ -210,6 +218,8 @@ def _told(config: PlanConfig, plan: words.Answer) -> int:
     """Print and write an answer."""
     name = config.model
     if config.print_args:
+        if plan.asked.chunked:
+            raise ValueError("--print-args; expected no chunk_loss in the plan: train has none")
         lines = [words.train_arguments(plan, config.optim)]
     else:
         lines = [*words.five_lines(name, plan), *(words.all_lines(plan) if config.verbose else ())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno as errno_module
 import os
+import threading
 from dataclasses import dataclass
 
 from gemini.units import format_bytes
@@ -68,12 +69,20 @@ class WriteBudgetError(NvmeError):
     """Budget that the next step would pass: `nvme_write_budget`."""
 
 
+counting = threading.Lock()  # bytes: two threads may use one store, or share a meter
+
+
 @dataclass(slots=True)
 class WriteMeter:
     """Meter of all bytes that the files of one owner have written over a run, and may write."""
 
     budget: int | None = None  # bytes; None is no limit
     written_bytes: int = 0
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes whose write begins."""
+        with counting:
+            self.written_bytes += nbytes
 
     def check(self, nbytes: int, what: str) -> None:
         """Raise WriteBudgetError if `what` writes `nbytes` and would pass the budget."""

@@ -39,6 +39,7 @@ from .errors import (
     WriteMeter,
     cause_of,
     check_process,
+    counting,
 )
 from .layout import NUM_VERSIONS, Extent, Index, IndexEntry, StoreLayout, joined
 from .pinned import PinnedBlock, PinnedVersions
@@ -46,7 +47,6 @@ from .pipeline import settle
 from .versions import KeptVersions, PinnedVersion
 
 log = logging.getLogger("gemini.nvme")
-_counting = threading.Lock()  # bytes, of all stores: two threads may use one, or share a meter
 
 
 @dataclass(slots=True)
@@ -268,7 +268,7 @@ class BlockStore:
         ticket = self._engine.write(self._transfer(block, extent, buffer))
         self._pending[block] = ticket
         self._flushed = None
-        with _counting:
+        with counting:
             self.traffic.written_bytes += extent.nbytes
             self.meter.written_bytes += extent.nbytes
         return ticket
@@ -444,7 +444,7 @@ class BlockStore:
         self, block: BlockId, extent: Extent, checksum: int, buffer: memoryview
     ) -> Ticket[None]:
         inner = self._engine.read(self._transfer(block, extent, buffer))
-        with _counting:
+        with counting:
             self.traffic.read_bytes += extent.nbytes
         path = str(self._files[extent.file].path)
         return _Read(inner, path, extent, block, checksum if self.checksums else None)

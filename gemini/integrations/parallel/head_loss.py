@@ -128,7 +128,7 @@ class HeadLoss:
         given, is_same = self._given, False
         # the same memory: the model has handed the head's output on unchanged
         if given is not None:
-            is_same = local_of(logits).data_ptr() == local_of(given).data_ptr()
+            is_same = _place_of(local_of(logits)) == _place_of(local_of(given))
             self._fits = is_same if self._fits is None else self._fits
         if self._asked is None:
             return self._plain(logits, labels, *args, **kwargs)
@@ -159,6 +159,11 @@ class HeadLoss:
             return (output[0], *(() if logits is None else (logits,)), *output[2:])
         found = {**output, "logits": logits}
         return type(output)(**{name: value for name, value in found.items() if value is not None})
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int | torch.SymInt]:
+    """Memory of a tensor, which may be a fake one."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 class _Split:

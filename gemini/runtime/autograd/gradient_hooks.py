@@ -15,6 +15,8 @@ from torch import Tensor
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.local import local_gradient
 from gemini.chunk.parameter import take_gradient
+from gemini.placement.plan import Plan
+from gemini.placement.tiers import Tier
 from gemini.units import ParamId
 
 
@@ -53,6 +55,16 @@ def refuse_double_backward() -> NoReturn:
         "a backward with create_graph=True cannot go through a wrapped module: gradients "
         "are packed into chunks as they arrive, and have no graph"
     )
+
+
+def refuse_transforms(plan: Plan) -> None:
+    """Raise RuntimeError where a transform of torch.func is around a forward that gathers from a
+    lower tier: what is allocated meanwhile would be the transform's, and have no memory."""
+    if any(shard.param_home is not Tier.DEVICE for shard in plan.shards):
+        raise RuntimeError(
+            "a transform of torch.func is around a forward whose parameters are in RAM or files: "
+            "raise device_budget, or take a plain module (unwrap() gives one)"
+        )
 
 
 def refuse_unscaled(layout: ChunkLayout, param: ParamId) -> NoReturn:

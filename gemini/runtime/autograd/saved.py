@@ -14,6 +14,7 @@ from gemini.activations.host import HostTier
 from gemini.activations.lower import FileTier, LowerTier, NoTier
 from gemini.activations.saved_tensors import SavedTensors
 from gemini.chunk.parameter import handle_of
+from gemini.nvme import NvmeError
 from gemini.placement.policy import recomputes, spills
 from gemini.placement.predict import KINDS
 from gemini.placement.saved import NUM_PIECES, Spilling
@@ -65,6 +66,7 @@ class SavedCalls:
     def around(self, module: nn.Module) -> Iterator[None]:
         """Context of a forward."""
         if not torch.is_grad_enabled():
+            self.saved.free_staging()
             with self._tracking(module):
                 yield
             return
@@ -72,8 +74,12 @@ class SavedCalls:
         in_use = self._parts.backend.bytes_in_use()
         if in_use is not None:
             self._base = in_use - self._parts.ledger.device_bytes() - self.saved.resident_bytes
-        with self._tracking(module), self.saved.saving([*module.buffers(), *self._ignored]):
-            yield
+        try:
+            with self._tracking(module), self.saved.saving([*module.buffers(), *self._ignored]):
+                yield
+        except NvmeError as error:  # it may be this rank's alone
+            self._parts.comm.say_failed(error)
+            raise
 
     def follow_plan(self) -> None:
         """Let as many saved bytes stay as the plan of the coming forward says, if there is one."""

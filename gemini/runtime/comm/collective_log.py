@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SENDS = "sends"  # what a call of torch is about to send
+FAILS = "fails"  # its next collective does not come
 PROPOSAL = "asks to reduce"  # this wish yields if another rank wishes something else
 MAX_ENTRIES = 4096  # an evaluation may go on for long without an agreement
 
@@ -68,7 +69,7 @@ class Entry:
 
     number: counted since the engine was made.
     kind: `"gathers"` or `"reduces"` for a chunk; `"calls"` for a method; `"sends"` for a tensor
-        of torch's own collectives; else a wish of a meeting.
+        of torch's own collectives; `"fails"` for an error; else a wish of a meeting.
     subject: a chunk's id, or words.
     waits: this rank still waits in a meeting; its wish may differ from those of other ranks.
     met: all ranks have met, and know each other's wishes.
@@ -83,6 +84,8 @@ class Entry:
     def differs_from(self, other: Entry) -> bool:
         """Whether two ranks with these entries under one number did different things."""
         may_meet = self.kind == other.kind != "calls" or PROPOSAL in (self.kind, other.kind)
+        if self.kind == other.kind == FAILS:
+            return False
         if self.waits and other.waits and may_meet:
             return False
         if self.waits != other.waits and (self.met or other.met):
@@ -111,7 +114,8 @@ class SequenceLog:
         self._entries.append(entry)
         if len(self._entries) > MAX_ENTRIES:
             del self._entries[: MAX_ENTRIES // 2]
-        self.digest = zlib.crc32(f"{kind}{subject};".encode(), self.digest)
+        said = "" if kind == FAILS else subject  # each rank has its own words for it
+        self.digest = zlib.crc32(f"{kind}{said};".encode(), self.digest)
 
     def wait(self, kind: str, subject: str) -> None:
         """Note a wish; it is recorded as the next entry once all ranks have met."""
@@ -154,6 +158,9 @@ def explain_difference(
 ) -> SequenceError:
     """Error that names the actions of both ranks; `describe` turns a chunk's id into words."""
     rank, entry, other_rank, other = difference
+    if FAILS in (entry.kind, other.kind):
+        failed, error = (rank, entry) if entry.kind == FAILS else (other_rank, other)
+        return SequenceError(f"rank {failed} failed, and others wait for it: {error.subject}")
     return SequenceError(
         f"ranks issue different collectives: as number {entry.number}, rank {rank} "
         f"{_words(entry, describe)}, and rank {other_rank} {_words(other, describe)}. "

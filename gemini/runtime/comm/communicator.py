@@ -21,6 +21,7 @@ from torch import Tensor
 from gemini.tickets import Done, Ticket
 
 from .collective_log import (
+    FAILS,
     PROPOSAL,
     SENDS,
     Deadline,
@@ -442,6 +443,13 @@ class Communicator:
             seconds = POLL_SECONDS
 
     # -- the watch --
+
+    def say_failed(self, error: Exception) -> None:
+        """Tell the other ranks of an error that is about to be raised on this one: whoever waits
+        for it raises a SequenceError that names the rank and the error."""
+        if self.world_size > 1:
+            self.log.record(FAILS, str(error))
+            self.published_logs()
 
     def compare_logs(self) -> None:
         """Raise the SequenceError of logs whose digests differ, on every rank. Collective."""

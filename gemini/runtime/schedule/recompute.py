@@ -7,6 +7,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +16,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from gemini.activations.saved_tensors import SavedTensors
+from gemini.memtracer.blocks import BlockMeter
 from gemini.memtracer.layers import chosen
 from gemini.memtracer.module_calls import in_backward, repeated_blocks
 from gemini.memtracer.trace import Kind, Layer
 from gemini.placement.overruns import user_stacklevel
+from gemini.runtime.comm.communicator import Communicator
 from gemini.trees import tensors_in
 from gemini.units import Bytes
 
@@ -51,10 +54,12 @@ class Layers:
         self._collector = sampler.collector
         self._switches = {name: Switch(self, name, block) for name, block in repeated_blocks(root)}
         self.proved: dict[str, set[Any]] = {}  # kinds of calls
-        self._longest: dict[str, int] = {}  # elements that a proved call was given
+        self.longest: dict[str, int] = {}  # elements that a proved call was given
         self._refused: dict[str, str] = {}  # with the reason
         self._untold: list[str] = []
-        self._known: dict[str, Layer] = {}  # as measured last, where it was not computed again
+        # as measured last, where it was not computed again, and elements that it was given
+        self._known: dict[str, tuple[Layer, int]] = {}
+        self._meter = BlockMeter(saved, saved.least_bytes)
         self.names: frozenset[str] = frozenset()
         sampler.layers = self
 
@@ -63,6 +68,7 @@ class Layers:
     def choose(self, kind: Kind, signature: str) -> str:
         """Choose layers for an iteration with inputs of this signature; returns that of both."""
         self._tell()
+        self._meter = BlockMeter(self._saved, self._saved.least_bytes)
         planned = self._planning.recomputed_for(signature) if kind == "train" else None
         names = () if planned is None else planned.names
         self.names = frozenset(n for n in names if n in self._switches and n not in self._refused)
@@ -98,18 +104,18 @@ class Layers:
             return self._measured(name, forward, args, kwargs)
         if not self._is_proved(name, args, kwargs):
             return self._first(name, forward, args, kwargs)
-        given = self._input_bytes((args, kwargs))
         if self._collector.collecting:
-            known = self._known.get(name, Layer(name, Bytes(0), Bytes(0)))
-            # longer inputs are taken to save as many times the bytes of what is given
-            saved = known.saved_bytes * given // max(1, known.input_bytes)
-            self._collector.add_layer(Layer(name, Bytes(saved), Bytes(given), known.seconds))
+            known, numel = self._known.get(name, (Layer(name, Bytes(0), Bytes(0)), 1))
+            # longer inputs are taken to save as many times the bytes
+            longer = Fraction(_numel((args, kwargs)), max(1, numel))
+            saved, given = Bytes(int(known.saved_bytes * longer)), int(known.input_bytes * longer)
+            self._collector.add_layer(Layer(name, saved, Bytes(given), known.seconds))
         block = self._switches[name].block
         before = Seen(block, (args, kwargs))
-        outputs = _again_in_backward(name, block, forward, args, kwargs)
+        outputs = self._again_in_backward(name, block, forward, args, kwargs)
         if before.differs(Seen(block, (args, kwargs))):
             self._refuse(name, "its forward changed what it had left alone before", None)
-            raise _changed(name, "in a later forward than the one that was proved")
+            raise _changed(name, "in a later forward than the one that was proved", self._comm)
         return outputs
 
     def _is_proved(self, name: str, args: Any, kwargs: Any) -> bool:
@@ -119,25 +125,18 @@ class Layers:
         # ranks run a block as often as others do, and their inputs differ
         if self._comm.world_size > 1:
             return True
-        return _numel((args, kwargs)) <= self._longest[name]
+        return _numel((args, kwargs)) <= self.longest[name]
 
     def _measured(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if name in self._refused or not (self._collector.collecting or name in self.names):
             return forward(*args, **kwargs)
-        before, begun = self._saved.live_bytes, time.perf_counter()
+        call, begun = self._meter.begin((args, kwargs)), time.perf_counter()
         outputs = forward(*args, **kwargs)
-        saved = Bytes(max(0, self._saved.live_bytes - before))
-        seconds, given = time.perf_counter() - begun, Bytes(self._input_bytes((args, kwargs)))
-        self._known[name] = Layer(name, saved, given, seconds)
+        layer = self._meter.end(name, call, outputs, time.perf_counter() - begun)
+        self._known[name] = layer, _numel((args, kwargs))
         if self._collector.collecting:
-            self._collector.add_layer(self._known[name])
+            self._collector.add_layer(layer)
         return outputs
-
-    def _input_bytes(self, given: Any) -> int:
-        """Bytes that stay of what a block was given: so checkpointing saves it."""
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors_in(given)}
-        sizes = (storage.nbytes() for storage in storages.values())
-        return sum(n for n in sizes if n >= self._saved.least_bytes)
 
     def _first(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block twice. Returns what the second run gives, which backward computes again, if
@@ -158,7 +157,7 @@ class Layers:
             return self._refuse(name, reason, outputs)
         after, values = Random(self._device), [(b, b.clone()) for b in block.buffers()]
         before.set_torch()
-        second = _again_in_backward(name, block, forward, args, kwargs)
+        second = self._again_in_backward(name, block, forward, args, kwargs)
         if seen.differs(Seen(block, (args, kwargs))):
             reason = "its forward changes buffers, or what it is given, the second time"
         elif not same_bits(outputs, second) or not after.is_torch_now():
@@ -170,8 +169,30 @@ class Layers:
                     buffer.copy_(value)
             return self._refuse(name, reason, outputs)
         self.proved.setdefault(name, set()).add(kind)
-        self._longest[name] = max(numel, self._longest.get(name, 0))
+        self.longest[name] = max(numel, self.longest.get(name, 0))
         return second
+
+    def _again_in_backward(
+        self, name: str, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call of a block that backward computes again. Of all tensors that it is given, by
+        position or by name, autograd keeps the version, and checkpointing the device."""
+        leaves, tree = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        given = [leaves[i] for i in places]
+        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        before, comm = Seen(block, ()), self._comm
+
+        def run(*tensors: Tensor) -> Any:
+            if in_backward() and before.differs(Seen(block, ()), of_random=False):
+                raise _changed(name, "between its forward and its backward", comm)
+            filled = list(rest)
+            for i, tensor in zip(places, tensors, strict=True):
+                filled[i] = tensor
+            positional, keywords = tree_unflatten(filled, tree)
+            return forward(*positional, **keywords)
+
+        return checkpoint(run, *given, use_reentrant=False)
 
     def _any_rank(self, refused: bool) -> bool:
         """Whether a rank refuses: all ranks run a block as often, since they gather for it.
@@ -220,34 +241,14 @@ class Switch:
                 self.block.__dict__["forward"] = self._own
 
 
-def _again_in_backward(
-    name: str, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
-    """Call of a block that backward computes again. Of all tensors that it is given, autograd
-    keeps the version, and checkpointing the device, whether they come by position or by name."""
-    leaves, tree = tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    given = [leaves[i] for i in places]
-    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    before = Seen(block, ())
-
-    def run(*tensors: Tensor) -> Any:
-        if in_backward() and before.differs(Seen(block, ()), of_random=False):
-            raise _changed(name, "between its forward and its backward")
-        filled = list(rest)
-        for i, tensor in zip(places, tensors, strict=True):
-            filled[i] = tensor
-        positional, keywords = tree_unflatten(filled, tree)
-        return forward(*positional, **keywords)
-
-    return checkpoint(run, *given, use_reentrant=False)
-
-
-def _changed(name: str, when: str) -> RuntimeError:
-    return RuntimeError(
+def _changed(name: str, when: str, comm: Communicator) -> RuntimeError:
+    """Error of a block that changed; the other ranks are told of it, since they may not have it."""
+    error = RuntimeError(
         f"{name} is computed again in backward, and buffers, attributes or inputs of it changed "
         f'{when}: its gradients would be others. activations="spill" computes nothing again'
     )
+    comm.say_failed(error)
+    return error
 
 
 def _numel(given: Any) -> int:

@@ -139,6 +139,33 @@ def test_nothing_has_a_name_while_it_is_used(tmp_path):
     assert file.file_bytes == file.staging_bytes == 0
 
 
+def test_buffers_are_there_while_something_may_leave(tmp_path):
+    """They end what is under way, and a graph that has bytes in the file still has its backward."""
+    saved, file = saved_in(tmp_path, keep=0)
+    x = torch.linspace(-1, 1, ROW // 4, requires_grad=True)
+    assert file.staging_bytes == 0
+    with saved.saving():
+        total = sum((x + i).square().sum() for i in range(20))
+    assert file.staging_bytes == file.in_flight_bytes == 8 * ROW
+    saved.keep_at_most(None)
+    assert file.staging_bytes == 0
+    other = x.detach().clone().requires_grad_()
+    with saved.saving():
+        kept = (other + 1).square().sum()
+    assert saved.resident_bytes == ROW and file.staging_bytes == 0
+    total.backward(), kept.backward()
+    assert torch.equal(x.grad, expected()) and file.staging_bytes == 0
+    saved.keep_at_most(0)
+    assert torch.equal(gradient(saved), expected()) and file.staging_bytes == 8 * ROW
+    copy = file.write(x.data_ptr(), ROW)
+    assert copy.num_pending == 1
+    file.free_staging()
+    read = file.read(copy)
+    read.wait()
+    assert torch.equal(read.landing[:ROW].view(torch.float32), x.detach())
+    saved.close()
+
+
 def test_room_that_is_written_is_nobody_elses(tmp_path):
     """A copy is dropped while its write waits for the disk; another must not be there meanwhile."""
     file, begun, goes_on = SavedFile(tmp_path, piece_bytes=ROW), Event(), Event()

@@ -111,6 +111,9 @@ def trained(module, policy, feed=batch, choose=lambda step: None, steps=4):
         loss = outputs if isinstance(outputs, torch.Tensor) else outputs.loss
         saved = model.engine.saved_tensors
         seen.append(0 if saved is None else saved.live_bytes)
+        planned = saved and planning.plan_of_forward(model.engine.sampler.signature)
+        # the first plan that keeps all may come after one that let some leave
+        assert not planned or planned.saved is not None or saved.staging_bytes == 0
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

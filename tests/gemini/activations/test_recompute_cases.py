@@ -4,6 +4,7 @@ that is kept with a warning, or an error; nothing else."""
 import copy
 import random
 import warnings
+from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
@@ -12,9 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.shared.workers import run_ranks
-from gemini import AutoPlacement, GeminiDDP
+from gemini import AutoPlacement, GeminiDDP, LossScale
 from gemini.memtracer.module_calls import repeated_blocks
 from gemini.placement.plan import Recomputed
+from gemini.placement.tiers import Tier
 from gemini.runtime.schedule.planning import Planning
 from optim import HybridAdam, NvmeConfig
 
@@ -165,7 +167,8 @@ def names_of(module):
     return [name for name, _ in repeated_blocks(module)]
 
 
-def trained(module, policy, run=None, steps=5, **options):
+def trained(module, policy, run=None, steps=5, each=None, **options):
+    """each: called with every step's report and the model."""
     options = {"precision": "fp32", "min_chunk_size_m": 0.002, **options}
     model = GeminiDDP(copy.deepcopy(module), "cpu", policy, **options)
     optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=NvmeConfig(block_numel=8192))
@@ -177,6 +180,8 @@ def trained(module, policy, run=None, steps=5, **options):
         else:
             run(model, optimizer, step)
         optimizer.step()
+        if each is not None:
+            each(optimizer.last_report, model)
         optimizer.zero_grad()
     return model
 
@@ -186,7 +191,8 @@ def layers_of(model):
 
 
 def check(choose, module, run=None, refuses=None, **options):
-    """Bits of plain, with all layers computed again, or all refused for a reason."""
+    """Bits of plain, with all layers computed again, or all refused for a reason. Returns the
+    layers."""
     plain = trained(module, "cuda", run, **options)
     names = names_of(module)
     choose(names)
@@ -200,6 +206,7 @@ def check(choose, module, run=None, refuses=None, **options):
         assert not said and layers.proved.keys() == set(names) and layers.names == set(names)
     else:
         assert len(said) == 1 and refuses in said[0] and not layers.names
+    return layers
 
 
 @pytest.mark.parametrize(
@@ -263,13 +270,21 @@ def test_tied_weights(choose):
 
 
 def test_accumulation_clipping_and_longer_batches(choose):
+    """Every step is clipped, and a longer call than any before is proved anew."""
+    norms = []
+
     def run(model, optimizer, step):
         with model.no_sync():
             model(feed(step, 8 + 4 * step)).backward()
         model(feed(step + 9)).backward()
-        optimizer.clip_grad_norm_(0.1) if hasattr(optimizer, "clip_grad_norm_") else None
+        norms.append(float(optimizer.clip_grad_norm_(0.1)))
 
-    check(choose, Stack(), run)
+    layers = check(choose, Stack(), run, each=lambda report, model: norms.append(report.grad_norm))
+    assert len(norms) == 20 and min(norms) > 0.1 and norms[:10] == norms[10:]
+    assert set(layers.longest.values()) == {feed(0, 8 + 4 * 4).numel()}
+    clip = lambda m, o, n: (m(feed(n)).backward(), o.clip_grad_norm_(0.1))  # noqa: E731
+    first, other = (trained(Stack(), "cuda", run, steps=2).digest() for run in (clip, None))
+    assert first != other
 
 
 def test_two_forwards_before_their_backwards(choose):
@@ -288,7 +303,9 @@ def test_autocast_and_modes_that_change(choose):
             loss = model(feed(step))
         loss.backward()
 
-    check(choose, Stack(), run)
+    layers = check(choose, Stack(), run)
+    # trained and evaluated without autocast, and both with it
+    assert [len(kinds) for kinds in layers.proved.values()] == [4, 4, 4]
 
 
 def test_bf16(choose):
@@ -300,7 +317,12 @@ def test_fp16_with_an_overflow(choose):
         loss = model(feed(step).half() * (1e4 if step == 2 else 1))
         optimizer.backward(loss)
 
-    check(choose, Stack(), run, precision="fp16")
+    skipped = []
+    each = lambda report, model: skipped.append((report.skipped, report.loss_scale))  # noqa: E731
+    scale = LossScale(1024.0, hysteresis=1)
+    check(choose, Stack(), run, each=each, precision="fp16", loss_scale=scale)
+    assert [one for one, _ in skipped] == [False, False, True, False, False] * 2
+    assert skipped[:5] == skipped[5:] and skipped[2][1] > skipped[3][1]
 
 
 def test_a_proof_is_of_one_kind_of_call(choose):
@@ -388,16 +410,24 @@ def test_an_input_changed_in_place_afterwards_is_an_error(choose, by_name):
 
 
 @pytest.mark.parametrize("is_in_files", [False, True])
-def test_on_the_host_or_in_files(choose, is_in_files, tmp_path):
-    """Released between calls: a layer that is computed again gathers them again."""
-    module = Stack(OwnParameter)
-    plain = trained(module, "cuda")
+def test_released_between_calls_with_state_in_files(choose, is_in_files, tmp_path):
+    """A layer that is computed again gathers its parameters again."""
+    module = Stack(OwnParameter, n=12)
+    plain = trained(module, "cuda", steps=3)
     choose(names_of(module))
-    placement = AutoPlacement(
-        "64MiB" if not is_in_files else "1MiB", activations="auto", nvme_dir=str(tmp_path),
-        block_numel=8192,
-    )  # fmt: skip
-    assert trained(module, placement).digest() == plain.digest()
+    below = {"nvme_dir": str(tmp_path), "block_numel": 8192} if is_in_files else {}
+    placement = AutoPlacement("768KiB" if is_in_files else "64MiB", activations="auto", **below)
+    written = []
+
+    def each(report, model):
+        written.append(report.nvme_written_total)
+
+    model = trained(module, placement, steps=3, each=each)
+    assert model.digest() == plain.digest()
+    assert layers_of(model).proved.keys() == set(names_of(module))
+    homes = {home for shard in model.engine.plan.shards for home in shard.state_homes}
+    assert (Tier.NVME in homes) == is_in_files != model.engine.all_gathered
+    assert all(a < b for a, b in pairwise([0, *written])) if is_in_files else not any(written)
 
 
 class Counts(OwnParameter):
@@ -456,6 +486,33 @@ def test_what_one_rank_refuses_no_rank_computes_again(choose):
         found = run_ranks(ranks_trained, 2, module, auto(), 1)
     assert [one[0] for one in found] == [one[0] for one in plain]
     assert all(one[1] == ["blocks.0", "blocks.2"] for one in found)
+
+
+def failed_alone(rank, module, when):
+    """Error of a step in which a proved layer of rank 1 changes what it had left alone."""
+    module = copy.deepcopy(module)
+    model = GeminiDDP(module, "cpu", auto(), precision="fp32", min_chunk_size_m=0.002)
+    model.engine.comm.deadline_seconds = 0.05  # then ranks compare what they do
+    model(feed(rank)).backward()
+    model.zero_grad()
+    module.blocks[1].counts = rank == 1 and when == "forward"
+    with pytest.raises(RuntimeError) as error:
+        loss = model(feed(rank))
+        if rank == 1 and when == "backward":
+            module.blocks[1].calls += 1
+        loss.backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_what_fails_on_one_rank_is_an_error_on_all(choose, when):
+    """The others would wait for its collectives."""
+    module = without_draws()
+    choose(names_of(module))
+    other, mine = run_ranks(failed_alone, 2, module, when)
+    assert "blocks.1 is computed again in backward" in mine
+    assert "rank 1" in other and "blocks.1 is computed again in backward" in other
+    assert {"forward": "a later forward", "backward": "its backward"}[when] in other
 
 
 def process_trained(rank):

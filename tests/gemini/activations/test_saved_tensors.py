@@ -56,6 +56,9 @@ class Shelf:
     def drop(self, copy, arrival):
         self.log.append(("drop", self.items.index(copy)))
 
+    def free_staging(self):
+        pass
+
     def close(self):
         pass
 

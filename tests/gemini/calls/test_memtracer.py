@@ -413,3 +413,22 @@ def test_a_forward_that_was_broken_off_before_its_first_call_is_no_trace():
     edges = Counter((moment.phase, moment.edge) for moment in trace.moments)
     assert edges["backward", "leave"] == edges["forward", "enter"] > 0
     optimizer.close()
+
+
+def test_rows_of_one_sequence_have_no_mask_of_rows_by_columns():
+    """transformers asks values of positions for it, which a trace has not."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=1, use_cache=False,
+    )  # fmt: skip
+    model, length = transformers.LlamaForCausalLM(config), 2048
+    ids = torch.zeros(1, length, dtype=torch.int64)
+    masks = transformers.masking_utils.find_packed_sequence_indices
+
+    def most(**more):
+        traced = trace(model, {"input_ids": ids, "labels": ids, **more})
+        return max(moment.non_model_bytes for moment in traced.moments)
+
+    assert most() < length * length < most(position_ids=torch.arange(length)[None])
+    assert transformers.masking_utils.find_packed_sequence_indices is masks

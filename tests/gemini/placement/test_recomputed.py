@@ -79,48 +79,63 @@ def test_some_layers_of_these_problems_are_computed_again_and_budgets_hold():
 
 
 def traced():
-    """Two layers: each saves 100 bytes of which 10 were given, and needs 5 besides."""
+    """Two layers: each saves 100 bytes and what it was given, 10, and needs 5 besides."""
 
     def at(phase, edge, module, saved, rest=5):
         return TraceMoment(phase, edge, module, (), saved + rest, 1.0, saved)
 
     moments = (
-        at("forward", "enter", "h.0.a", 0), at("forward", "leave", "h.0.a", 100),
-        at("forward", "enter", "h.1.a", 100), at("forward", "leave", "h.1.a", 200),
-        at("backward", "enter", "h.1.a", 200), at("backward", "leave", "h.1.a", 100),
-        at("backward", "enter", "h.0.a", 100), at("backward", "leave", "h.0.a", 0),
+        at("forward", "enter", "h.0.a", 0), at("forward", "leave", "h.0.a", 110),
+        at("forward", "enter", "h.1.a", 110), at("forward", "leave", "h.1.a", 220),
+        at("backward", "enter", "h.1.a", 220, 15), at("backward", "leave", "h.1.a", 110),
+        at("backward", "enter", "h.0.a", 110), at("backward", "leave", "h.0.a", 0),
     )  # fmt: skip
-    layers = (Layer("h.0", 100, 10, 2.0), Layer("h.1", 100, 10, 2.0))
+    layers = (Layer("h.0", 100, 0, 2.0), Layer("h.1", 100, 0, 2.0))
     return Trace("train", "int64[1]", "", moments, layers)
 
 
 def test_a_forecast_worked_out_by_hand():
     trace = traced()
     one = recomputing(trace, 1)
-    assert [m.saved_bytes for m in one.moments] == [0, 10, 10, 110, 110, 10, 10, 0]
-    # the first layer's 100 bytes live again in its backward
-    assert [m.rest_bytes for m in one.moments] == [5, 5, 5, 5, 5, 5, 105, 105]
+    assert [m.saved_bytes for m in one.moments] == [0, 10, 10, 120, 120, 10, 0, 0]
+    # what the first layer saves is there in its backward all the same, and with it what it was
+    # given
+    assert [m.rest_bytes for m in one.moments] == [5, 5, 5, 5, 15, 5, 115, 5]
     assert [m.seconds for m in one.moments] == [1, 1, 1, 1, 1, 1, 3, 1]
     both = recomputing(one, 2)
-    assert [m.saved_bytes for m in both.moments] == [0, 10, 10, 20, 20, 10, 10, 0]
-    assert both.moments[4].rest_bytes == 105
+    assert [m.saved_bytes for m in both.moments] == [0, 10, 10, 20, 10, 10, 0, 0]
+    assert both.moments[4].rest_bytes == 125
     back = recomputing(both, 0)
     # a bound: nobody knows when a layer's backward frees what it had saved
-    assert [m.saved_bytes for m in back.moments] == [0, 100, 100, 200, 200, 190, 100, 90]
+    assert [m.saved_bytes for m in back.moments] == [0, 110, 110, 220, 210, 210, 100, 100]
     assert [m.seconds for m in back.moments] == [m.seconds for m in trace.moments]
     assert (both.signature, back.signature) == (chosen("int64[1]", 2), trace.signature)
     assert without_choice(both.signature) == trace.signature
     assert Trace.from_json(both.to_json()) == both
 
 
+def test_a_forward_that_needs_more_than_its_backward_counts_beside_the_gradient():
+    """The gradient that arrives is there before the backward begins: 8 bytes; of what is saved
+    nothing is but the input of 10."""
+    needs = [5, 5, 70, 5, 90, 8, 9, 5]
+    trace = traced()
+    moments = [
+        replace(m, non_model_bytes=m.saved_bytes + n)
+        for m, n in zip(trace.moments, needs, strict=True)
+    ]
+    moments[0] = replace(moments[0], non_model_bytes=150, saved_bytes=0)
+    one = recomputing(replace(trace, moments=tuple(moments)), 1)
+    assert one.moments[6].rest_bytes == max(9 + 110, 8 + 150)
+
+
 def test_a_forecast_of_a_trace_that_knows_the_root_alone():
     moments = traced().moments
     root = tuple(replace(moments[i], module="") for i in (0, 3, 4, 7))
-    whole = replace(traced(), moments=(replace(root[0], saved_bytes=200, non_model_bytes=205),
+    whole = replace(traced(), moments=(replace(root[0], saved_bytes=220, non_model_bytes=225),
                                        *root[1:]))  # fmt: skip
     both = recomputing(whole, 2)
     assert [m.saved_bytes for m in both.moments] == [20, 20, 20, 0]
-    assert [m.rest_bytes for m in both.moments] == [5, 5, 105, 5]
+    assert [m.rest_bytes for m in both.moments] == [5, 5, 115, 5]
     assert sum(m.seconds for m in both.moments) == 4 + 4
 
 
