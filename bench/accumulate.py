@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import gemini
 from bench.support.machine import write_result
 from gemini import AutoPlacement, GeminiDDP
-from gemini.accumulation.accumulate import ORDERS
+from gemini.placement.orders import ORDERS
 from gemini.units import MIB
 from optim import HybridAdam
 
