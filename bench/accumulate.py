@@ -6,8 +6,9 @@
     python -m bench.accumulate --row large           models that people train: accumulate_rows.py
 
 Without `--row`: a decoder of GPT-2's shape, whose weights, gradients and state do not fit
-`device_budget`, on a CPU: the disk is the tier below. Each row trains its own model from the same weights: two steps that are
-measured by nobody, as homes and plans follow the first, then `--steps` more.
+`device_budget`, on a CPU: the disk is the tier below. Each row trains its own model from the same
+weights: two steps that are measured by nobody, as homes and plans follow the first, then `--steps`
+more.
 
 read_mib: of parameters, from files, in forward and backward of one step, without its update.
 step_seconds: the median of whole steps, updates too. A digest is of all weights at the end.

@@ -409,6 +409,7 @@ class _Walk:
 
         Layers ran it first of all, so what a layer left behind for the epilogue is another's.
         """
+        self._iteration.is_no_sample()
         j = len(self._batches) - 1
         hidden = self._iteration.brought(self._batches[j].boundaries[-1])
         loss, _ = self._work.together(partial(self._epilogue, j, hidden))

@@ -95,6 +95,11 @@ class Iteration:
 
     # -- calls --
 
+    def is_no_sample(self) -> None:
+        """Forget what was measured of this iteration: one epilogue more than in those that follow
+        is about to run, and a plan of its calls would be none of theirs."""
+        self._engine.sampler.abandon()
+
     def root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of the whole module, as its wrapper gives it."""
         model = self._model

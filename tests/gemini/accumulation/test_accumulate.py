@@ -190,6 +190,15 @@ def test_layers_come_twice_a_step_and_steps_follow_the_plan():
     assert counts["layers"] <= 2 * chunks < counts["batches"]
 
 
+def test_a_step_that_compares_losses_is_no_sample():
+    """One epilogue runs more in it than in those that would follow its plan."""
+    model, optimizer = wrapped(ON_HOST, device=SimBackend())
+    trained(model, optimizer, "layers", steps=3)
+    (trace,) = model.engine.sampler.traces("train")
+    norms = [m for m in trace.moments if (m.phase, m.edge, m.module) == ("forward", "enter", "norm")]
+    assert len(norms) == 2 * 3  # of a tied head each epilogue runs twice
+
+
 def test_a_frozen_base_passes_gradients_on_to_the_layers_that_are_trained():
     runs = [trained(*wrapped(frozen=True, dropout=0.25), order) for order in ("layers", "batches")]
     assert runs[0] == runs[1]

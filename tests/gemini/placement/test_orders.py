@@ -102,7 +102,7 @@ def test_a_step_reads_what_its_plan_predicts(order, tmp_path):
     the next one begins, which the plan of one does not know: so up to k times what the device ever
     holds of payloads may not be read."""
     gc.collect()  # what other tests left is no activation of this one
-    module, share, k = Decoder(128, 6), 1.9, 3
+    module, share, k = Decoder(128, 6), 1.5, 3
     if order == BATCHES:  # gradients that wait would leave later micro-batches less room
         module.requires_grad_(False)
         module.norm.requires_grad_(True)
@@ -115,11 +115,14 @@ def test_a_step_reads_what_its_plan_predicts(order, tmp_path):
         model = GeminiDDP(module, "cpu", policy, precision="fp32", min_chunk_size_m=0.02)
         optimizer = HybridAdam(model.parameters(), lr=1e-4)
         generator = torch.Generator().manual_seed(1)
-        for _ in range(4):  # plans follow what is measured
+        # The first step compares losses and is no sample, the second is measured, and the third
+        # follows its plan.
+        for _ in range(3):
             given = list(torch.randint(VOCAB, (k, 1, 16), generator=generator))
             gemini.accumulate(model, given, loss_of, order=order)
             optimizer.step()
             optimizer.zero_grad()
+    assert not model.memory_stats.deviations
     found = model.engine.accumulated
     assert (found.order, found.num_batches) == (order, k)
     payloads = max(model.engine.planning.result.profile.rows[Tier.DEVICE, "parameters"])
