@@ -109,7 +109,8 @@ def accumulate(
     of a micro-batch, what a model with dropout draws.
 
     Raises ValueError for a model that is no chain of layers, before any gradient is changed; for a
-    micro-batch that draws other random numbers than one of its shapes did before; and
+    micro-batch that draws other random numbers than one of its shapes did before, which may have
+    dropped all gradients, and then says that `zero_grad` must follow; and
     RuntimeError without gradients, inside a backward, in a pipeline, for another number of
     micro-batches than another rank's, on all ranks, or if another rank fails in its loss.
     """
