@@ -157,6 +157,8 @@ def main() -> None:
         figures = accumulate_rows.row(args)
         if args.json is not None:
             write_result(args.json, figures)
+        if accumulate_rows.has_failed(figures):
+            raise SystemExit(1)
         return
     args.seq, args.steps = args.seq or 32, args.steps or 2
     warnings.simplefilter("ignore", gemini.BudgetWarning)  # activations nobody measured yet

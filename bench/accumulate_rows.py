@@ -15,7 +15,7 @@ beside it; `device_budget` is the limit less what `bench.capacity` leaves for th
 predicted_peak, measured_peak: bytes of the device, as `memory_report()` has them.
 step_seconds: the median of whole steps behind the second, by when homes and plans are final.
 
-A run that its limit ends costs its row alone.
+A run that its limit ends is named, and the others go on. Exit status 1: there was one.
 """
 
 from __future__ import annotations
@@ -187,7 +187,11 @@ def qlora(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     budget = ("--device-budget", str(limit - QLORA_SLACK_BYTES), "--nvme-dir", str(files))
     for order in (LAYERS, BATCHES):
         options = ("--accumulate", str(count), "--order", order)
-        run = result_of(script, limit, *given, *budget, *options)
+        try:
+            run = result_of(script, limit, *given, *budget, *options)
+        except subprocess.CalledProcessError as error:
+            rows[order] = {"failed": f"exit status {error.returncode}"}
+            continue
         reads = run["bytes_read"][-1] / (run["read_gb_per_s"] * 1e9 or 1.0)
         rows[order] = {
             **run,
@@ -297,8 +301,14 @@ def row(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-accumulate-", dir=folder) as scratch:
         found = make(args, Path(scratch))
     for asked in _asked(args.row, found):
-        print(asked)
+        print(asked, flush=True)
     return {"row": args.row, "model": args.model, "found": found}
+
+
+def has_failed(found: dict[str, Any]) -> bool:
+    """Whether a run below these figures ended without any."""
+    inner = [value for value in found.values() if isinstance(value, dict)]
+    return "failed" in found or any(has_failed(value) for value in inner)
 
 
 def _asked(name: str, found: dict[str, Any]) -> list[str]:

@@ -177,7 +177,7 @@ def under_a_budget(args: argparse.Namespace) -> dict[str, Any]:
         cool(args)
         started, forward = time.perf_counter(), 0.0
         if args.accumulate > 1:
-            losses.append(accumulated(model, ids, args.accumulate, order))
+            losses.append(accumulated(model, [ids] * args.accumulate, order))
         else:
             loss = model(input_ids=ids, labels=ids).loss
             forward = time.perf_counter() - started
@@ -203,12 +203,12 @@ def under_a_budget(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def accumulated(model: GeminiDDP, ids: Tensor, count: int, order: str) -> float:
-    """Mean loss of so many micro-batches of the same tokens."""
-    given = [{"input_ids": ids, "labels": ids} for _ in range(count)]
+def accumulated(model: GeminiDDP, parts: list[Tensor], order: str) -> float:
+    """Mean loss of one accumulation. parts: int64 [1, seq] of each micro-batch."""
+    given = [{"input_ids": ids, "labels": ids} for ids in parts]
 
     def share(output: Any, batch: Any) -> Tensor:
-        loss: Tensor = output.loss / count
+        loss: Tensor = output.loss / len(parts)
         return loss
 
     return float(sum(gemini.accumulate(model, given, share, order=order)))
