@@ -47,6 +47,7 @@ from gemini.memtracer.monitor import process_peak_rss_bytes
 from gemini.nvme import default_folder
 from gemini.optim import HybridAdam
 from gemini.placement.orders import BATCHES, LAYERS
+from gemini.placement.timetable.updates import TAIL
 from gemini.plan.models import build, maker
 from gemini.units import parse_bytes
 
@@ -92,8 +93,9 @@ def trained(run: Run) -> dict[str, Any]:
     placement: Any = "auto"
     if run.device_budget is not None:
         placement = AutoPlacement(run.device_budget, nvme_dir=run.folder)
-    model = GeminiDDP(module, "cpu", placement, precision="bf16", trace=traced, max_norm=1.0)
-    model.train()
+    model = GeminiDDP(
+        module, "cpu", placement, precision="bf16", trace=traced, update=TAIL, max_norm=1.0
+    ).train()
     optimizer = HybridAdam(
         model.parameters(), lr=float(LEARNING_RATE), nvme_offload_fraction=run.nvme_fraction,
         nvme_offload_dir=run.folder,
@@ -241,7 +243,7 @@ def deepspeed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     budget = int(args.budget * ITEMSIZE["bfloat16"] * params)
     jobs = {}
     for peer, options in (
-        ("ours", {"device_budget": budget, "update": "tail"}),
+        ("ours", {"device_budget": budget, "update": TAIL}),
         ("deepspeed_zero", {"offload": "nvme", "offload_param": True}),
     ):
         own = folder / peer

@@ -132,14 +132,12 @@ def accumulate(
 def _accumulated(
     engine: GeminiEngine, order: str, losses: Sequence[Tensor], gathers: Mapping[ChunkId, int]
 ) -> Accumulated:
-    """What a step read, beside what the plan of its iterations says."""
-    plan, count = engine.plan, len(losses)
-    planned = bytes_read(plan) * (count if order == BATCHES else 1)
-    planning = engine.planning
-    trace = planning.inputs.trace
-    of_layers = f"[{count}, 0]" in trace.signature  # as `Iteration` begins one
-    is_traced = planning.has_trace and of_layers == (order != BATCHES)
-    return Accumulated(order, count, planned if is_traced else None, counted_bytes(plan, gathers))
+    """What a step read, beside what the plan of its last iteration says of all of them."""
+    count = len(losses)
+    planned = engine.planning.plan_of_forward(engine.sampler.signature)
+    times = count if order == BATCHES else 1
+    predicted = None if planned is None else bytes_read(planned) * times
+    return Accumulated(order, count, predicted, counted_bytes(engine.plan, gathers))
 
 
 def _check(model: GeminiDDP, batches: Sequence[Any], order: str) -> None:
