@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from gemini.accumulation.chain import REMEDY, Chain, NoChainError
 from gemini.chunk.layout import training_layout
 from gemini.chunk.sizing.search import ChunkConfiguration, cut, search_chunk_configuration
 from gemini.dtypes import BYTES
@@ -155,6 +156,15 @@ def _built(what: str | Path | nn.Module, training: Training) -> tuple[nn.Module,
     return model, base
 
 
+def _no_chain(model: nn.Module) -> str:
+    """Why micro-batches cannot run layer by layer, as far as modules show it; else ""."""
+    try:
+        Chain(model, None)
+    except NoChainError as error:
+        return str(error).removesuffix(f"; {REMEDY}")
+    return ""
+
+
 def ask(
     what: str | Path | nn.Module, machine: Hardware, training: Training, *, only: bool = False
 ) -> Question:
@@ -191,6 +201,7 @@ def ask(
     state = replace(LAYOUTS[training.optimizer], kind=training.state)
     state = state.with_master() if has_master else state
 
+    no_chain = _no_chain(model)
     may_ask = not isinstance(what, nn.Module) and training.activation_bytes is None
 
     # Asked for late and once each: every other combination is a model that is built and traced.
@@ -225,7 +236,7 @@ def ask(
             state.splits(WEIGHT_DTYPE), training.quantize,
             models.products_of(model) if has_master else 0, training.lengths, training.loaded,
             training.keep_originals, training.activations, training.chunked,
-            at if may_ask else None, training.accumulate_order,
+            at if may_ask else None, training.accumulate_order, no_chain,
         )  # fmt: skip
 
     def fitting(chunks: ChunkConfiguration) -> Question:

@@ -143,6 +143,7 @@ class Question:
     # the same with sequences of another length; None where nobody can say
     at: Callable[[int], Question] | None = field(default=None, compare=False)
     accumulate_order: str = BATCHES  # of `placement.orders`
+    no_chain: str = ""  # why micro-batches cannot run layer by layer, if its modules show that
 
     @property
     def by_layers(self) -> bool:
@@ -197,6 +198,8 @@ class Question:
     def trace(self) -> Trace:
         """Trace with which a module is wrapped: fp32 sums of gradients are no model data of a
         plan. Raises NoLayersError."""
+        if self.by_layers and self.no_chain:
+            raise NoLayersError(self.no_chain)
         if self.by_layers:
             sums_of = {
                 slot.param: FP32_BYTES * slot.numel
