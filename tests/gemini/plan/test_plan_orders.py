@@ -39,11 +39,9 @@ def test_a_chunked_loss_and_the_order_are_in_one_plan(config):
     assert (asked.chunked, asked.accumulate_order) == (True, LAYERS)
     assert asked.at(64).trace == asked.trace
     before = ask(str(config), machine, Training(seq=64, accumulate=8))
-    layered = changes._layered(changes._chunked(before))
-    assert (layered.chunked, layered.by_layers) == (True, True)
+    layered = replace(before.other(False, 0, None, True), accumulate_order=LAYERS)
     assert changes.flags(before, layered) == "--chunk-loss --accumulate-order layers"
     assert layered.trace == asked.trace != replace(before, accumulate_order=LAYERS).trace
-    assert layered._recomputing.chunked
 
 
 @pytest.mark.ci
