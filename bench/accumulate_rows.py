@@ -129,7 +129,7 @@ def batches_of(micro_batches: int, seq: int, steps: int) -> list[list[Tensor]]:
 
 
 def step_of(found: dict[str, Any]) -> float:
-    return statistics.median(found["step_seconds"][WARM_STEPS:])
+    return float(statistics.median(found["step_seconds"][WARM_STEPS:]))
 
 
 # -- rows --
