@@ -23,11 +23,9 @@ from gemini.units import Bytes, ChunkId, ParamId, format_bytes
 LAYERS, BATCHES = ORDERS = ("layers", "batches")
 IN_WORDS = {LAYERS: "layer by layer", BATCHES: "one after the other"}
 WORTH_SAYING = 0.93  # of the seconds: what saves less is not advised
-_LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")  # the first number in a module's name is its layer
-
-
-# As the repeats of prologues and epilogues that a price knows: those of one place need the same
-# weights, and thousands of micro-batches would be planned call by call
+LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")  # the first in a module's name is its layer
+# Prologues, or epilogues, in a trace at most: all need the same weights, and planning takes time
+# for each call. The seconds of those that are left out are added to these.
 MOST_REPEATS = 8
 
 
@@ -197,12 +195,12 @@ def _stages(moments: Sequence[TraceMoment]) -> _Stages:
     """Moments by what they belong to. Raises NoLayersError."""
     layers = Counter[str]()
     for module in dict.fromkeys(m.module for m in moments):
-        found = _LAYER.search(module)
+        found = LAYER_NUMBER.search(module)
         layers.update([module[: found.start()]] if found else [])
     name = layers.most_common(1)[0][0] if layers else ""
 
     def layer_of(moment: TraceMoment) -> int | None:
-        found = _LAYER.search(moment.module)
+        found = LAYER_NUMBER.search(moment.module)
         return int(found[1]) if found and moment.module[: found.start()] == name else None
 
     numbers = [layer_of(m) for m in moments]
