@@ -3,10 +3,12 @@
     python -m bench.accumulate                       1, 2, 4 and 8 micro-batches, about two minutes
     python -m bench.accumulate --micro-batches 8 --layers 16
     python -m bench.accumulate --json PATH
+    python -m bench.accumulate --row large           models that people train: accumulate_rows.py
 
-A decoder of GPT-2's shape, whose weights, gradients and state do not fit `device_budget`, on a CPU:
-the disk is the tier below. Each row trains its own model from the same weights: two steps that are
-measured by nobody, as homes and plans follow the first, then `--steps` more.
+Without `--row`: a decoder of GPT-2's shape, whose weights, gradients and state do not fit
+`device_budget`, on a CPU: the disk is the tier below. Each row trains its own model from the same
+weights: two steps that are measured by nobody, as homes and plans follow the first, then `--steps`
+more.
 
 read_mib: of parameters, from files, in forward and backward of one step, without its update.
 step_seconds: the median of whole steps, updates too. A digest is of all weights at the end.
@@ -32,9 +34,10 @@ import torch
 from torch import Tensor, nn
 
 import gemini
+from bench import accumulate_rows
 from bench.support.machine import write_result
 from gemini import AutoPlacement, GeminiDDP
-from gemini.accumulation.accumulate import ORDERS
+from gemini.placement.orders import ORDERS
 from gemini.units import MIB
 from optim import HybridAdam
 
@@ -140,14 +143,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    accumulate_rows.add_flags(parser)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--seq", type=int, help="default: 32, or 128 of a row")
+    parser.add_argument("--steps", type=int, help="default: 2, or those of the row, all counted")
     parser.add_argument("--budget", type=float, default=1.0, help="of the bytes of all weights")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.row is not None:
+        args.seq = args.seq or 128
+        figures = accumulate_rows.row(args)
+        if args.json is not None:
+            write_result(args.json, figures)
+        if accumulate_rows.has_failed(figures):
+            raise SystemExit(1)
+        return
+    args.seq, args.steps = args.seq or 32, args.steps or 2
     warnings.simplefilter("ignore", gemini.BudgetWarning)  # activations nobody measured yet
     logging.getLogger("gemini").setLevel(logging.ERROR)
     rows = []

@@ -8,6 +8,8 @@
 gradient checkpointing. `--pair`: plain peft and that without a budget take turns, everything
 resident.
 `--cold`: files of the base leave the page cache before every forward and every backward.
+`--accumulate K --order layers`: so many micro-batches a step, by `gemini.accumulate`; layer by
+layer without checkpointing, as layers run twice anyway.
 `--hold`: the process stays when it is done, until its standard input ends.
 """
 
@@ -33,11 +35,16 @@ from gemini import AutoPlacement, GeminiDDP
 from gemini.dtypes import BYTES
 from gemini.memtracer.monitor import process_peak_rss_bytes
 from gemini.optim import HybridAdam
+from gemini.placement.orders import BATCHES, LAYERS, ORDERS
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-3b": {
         "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
         "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 128256,
+    },
+    "tiny": {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024,
     },
     "small": {
         "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
@@ -90,10 +97,10 @@ def adapters() -> Any:
     return LoraConfig(r=16, lora_alpha=32, target_modules=PROJECTIONS)
 
 
-def ours(folder: Path, policy: Any) -> GeminiDDP:
+def ours(folder: Path, policy: Any, order: str = BATCHES) -> GeminiDDP:
     torch.manual_seed(0)
     model = gemini.load_pretrained(folder, quantize="nf4", lora=adapters(), placement_policy=policy)
-    return _checkpointed(model, model.module)
+    return model.train() if order == LAYERS else _checkpointed(model, model.module)
 
 
 def plain(folder: Path) -> nn.Module:
@@ -157,7 +164,8 @@ def inputs(args: argparse.Namespace) -> Tensor:
 def under_a_budget(args: argparse.Namespace) -> dict[str, Any]:
     """What a run took, step by step, and what of it was planned."""
     nvme_dir = str(args.nvme_dir)
-    model = ours(args.base, AutoPlacement(args.device_budget, nvme_dir=nvme_dir))
+    order = args.order if args.accumulate > 1 else BATCHES
+    model = ours(args.base, AutoPlacement(args.device_budget, nvme_dir=nvme_dir), order)
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)  # adapters were many small tensors before their chunk
     wrapped_rss = _rss_bytes()
@@ -167,15 +175,18 @@ def under_a_budget(args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(args.steps):
         before = engine.storage.traffic().nvme_read
         cool(args)
-        started = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
-        forward = time.perf_counter() - started
-        cool(args)
-        started = time.perf_counter()
-        loss.backward()
+        started, forward = time.perf_counter(), 0.0
+        if args.accumulate > 1:
+            losses.append(accumulated(model, [ids] * args.accumulate, order))
+        else:
+            loss = model(input_ids=ids, labels=ids).loss
+            forward = time.perf_counter() - started
+            cool(args)
+            started = time.perf_counter()
+            loss.backward()
+            losses.append(float(loss.item()))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.item()))
         seconds.append(forward + time.perf_counter() - started)
         planned.append(engine.planning.plan.frozen_read_bytes)
         read.append(engine.storage.traffic().nvme_read - before)
@@ -190,6 +201,17 @@ def under_a_budget(args: argparse.Namespace) -> dict[str, Any]:
         "read_gb_per_s": read_gb_per_s(model, args),
         "frozen_file_bytes": engine.storage.frozen_file_bytes,
     }
+
+
+def accumulated(model: GeminiDDP, parts: list[Tensor], order: str) -> float:
+    """Mean loss of one accumulation. parts: int64 [1, seq] of each micro-batch."""
+    given = [{"input_ids": ids, "labels": ids} for ids in parts]
+
+    def share(output: Any, batch: Any) -> Tensor:
+        loss: Tensor = output.loss / len(parts)
+        return loss
+
+    return float(sum(gemini.accumulate(model, given, share, order=order)))
 
 
 def parts_of(model: GeminiDDP, wrapped_rss: int) -> dict[str, int]:
@@ -251,6 +273,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-3b")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--order", choices=ORDERS, default=LAYERS)
     parser.add_argument("--device-budget")
     parser.add_argument("--nvme-dir", type=Path)
     parser.add_argument("--json", type=Path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 from gemini.chunk.layout import ChunkLayout, ParamSpec
@@ -174,3 +175,26 @@ def placement() -> str:
         f"* predicted step: {planned.cost.seconds * 1e3:.0f} ms, bound by {planned.cost.bound_by}"
     )
     return "\n".join(lines)
+
+
+def accumulation_orders(layers: int = 3, batches: str = "ab") -> str:
+    """Picture of both orders of micro-batches: calls of layers in turn, and where weights come."""
+    forward = range(1, layers + 1)
+    backward = list(reversed(forward))
+    one_by_one = [
+        (i, b, mark) for b in batches for run, mark in ((forward, ""), (backward, "'"))
+        for i in run
+    ]  # fmt: skip
+    by_layer = [
+        (i, b, mark) for run, mark in ((forward, ""), (backward, "'")) for i in run for b in batches
+    ]
+    lines = []
+    for order, calls in (("batches", one_by_one), ("layers", by_layer)):
+        comes = [now != was for was, now in pairwise((0, *(i for i, _, _ in calls)))]
+        cells = [f"{i}{b}{mark}" for i, b, mark in calls]
+        lines.append(f"{order:9}" + "".join(f"{cell:5}" for cell in cells).rstrip())
+        lines.append(f"{'':9}" + "".join(f"{'^' * come:5}" for come in comes).rstrip())
+    what = (
+        f"layer 1 to {layers} of micro-batch {' and '.join(batches)}; ': backward; ^: weights come"
+    )
+    return "\n".join(["```text", *lines, what, "```"])

@@ -258,6 +258,7 @@ COMPUTED: dict[str, Callable[[], str]] = {
     "without-a-door": doc_tables.without_a_door,
     "commands": commands.commands_table,
     "environment": commands.environment_table,
+    "accumulation-orders": doc_tables.accumulation_orders,
     **{f"trainers-{name}": partial(supported.table, name) for name in supported.SUPPORTED},
 }
 

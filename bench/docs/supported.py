@@ -72,6 +72,7 @@ OPTIMIZERS = (
 _ACCELERATE = "integrations/trainers/test_accelerate.py::test_"
 _TRAINER = "integrations/trainers/test_trainer.py::test_"
 _PRETRAINED = "integrations/trainers/test_pretrained.py::test_"
+_WINDOWS = "gemini/accumulation/test_windows.py::test_"
 _RANKS = "dist/test_trainers.py::test_"
 _SCRIPTS = "borrowed/test_accelerate_scripts.py::test_"
 
@@ -85,6 +86,12 @@ ACCELERATE = (
         "`accumulate`, `no_sync`, `clip_grad_norm_`, `clip_grad_value_`, `gather_for_metrics`",
         "as under DDP, at 1, 2 and 4 ranks: losses, norms, rates and evaluation to 1e-5",
         f"{_RANKS}accelerates_loop_is_ddps_and_its_state_goes_on",
+    ),
+    Row(
+        "`gemini.accumulate` with the prepared model",
+        "micro-batches layer by layer; `accelerator.accumulate` asks for each loss before the next "
+        "batch is there, so its order is one after the other",
+        f"{_WINDOWS}a_loop_of_accelerate_gives_its_model_to_accumulate",
     ),
     Row(
         "`mixed_precision`",
@@ -145,6 +152,12 @@ TRANSFORMERS = (
         "accumulation, clipping, schedules, evaluation",
         "as plain Trainer, at 1, 2 and 4 ranks: losses, norms, rates and evaluation to 1e-5",
         f"{_RANKS}trainers_losses_norms_rates_and_evaluation_are_ddps",
+    ),
+    Row(
+        '`accumulate_order="layers"`',
+        'micro-batches layer by layer, with the bits of `"batches"`; a model that is no chain of '
+        "layers, or a step that calls it twice (DPO), is refused by name",
+        f"{_WINDOWS}both_orders_of_trainer_have_the_same_bits",
     ),
     Row(
         "state on NVMe, activation checkpointing, `eval_on_start`",
@@ -261,7 +274,8 @@ LIGHTNING = (
     ),
     Row(
         "`accumulate_grad_batches`",
-        "each chunk is reduced once; a schedule of it works",
+        "each chunk is reduced once; a schedule of it works. Micro-batches run one after the other "
+        "alone: Lightning asks for each loss before the next batch is there",
         "integrations/lightning/test_lightning_ranks.py::test_an_accumulation_reduces_each_chunk_once",
     ),
     Row(

@@ -56,8 +56,9 @@ def prepare() -> None:
 
 
 def settings(job: Job) -> dict[str, Any]:
-    """DeepSpeed's own configuration. Option of the row: `offload`, "cpu", "nvme" or None."""
-    offload = job.options.get("offload")
+    """DeepSpeed's own configuration. Options of the row: `offload`, "cpu", "nvme" or None;
+    `offload_param`, whether parameters go there, too; `micro_batches` of a step."""
+    offload, count = job.options.get("offload"), job.options.get("micro_batches", 1)
     zero: dict[str, Any] = {
         "stage": 3,
         "overlap_comm": True,
@@ -67,7 +68,7 @@ def settings(job: Job) -> dict[str, Any]:
         "stage3_param_persistence_threshold": BUCKET_NUMEL,
     }
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": job.batch // job.world_size,
+        "train_micro_batch_size_per_gpu": job.batch // job.world_size // count,
         "gradient_clipping": job.max_norm,
         "bf16": {"enabled": True},
         "optimizer": {
@@ -76,9 +77,18 @@ def settings(job: Job) -> dict[str, Any]:
         },
         "zero_optimization": zero,
     }
+    if count > 1:
+        config["gradient_accumulation_steps"] = count
     if offload is not None:
         zero["sub_group_size"] = SUB_GROUP_NUMEL
         zero["offload_optimizer"] = {"device": offload, "pin_memory": True}
+    if job.options.get("offload_param"):
+        # parameters that stay whole are in no file
+        zero["stage3_param_persistence_threshold"] = 0
+        zero["offload_param"] = {
+            "device": offload, "nvme_path": str(job.state_folder), "pin_memory": True,
+            "buffer_size": BUCKET_NUMEL,
+        }  # fmt: skip
     if offload == "nvme":
         zero["offload_optimizer"] |= {
             "nvme_path": str(job.state_folder),
@@ -109,4 +119,16 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     def forward(ids: Any) -> Any:
         return engine(input_ids=ids, labels=ids).loss
 
+    def by_micro_batches(ids: Any) -> Any:
+        """Forwards, backwards and, with the last of them, the update. Returns the mean loss."""
+        losses = []
+        for part in ids.chunk(job.options["micro_batches"]):
+            loss = forward(part)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return sum(losses) / len(losses)
+
+    if "micro_batches" in job.options:
+        return Trainer(by_micro_batches, lambda loss: None, lambda: None)
     return Trainer(forward, engine.backward, engine.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from bench.rows.job import LEARNING_RATE, WEIGHT_DECAY, Job, Trainer
@@ -29,7 +30,7 @@ def prepare() -> None:
 
 def settings(job: Job) -> dict[str, Any]:
     """Options of the row: `nvme_fraction`, `update`, `device_budget`, `host` (the state in RAM),
-    `stage`, `mesh`, `state` (in what it is kept)."""
+    `stage`, `mesh`, `state` (in what it is kept), `micro_batches` (of a step, layer by layer)."""
     options, folder = job.options, str(job.state_folder)
     given: dict[str, Any] = {**mesh_settings(job), "GeminiDDP": {"max_norm": job.max_norm}}
     adam: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
@@ -95,4 +96,15 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     def forward(ids: Any) -> Any:
         return wrapped(input_ids=ids, labels=ids).loss
 
+    if "micro_batches" in job.options:
+        return Trainer(partial(_by_layers, wrapped, job), lambda loss: None, step, behind, rest)
     return Trainer(forward, lambda loss: loss.backward(), step, behind, rest)
+
+
+def _by_layers(wrapped: Any, job: Job, ids: Any) -> Any:
+    """Forward and backward of all micro-batches. Returns the mean loss."""
+    import gemini
+
+    count = job.options["micro_batches"]
+    given = [{"input_ids": part, "labels": part} for part in ids.chunk(count)]
+    return sum(gemini.accumulate(wrapped, given, lambda output, batch: output.loss / count))

@@ -6,7 +6,7 @@ One micro-batch after the other brings every layer's weights 2k times a step. He
 layer i runs forward with all micro-batches without a graph, of which the boundaries h[i][j] stay;
 in backward it runs forward again with one micro-batch after the other, each followed by its
 backward. Gradients of a parameter are added up in the order of micro-batches, and each micro-batch
-has random numbers of its own, so that bits are those of the other order.
+draws the random numbers of the other order (`streams`), so that bits are those of the other order.
 
 A weight that prologue and epilogue share (a tied embedding) has, of one micro-batch, one gradient:
 the sum of both. So epilogues run twice: once for h[n][j], and at the end once more, beside the
@@ -15,12 +15,13 @@ prologue, for that weight.
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,10 @@ from torch import Tensor, nn
 from gemini.arguments import by_name
 from gemini.ddp import GeminiDDP
 from gemini.memtracer.module_calls import in_backward
-from gemini.units import ParamId
+from gemini.placement.orders import BATCHES, ORDERS, Accumulated, bytes_read, counted_bytes
+from gemini.runtime.engine import GeminiEngine
+from gemini.trees import tensors_in
+from gemini.units import ChunkId, ParamId
 
 from .chain import (
     REMEDY,
@@ -42,12 +46,41 @@ from .chain import (
     without_cache,
 )
 from .iteration import Iteration, params_among
+from .streams import NONE, Draws, Streams
 
-ORDERS = ("layers", "batches")
+T = TypeVar("T")
+FINE = "a loss"
 CHAIN = "a chain"  # what a rank says that refuses nothing: a meeting has no empty words
 
-# What a survey has shown of a module, by the list of layers and what a micro-batch consists of
-_SURVEYED: weakref.WeakKeyDictionary[nn.Module, dict[Any, Surveyed]] = weakref.WeakKeyDictionary()
+_Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True)
+class _Known:
+    """What whole forwards have shown of one kind of micro-batches: of the last one, and what one
+    of each shape draws."""
+
+    surveyed: Surveyed
+    draws: dict[_Shapes, Draws]
+
+    @property
+    def is_random(self) -> bool:
+        return any(drawn != NONE for drawn in self.draws.values())
+
+    def unmeasured(self, shapes: Sequence[_Shapes]) -> list[int]:
+        """The first micro-batch of each shape whose draws nobody knows; none if nothing is
+        random."""
+        if not self.is_random:
+            return []
+        first = {shape: j for j, shape in reversed(list(enumerate(shapes)))}
+        return [j for shape, j in first.items() if shape not in self.draws]
+
+    def drawn(self, shape: _Shapes) -> Draws:
+        return self.draws.get(shape, NONE)
+
+
+# By module, list of layers, mode and parts of a micro-batch
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Known]] = weakref.WeakKeyDictionary()
 
 
 @by_name
@@ -71,22 +104,40 @@ def accumulate(
     layers: name of the `ModuleList` or `Sequential` of layers that follow each other; None is the
         model's only `ModuleList`, as decoders of Hugging Face have it.
 
-    Returns the losses, detached. Random numbers of each micro-batch are seeded by one draw of
-    torch's generator, of the host and of the device.
+    Returns the losses, detached. Random numbers are those of a loop of forwards and backwards, in
+    either order: layer by layer a whole forward without a graph measures, once for each new shape
+    of a micro-batch, what a model with dropout draws.
 
-    Raises ValueError for a model that is no chain of layers, before any gradient is changed, and
-    RuntimeError without gradients, inside a backward, in a pipeline, or for another number of
-    micro-batches than another rank's, on all ranks.
+    Raises ValueError for a model that is no chain of layers, before any gradient is changed; for a
+    micro-batch that draws other random numbers than one of its shapes did before, which may have
+    dropped all gradients, and then says that `zero_grad` must follow; and
+    RuntimeError without gradients, inside a backward, in a pipeline, for another number of
+    micro-batches than another rank's, on all ranks, or if another rank fails in its loss.
     """
     batches = list(micro_batches)
     _check(model, batches, order)
     engine = model.engine
     if engine.comm.world_size > 1:
         engine.call(f"gemini.accumulate() of {len(batches)} micro-batches, {order=}")
-    work = _Work(model, batches, loss, _Streams(engine.backend.device, len(batches)))
-    with work.streams.restored():
-        one_by_one = order == "batches" or len(batches) == 1
-        return work.by_batches() if one_by_one else work.by_layers(layers)
+    work = _Work(model, batches, loss)
+    one_by_one = order == BATCHES or len(batches) == 1
+    manager = engine.manager
+    before = manager.gathers_of.copy()
+    losses = work.by_batches() if one_by_one else work.by_layers(layers)
+    gathers = manager.gathers_of - before
+    engine.accumulated = _accumulated(engine, BATCHES if one_by_one else order, losses, gathers)
+    return losses
+
+
+def _accumulated(
+    engine: GeminiEngine, order: str, losses: Sequence[Tensor], gathers: Mapping[ChunkId, int]
+) -> Accumulated:
+    """What a step read, beside what the plan of its last iteration says of all of them."""
+    count = len(losses)
+    planned = engine.planning.plan_of_forward(engine.sampler.signature)
+    times = count if order == BATCHES else 1
+    predicted = None if planned is None else bytes_read(planned) * times
+    return Accumulated(order, count, predicted, counted_bytes(engine.plan, gathers))
 
 
 def _check(model: GeminiDDP, batches: Sequence[Any], order: str) -> None:
@@ -104,38 +155,6 @@ def _check(model: GeminiDDP, batches: Sequence[Any], order: str) -> None:
         raise RuntimeError(
             "gemini.accumulate() of a stage of a pipeline; the schedule runs its micro-batches"
         )
-
-
-class _Streams:
-    """Random numbers of each micro-batch: states of the generators of the host and the device."""
-
-    def __init__(self, device: torch.device, num_batches: int) -> None:
-        self._device = device if device.type == "cuda" else None
-        self._seeds = torch.randint(2**62, (num_batches,), device="cpu").tolist()
-
-    def begin(self, batch: int) -> None:
-        torch.default_generator.manual_seed(self._seeds[batch])
-        if self._device is not None:
-            with torch.cuda.device(self._device):
-                torch.cuda.manual_seed(self._seeds[batch])
-
-    def now(self) -> tuple[Tensor, Tensor | None]:
-        device = None if self._device is None else torch.cuda.get_rng_state(self._device)
-        return torch.get_rng_state(), device
-
-    def go_on(self, state: tuple[Tensor, Tensor | None]) -> None:
-        torch.set_rng_state(state[0])
-        if self._device is not None and state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self._device)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Context behind which generators go on as before it."""
-        before = self.now()
-        try:
-            yield
-        finally:
-            self.go_on(before)
 
 
 @dataclass(slots=True)
@@ -160,10 +179,10 @@ class _Work:
         model: GeminiDDP,
         batches: Sequence[Any],
         loss: Callable[[Any, Any], Tensor] | None,
-        streams: _Streams,
     ) -> None:
         self._model, self._batches, self._loss = model, batches, loss
-        self.streams = streams
+        engine = model.engine
+        self.streams = Streams(engine.backend.device)
 
     def _loss_of(self, output: Any, batch: Any) -> Tensor:
         found: Any
@@ -188,13 +207,40 @@ class _Work:
         engine = self._model.engine
         several = engine.comm.world_size > 1
         for j, batch in enumerate(self._batches):
-            self.streams.begin(j)
-            args, kwargs = self._given(batch)
             with self._model.no_sync() if several and j < last else nullcontext():
-                found = self._loss_of(self._model(*args, **kwargs), batch)
+                found = self.together(partial(self._whole, batch))
                 found.backward()
             losses.append(found.detach())
         return losses
+
+    def _whole(self, batch: Any) -> Tensor:
+        args, kwargs = self._given(batch)
+        return self._loss_of(self._model(*args, **kwargs), batch)
+
+    def together(self, compute: Callable[[], T]) -> T:
+        """Result of what every rank computes, and that ends with the loss. Collective.
+
+        Raises what this rank raised, or RuntimeError if another rank alone did: its collectives up
+        to here are those of all, and those that follow would wait for it.
+        """
+        comm = self._model.engine.comm
+        failure: Exception | None = None
+        try:
+            found = compute()
+        except Exception as error:
+            failure = error
+        texts: list[str] = []
+        if comm.world_size > 1:
+            own = FINE if failure is None else f"{type(failure).__name__}: {failure}"
+            texts = comm.tell("tells of its loss in gemini.accumulate()", own)
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(texts):
+            if text != FINE:
+                raise RuntimeError(
+                    f"rank {rank} failed in gemini.accumulate(), which ended on all: {text}"
+                )
+        return found
 
     def _given(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of a forward."""
@@ -207,6 +253,10 @@ class _Work:
 
     def by_layers(self, layers: str | None) -> list[Tensor]:
         chain = Chain(self._model.module, layers)
+        with self.streams.moved():
+            return self._by_layers(chain)
+
+    def _by_layers(self, chain: Chain) -> list[Tensor]:
         surveyed, is_new = self._survey(chain)
         with Iteration(self._model, chain.layers, chain.name, self._batches) as iteration:
             walk = _Walk(self, chain, surveyed, iteration)
@@ -220,25 +270,62 @@ class _Work:
         return losses
 
     def _survey(self, chain: Chain) -> tuple[Surveyed, bool]:
-        """What a whole forward of the last micro-batch has shown, once for a kind of them."""
-        batch = self._batches[-1]
+        """What whole forwards have shown: once for a kind of micro-batches the last one's, and if
+        anything is random, one of each new shape. Whether the kind is new, too."""
+        batch, last = self._batches[-1], len(self._batches) - 1
         parts = tuple(sorted(batch)) if isinstance(batch, Mapping) else len(self._given(batch)[0])
-        known = _SURVEYED.setdefault(self._model, {})
+        kinds = _KNOWN.setdefault(self._model, {})
         key = (chain.name, tuple(map(id, chain.layers)), chain.root.training, parts)
-        if key in known:
-            return known[key], False
-        args, kwargs = self._given(batch)
-        self.streams.begin(len(self._batches) - 1)
-        refusal = None
+        is_new = key not in kinds
+        if is_new:
+            surveyed, drawn = self._whole_survey(chain, last)
+            kinds[key] = _Known(surveyed, {self._shapes[last]: drawn})
+        known = kinds[key]
+        wanted = set(known.unmeasured(self._shapes))
+        if is_new and known.is_random:  # its loss is to be that of its own random numbers
+            wanted.add(last)
+        wanted = self._of_all_ranks(wanted)
+        for j, shape in enumerate(self._shapes):
+            if j in wanted:
+                self.streams.begin(j)
+                known.surveyed, known.draws[shape] = self._whole_survey(chain, j)
+            self.streams.follow([known.drawn(one) for one in self._shapes[: j + 1]])
+        return known.surveyed, is_new
+
+    @property
+    def _shapes(self) -> list[_Shapes]:
+        return [
+            tuple(tuple(t.shape) for t in tensors_in(batch, objects=1)) for batch in self._batches
+        ]
+
+    def _of_all_ranks(self, wanted: Collection[int]) -> set[int]:
+        """Micro-batches of which any rank wants a whole forward. Collective, as a forward is."""
+        comm = self._model.engine.comm
+        if comm.world_size == 1:
+            return set(wanted)
+        told = comm.tell("tells which forwards of gemini.accumulate() are new",
+                         f"new: {sorted(wanted)}")  # fmt: skip
+        return {int(j) for text in told for j in re.findall(r"\d+", text)}
+
+    def _whole_survey(self, chain: Chain, j: int) -> tuple[Surveyed, Draws]:
+        """What a whole forward of one micro-batch shows, from the generators' present state."""
+        before = self.streams.now()
+        found = self.together(partial(self._surveyed, chain, self._batches[j]))
+        drawn = None
         try:
-            with torch.no_grad():
-                known[key] = chain.survey(
-                    lambda: self._loss_of(self._model(*args, **kwargs), batch).float()
-                )
+            drawn = Draws.between(before, self.streams.now())
         except NoChainError as error:
-            refusal = error
-        self.agree(refusal)
-        return known[key], True
+            found = error
+        self.agree(found if isinstance(found, NoChainError) else None)
+        assert isinstance(found, Surveyed) and drawn is not None
+        return found, drawn
+
+    @torch.no_grad()
+    def _surveyed(self, chain: Chain, batch: Any) -> Surveyed | NoChainError:
+        try:
+            return chain.survey(lambda: self._whole(batch).float())
+        except NoChainError as error:
+            return error
 
     def agree(self, refusal: NoChainError | None) -> None:
         """Raise what any rank refuses, on all: what a survey finds may depend on data. Collective,
@@ -254,7 +341,7 @@ class _Work:
             raise refusal
 
     def forget_survey(self) -> None:
-        _SURVEYED.pop(self._model, None)
+        _KNOWN.pop(self._model, None)
 
 
 class _Walk:
@@ -321,16 +408,18 @@ class _Walk:
 
         Layers ran it first of all, so what a layer left behind for the epilogue is another's.
         """
+        self._iteration.is_no_sample()
         j = len(self._batches) - 1
         hidden = self._iteration.brought(self._batches[j].boundaries[-1])
-        self._work.agree(_compared(self._epilogue(j, hidden)[0], whole))
+        loss, _ = self._work.together(partial(self._epilogue, j, hidden))
+        self._work.agree(_compared(loss, whole))
 
     def epilogues(self) -> list[Tensor]:
         """Run norm, head and loss of every micro-batch, back to h[n][j]. Returns losses."""
         losses = []
         for j, batch in enumerate(self._batches):
             leaf = self._leaf(batch, len(self._chain.layers))
-            found, hidden = self._epilogue(j, leaf)
+            found, hidden = self._work.together(partial(self._epilogue, j, leaf))
             losses.append(found.detach())
             if goes_around(found, hidden):
                 self._work.forget_survey()
@@ -360,7 +449,13 @@ class _Walk:
             lambda: self._root(j),
             lambda: self._streams.go_on(batch.states[-1]),
         )
-        return self._work._loss_of(output, self._work._batches[j]), first
+        loss = self._work._loss_of(output, self._work._batches[j])
+        try:
+            self._streams.check_end(j)
+        except NoChainError:
+            self._work.forget_survey()
+            raise
+        return loss, first
 
     def _leaf(self, batch: _Batch, i: int) -> Tensor:
         """h[i][j], as a leaf that gets its gradient if anything before it is trained."""

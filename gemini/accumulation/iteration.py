@@ -21,6 +21,9 @@ from gemini.memtracer.module_calls import Caller
 from gemini.memtracer.trace import Phase
 from gemini.units import ParamId
 
+from .chain import NoChainError
+
+FORMED = "some gradients had been formed, and all were dropped: call zero_grad() before you go on"
 AT_END = -1  # a chunk of the prologue, or of anything else
 
 
@@ -28,7 +31,8 @@ class Iteration:
     """Iteration of one wrapped module; a context, which nothing of it outlives.
 
     An error before the first backward leaves gradients as they were; one behind it drops them all,
-    and `zero_grad` must follow, as after any backward that ended in an error.
+    and `zero_grad` must follow, as after any backward that ended in an error: a NoChainError says
+    so.
     """
 
     def __init__(
@@ -70,6 +74,8 @@ class Iteration:
         engine, calls = self._engine, self._engine.calls
         if kind is not None:
             self._broken_off()
+            if self._has_gradients and isinstance(error, NoChainError):
+                raise NoChainError(f"{error}; {FORMED}") from error
             return
         self.reduce(AT_END)
         engine.meetings.come_together()
@@ -94,6 +100,11 @@ class Iteration:
         engine.manager.let_go()
 
     # -- calls --
+
+    def is_no_sample(self) -> None:
+        """Forget what was measured of this iteration: one epilogue more than in those that follow
+        is about to run, and a plan of its calls would be none of theirs."""
+        self._engine.sampler.abandon()
 
     def root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of the whole module, as its wrapper gives it."""

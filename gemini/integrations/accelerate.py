@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gemini.accumulation.chain import refuse
 from gemini.arguments import passes_on
 from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.pretrained import check_readable, write_weights
@@ -69,6 +70,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
     _optimizers: list[Any]
     _save_model_state_pre_hook: dict[Any, Any]
     _load_model_state_pre_hook: dict[Any, Any]
+    _given: list[torch.Tensor] | None = None  # to `backward`, inside `loss_of`
 
     @passes_on(Accelerator)
     def __init__(
@@ -136,6 +138,25 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
                 "expected one of them, or the same"
             )
         self.native_amp, self.scaler = False, None  # the engine casts, and scales the loss
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward of accelerate; inside `loss_of` the loss is kept, and no gradient formed."""
+        if self._given is None:
+            super().backward(loss, **kwargs)
+        else:
+            self._given.append(loss / self.gradient_accumulation_steps)
+
+    def loss_of(self, step: Callable[[], Any]) -> torch.Tensor:
+        """Loss that `step()` gives to `backward`, as it is divided there. Raises NoChainError
+        unless it gives one."""
+        self._given = given = list[torch.Tensor]()
+        try:
+            step()
+        finally:
+            self._given = None
+        if len(given) != 1:
+            refuse(f"one micro-batch has {len(given)} backwards")
+        return given[0]
 
     def _options(self, model: nn.Module) -> dict[str, Any]:
         """Options of `GeminiDDP` for this model. Raises ValueError for a `comm_hook`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gemini.accumulation.windows import AccumulationWindow, check_order
 from gemini.arguments import check_arguments, nearest, with_options_of
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.export import import_safetensors
@@ -18,6 +20,7 @@ from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
 from gemini.metrics import Metrics
 from gemini.optim import HybridAdafactor, HybridAdam, HybridLion, HybridScheduleFreeAdamW
+from gemini.placement.orders import LAYERS
 from gemini.plan.words import OPTIMIZERS
 
 try:
@@ -54,6 +57,10 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
 
     gemini, adam: as in `GeminiAccelerator`.
 
+    accumulate_order: of `gradient_accumulation_steps` micro-batches, as `gemini.accumulate` has it;
+        both give the same bits. `"layers"` raises NoChainError for a model that is no chain of
+        layers, or for a trainer whose step calls it more than once.
+
     model: also a `GeminiDDP`. Changes that the trainer makes to a model, such as another forward,
         are made to the inner module.
 
@@ -66,6 +73,8 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
     optimizer: Any
     optimizer_cls_and_kwargs: Any
     _asked: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]
+    _window: AccumulationWindow | None = None
+    _metrics: Any
 
     def __init__(
         self,
@@ -73,9 +82,11 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
         *args: Any,
         gemini: Mapping[str, Any] | None = None,
         adam: Mapping[str, Any] | None = None,
+        accumulate_order: str = "batches",
         **kwargs: Any,
     ) -> None:
-        self._asked = (gemini, adam)
+        check_order(accumulate_order)
+        self._asked, self._order = (gemini, adam), accumulate_order
         taken = with_options_of(super().__init__, GeminiTrainerMixin.__init__)
         check_arguments(type(self).__name__, taken, (), [*kwargs])
         wrapped = model if isinstance(model, GeminiDDP) else None
@@ -144,6 +155,39 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
         self._train_batch_size = batch_size
         if self._sharded is not None:
             self._sharded.zero_grad()
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Micro-batches of a step, of which none has run."""
+        self._window = None
+        return super().get_batch_samples(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run a micro-batch, or with the last one all, by `accumulate_order`. Returns the loss of
+        those that ran."""
+        if self._order != LAYERS or self.args.gradient_accumulation_steps == 1:
+            own: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+            return own
+        if self._window is None:
+            self._window = AccumulationWindow(model, self.current_gradient_accumulation_steps)
+
+        def run(trainer: GeminiTrainerMixin) -> torch.Tensor:
+            step = super().training_step
+            found: torch.Tensor = step(model, copy.copy(inputs), *args, **kwargs)
+            return found
+
+        def loss(counts: bool) -> torch.Tensor:
+            trainer = self if counts else self._without_counts()
+            found: torch.Tensor = self.accelerator.loss_of(lambda: run(trainer))
+            return found
+
+        return self._window.add(loss)
+
+    def _without_counts(self) -> GeminiTrainerMixin:
+        """Copy of this trainer, so that a loss that is computed once more is counted once."""
+        made = copy.copy(self)
+        if "_metrics" in vars(self):  # trl's lists for the log
+            made._metrics = copy.deepcopy(self._metrics)
+        return made
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save weights, or an adapter's, for `from_pretrained`. All ranks call."""

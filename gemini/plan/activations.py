@@ -10,7 +10,6 @@ every further one.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,12 +20,12 @@ from torch import nn
 from gemini.chunk.layout import ParamSpec, specs_of
 from gemini.memtracer.collector import trace
 from gemini.memtracer.trace import Layer, Trace, TraceMoment, model_digest
+from gemini.placement.orders import LAYER_NUMBER
 from gemini.units import Bytes, ParamId
 
 _DEPTH_NAMES = ("num_hidden_layers", "n_layer")
 SCORING = "ForSequenceClassification"  # end of a class's name
 _TRACED_LAYERS = 4
-_LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")  # the first number in a module's name is its layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,13 +249,13 @@ def _deepened(
 
 def _shifted_name(name: str, layers: int) -> str:
     """Name in a model that has so many layers more before this one."""
-    return _LAYER.sub(lambda m: m[0].replace(m[1], str(int(m[1]) + layers)), name, count=1)
+    return LAYER_NUMBER.sub(lambda m: m[0].replace(m[1], str(int(m[1]) + layers)), name, count=1)
 
 
 def _first(moments: Sequence[TraceMoment], layer: int) -> int:
     """First moment at a module of this layer."""
     for i, moment in enumerate(moments):
-        match = _LAYER.search(moment.module)
+        match = LAYER_NUMBER.search(moment.module)
         if match and int(match[1]) == layer:
             return i
     raise ValueError(f"layer {layer} is not in the trace; give --activation-bytes")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from gemini.accumulation.chain import REMEDY, Chain, NoChainError
 from gemini.chunk.layout import training_layout
 from gemini.chunk.sizing.search import ChunkConfiguration, cut, search_chunk_configuration
 from gemini.dtypes import BYTES
@@ -18,6 +19,7 @@ from gemini.optim.adaptive import LionRule
 from gemini.optim.rules.state_layout import WEIGHT_DTYPE
 from gemini.optim.sgd import SGDRule
 from gemini.placement.homes.budgets import first_that_fits
+from gemini.placement.orders import BATCHES, LAYERS
 from gemini.placement.policy import AUTO, KEEP, SPILL, AutoPlacement
 from gemini.placement.sizes import BudgetError, StateBytes, wider_chunks
 from gemini.placement.timetable.updates import TAIL, current_update
@@ -45,7 +47,7 @@ class Training:
     """Training of a model.
 
     batch, seq: sequences of a rank in one forward, and their tokens.
-    accumulate: forwards and backwards before a step.
+    accumulate: forwards and backwards before a step, in the order of `gemini.accumulate`.
     lora: rank of adapters; 0 trains the whole model. lora_targets: as `models.adapters_of`.
     quantize: of the base under adapters: one of `quantised.KINDS`; None leaves it in 16 bits.
     precision: of `DTYPES`. optimizer: of `LAYOUTS`. state: as `HybridAdam` takes it.
@@ -85,6 +87,7 @@ class Training:
     keep_originals: bool = False
     activations: str = KEEP
     chunked: bool = False
+    accumulate_order: str = BATCHES
 
     def __post_init__(self) -> None:
         if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
@@ -103,6 +106,8 @@ class Training:
         kept = "computed again in backward" if self.checkpointing else "kept for backward"
         kept += _GO[self.activations]
         times = f", {self.accumulate} times a step" if self.accumulate > 1 else ""
+        if self.accumulate > 1 and self.accumulate_order == LAYERS:
+            times += " layer by layer"
         how = "traced" if self.activation_bytes is None else "given"
         loss = "of a reward model" if self.scores else "with the loss of trl"
         how += ", with the loss of chunk_loss" if self.chunked else ""
@@ -151,6 +156,15 @@ def _built(what: str | Path | nn.Module, training: Training) -> tuple[nn.Module,
     return model, base
 
 
+def _no_chain(model: nn.Module) -> str:
+    """Why micro-batches cannot run layer by layer, as far as modules show it; else ""."""
+    try:
+        Chain(model, None)
+    except NoChainError as error:
+        return str(error).removesuffix(f"; {REMEDY}")
+    return ""
+
+
 def ask(
     what: str | Path | nn.Module, machine: Hardware, training: Training, *, only: bool = False
 ) -> Question:
@@ -187,6 +201,7 @@ def ask(
     state = replace(LAYOUTS[training.optimizer], kind=training.state)
     state = state.with_master() if has_master else state
 
+    no_chain = _no_chain(model)
     may_ask = not isinstance(what, nn.Module) and training.activation_bytes is None
 
     # Asked for late and once each: every other combination is a model that is built and traced.
@@ -201,7 +216,7 @@ def ask(
                 training, checkpointing=checkpointing, lora=lora, quantize=quantize,
                 chunked=chunked,
             )  # fmt: skip
-            return ask(what, machine, changed)
+            return ask(what, machine, changed, only=only)
         # a model without checkpointing, without layers for adapters, or with a loss of its own
         except ValueError:
             return None
@@ -221,7 +236,7 @@ def ask(
             state.splits(WEIGHT_DTYPE), training.quantize,
             models.products_of(model) if has_master else 0, training.lengths, training.loaded,
             training.keep_originals, training.activations, training.chunked,
-            at if may_ask else None,
+            at if may_ask else None, training.accumulate_order, no_chain,
         )  # fmt: skip
 
     def fitting(chunks: ChunkConfiguration) -> Question:

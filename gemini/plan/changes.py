@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+from gemini.placement.orders import LAYERS, WORTH_SAYING
 from gemini.placement.planner import PlanResult
 from gemini.placement.sizes import UNLIMITED, BudgetError
 from gemini.placement.tiers import Tier
@@ -16,7 +17,6 @@ from .machine import Hardware
 from .question import Question
 
 LORA, QUANTISED = 16, "nf4"  # rank of the adapters that are suggested, and kind of the base
-WORTH_SAYING = 0.93  # of the seconds: what saves less is not named
 _MIB = 1 << 20
 
 
@@ -39,8 +39,8 @@ def in_flags(error: BudgetError, machine: Hardware) -> BudgetError:
 def cheapest(question: Question) -> Question:
     """Cheapest change with which it fits, each checked by a plan.
 
-    From cheap to dear: the same step in more forwards, a chunked loss, checkpointing, a disk,
-    adapters, a quantised base; then more RAM, more device memory.
+    From cheap to dear: the same step in more forwards, layer by layer, a chunked loss,
+    checkpointing, a disk, adapters, a quantised base; then more RAM, more device memory.
     """
     fitting = next(asked for asked in _smaller(question) if asked.fits())
     for name in _FLAGS:
@@ -64,7 +64,7 @@ def _least(name: str, before: int, fitting: Question) -> Question:
 
 def _smaller(question: Question) -> Iterator[Question]:
     """Questions that need less memory, from cheap to dear. The last one fits."""
-    switches = (_chunked, _checkpointed, _with_disk, _adapted, _quantised)
+    switches = (_layered, _chunked, _checkpointed, _with_disk, _adapted, _quantised)
     for count in range(len(switches) + 1):
         for chosen in combinations(switches, count):
             asked: Question | None = question
@@ -93,6 +93,14 @@ def _chunked(question: Question) -> Question | None:
     return None if question.chunked else _other(question, chunked=True)
 
 
+def _layered(question: Question) -> Question | None:
+    """Micro-batches layer by layer; None if they are, or if the model has no list of layers."""
+    if question.accumulate == 1 or question.by_layers:
+        return None
+    asked = replace(question, accumulate_order=LAYERS)
+    return asked if asked.has_trace else None
+
+
 def _checkpointed(question: Question) -> Question | None:
     return None if question.checkpointing else _other(question, checkpointing=True)
 
@@ -115,6 +123,7 @@ def _other(question: Question, **changed: Any) -> Question | None:
     return other and replace(
         other, machine=question.machine, batch=question.batch, accumulate=question.accumulate,
         nvme_frac=question.nvme_frac, update=question.update, lengths=question.lengths,
+        accumulate_order=question.accumulate_order,
     )  # fmt: skip
 
 
@@ -173,6 +182,9 @@ def _more_at_once(question: Question, on_disk: int) -> Iterator[Question]:
     kept = _other(question, checkpointing=False) if question.checkpointing else None
     if kept is not None:
         yield kept
+    by_layers = _layered(question)
+    if by_layers is not None:
+        yield by_layers
     if question.accumulate % 2 == 0:
         yield replace(question, batch=2 * question.batch, accumulate=question.accumulate // 2)
     if on_disk:
@@ -210,6 +222,8 @@ def _changes(before: Question, after: Question) -> Iterator[tuple[str, str]]:
         yield flag, f"activations that are {kept}"
     if after.chunked and not before.chunked:
         yield "--chunk-loss", "the logits of a few tokens at a time (chunk_loss)"
+    if after.by_layers and not before.by_layers:
+        yield "--accumulate-order layers", "micro-batches layer by layer"
     if after.lora != before.lora:
         yield f"--lora {after.lora}", f"adapters of rank {after.lora} rather than all parameters"
     if after.quantize != before.quantize:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gemini.chunk.layout import ITEMSIZE, ChunkLayout
 from gemini.memtracer.trace import Trace
+from gemini.placement.cost import link_seconds
 from gemini.placement.fit import (
     Fitted,
     StateRequest,
@@ -18,6 +19,16 @@ from gemini.placement.fit import (
     fit,
     usual_block_numel,
     with_ahead,
+)
+from gemini.placement.orders import (
+    BATCHES,
+    LAYERS,
+    ORDERS,
+    NoLayersError,
+    OrderPrice,
+    OrderPrices,
+    bytes_read,
+    layered,
 )
 from gemini.placement.planner import PlanInputs, PlanResult, plan_within
 from gemini.placement.policy import AUTO, KEEP, AutoPlacement, has_budgets
@@ -28,7 +39,14 @@ from gemini.placement.speeds import usual_speeds
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.allowed import allowed, buffers_ahead, kept_for_updates
 from gemini.placement.timetable.updates import SERIAL, TAIL
-from gemini.units import BLOCK_NUMEL, ORIGINAL_BLOCK_NUMEL, Bytes, ChunkId, ParamId
+from gemini.units import (
+    BLOCK_NUMEL,
+    ORIGINAL_BLOCK_NUMEL,
+    Bytes,
+    ChunkId,
+    ParamId,
+    format_bytes,
+)
 
 from .machine import Hardware
 
@@ -124,6 +142,37 @@ class Question:
     chunked: bool = False  # logits of a few tokens at a time, as `chunk_loss` has them
     # the same with sequences of another length; None where nobody can say
     at: Callable[[int], Question] | None = field(default=None, compare=False)
+    accumulate_order: str = BATCHES  # of `placement.orders`
+    no_chain: str = ""  # why micro-batches cannot run layer by layer, if its modules show that
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether all micro-batches of a step are one iteration."""
+        return self.accumulate > 1 and self.accumulate_order == LAYERS
+
+    @property
+    def has_trace(self) -> bool:
+        """Whether its order of micro-batches can be traced."""
+        try:
+            return bool(self.trace.moments)
+        except NoLayersError:
+            return False
+
+    @property
+    def _recomputing(self) -> Question:
+        """The same with layers computed again, as they are layer by layer; this where nobody can
+        say."""
+        if self.checkpointing or self.other is None:
+            return self
+        return self.other(True, self.lora, self.quantize, self.chunked) or self
+
+    @property
+    def _flops(self) -> float:
+        """Floating-point operations of an iteration."""
+        tokens = self.batch * self.seq
+        if self.by_layers:
+            return self._recomputing.flops_per_token * self.accumulate * tokens
+        return self.flops_per_token * tokens
 
     @property
     def spills(self) -> bool:
@@ -148,7 +197,15 @@ class Question:
     @property
     def trace(self) -> Trace:
         """Trace with which a module is wrapped: fp32 sums of gradients are no model data of a
-        plan."""
+        plan. Raises NoLayersError."""
+        if self.by_layers and self.no_chain:
+            raise NoLayersError(self.no_chain)
+        if self.by_layers:
+            sums_of = {
+                slot.param: FP32_BYTES * slot.numel
+                for chunk in self.layout.chunks if chunk.trainable for slot in chunk.slots
+            }  # fmt: skip
+            return layered(self._recomputing.activations.at(self.batch), self.accumulate, sums_of)
         traced = self.activations.at(self.batch)
         if self.accumulate == 1:
             return traced
@@ -168,10 +225,9 @@ class Question:
         Raises BudgetError where it does not fit.
         """
         inputs, result = self.fitted()
-        flops = self.flops_per_token * self.batch * self.seq
         recomputed = result.plan.recomputed
         priced = replace(
-            inputs, bandwidths=self.machine.bandwidths, flops=flops,
+            inputs, bandwidths=self.machine.bandwidths, flops=self._flops,
             recomputed=0 if recomputed is None else len(recomputed.names),
         )  # fmt: skip
         return priced, plan_within(result.plan, priced, self.policy)
@@ -218,9 +274,8 @@ class Question:
         )
         has_files = self.machine.nvme > 0
         if self.activations_go == AUTO:  # what a layer takes has a part in its choice
-            flops = self.flops_per_token * self.batch * self.seq
             links = replace(inputs.bandwidths, flops=self.machine.bandwidths.flops)
-            inputs = replace(inputs, bandwidths=links, flops=flops)
+            inputs = replace(inputs, bandwidths=links, flops=self._flops)
         if self.spills and (has_host_tier or has_files):
             spilling = Spilling.within(inputs.budgets.device, has_files=has_files)
             inputs = replace(inputs, spilling=spilling)
@@ -374,8 +429,35 @@ class Question:
     def seconds(self, result: PlanResult) -> float:
         """Seconds of a step, with all its forwards and backwards."""
         times, update = result.seconds_by_update, self.runs(result)
-        more = (self.accumulate - 1) * result.cost.busy["compute"]
+        more = 0.0 if self.by_layers else (self.accumulate - 1) * self._pass_seconds(result)
         return times.get(update, result.cost.seconds) + more
+
+    def _pass_seconds(self, result: PlanResult) -> float:
+        """Seconds of a forward and backward without a step, where links and device overlap."""
+        plan, busy = result.plan, Counter({"compute": result.cost.busy["compute"]})
+        for move in plan.forecast.moves:
+            if move.block is None:
+                links, has_host = self.machine.bandwidths, plan.has_host_tier
+                busy.update(link_seconds(move.src, move.dst, move.nbytes, links, has_host))
+        return max(busy.values())
+
+    def orders(self) -> OrderPrices | None:
+        """Prices of both orders of micro-batches, each planned by itself; None for one of them."""
+        if self.accumulate == 1:
+            return None
+        found: dict[str, OrderPrice | str] = {}
+        for order in ORDERS:
+            asked = replace(self, accumulate_order=order)
+            try:
+                result = asked.planned()
+            except BudgetError as error:
+                found[order] = f"does not fit: {format_bytes(error.missing_bytes)} more"
+            except NoLayersError as error:
+                found[order] = str(error)
+            else:
+                read = bytes_read(result.plan) * (1 if asked.by_layers else self.accumulate)
+                found[order] = OrderPrice(order, read, asked.seconds(result))
+        return OrderPrices(found[BATCHES], found[LAYERS])
 
 
 def largest_batch(question: Question) -> int:

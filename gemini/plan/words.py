@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gemini.placement.orders import OrderPrices
 from gemini.placement.planner import PlanResult
 from gemini.placement.sizes import UNLIMITED, BudgetError
 from gemini.placement.start import wear
@@ -63,6 +64,7 @@ class Answer:
     assumptions: tuple[str, ...]
     asked: Question  # as it was planned, so after the change, and with the update
     result: PlanResult
+    orders: OrderPrices | None  # of micro-batches; None for one of them
     longest: int | None = None
 
 
@@ -90,7 +92,7 @@ def answer(question: Question, assumed: tuple[str, ...] = (), *, longest: bool =
         changes.in_words(question, asked) if why else None,
         tuple((changes.flags(question, one), seconds) for one, seconds in faster), why,
         (*assumed, *question.machine.assumptions(_mattered(asked.machine, result))),
-        asked, result, longest_seq(question) if longest else None,
+        asked, result, asked.orders(), longest_seq(question) if longest else None,
     )  # fmt: skip
 
 
@@ -145,6 +147,8 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
         f"a step: {plan.seconds:.3g} s for {ranks}{times}{asked.batch} x {asked.seq} tokens, "
         f"{tokens / plan.seconds:,.0f} tokens/s"
     )
+    if plan.orders is not None:
+        yield str(plan.orders)
     yield f'bound by {plan.bound_by.replace("_", " ")}; update="{plan.best_update}"'
     for flags, seconds in plan.faster:
         yield f"with {flags} a step takes about {seconds:.3g} s"
@@ -196,7 +200,8 @@ def train_arguments(plan: Answer, optim: str) -> str:
         given.append(f"--quantize {asked.quantize}")
     given += [
         f"--seq {asked.seq}", f"--batch {machine.world_size * asked.batch}",
-        f"--accumulate {asked.accumulate}", f"--optim {optim}",
+        f"--accumulate {asked.accumulate}", f"--accumulate-order {asked.accumulate_order}",
+        f"--optim {optim}",
         f"--update {plan.best_update}",
         f"--activations {asked.activations_go}",
         "--checkpointing" if asked.checkpointing else "--no-checkpointing",
@@ -237,6 +242,7 @@ def as_json(plan: Answer) -> dict[str, Any]:
         **({} if plan.longest is None else {"longest_seq": plan.longest}),
         "suggestion": plan.change,
         "faster": dict(plan.faster),
+        "orders": None if plan.orders is None else asdict(plan.orders),
         "missing": plan.why,
         "homes": plan.homes,
         "peaks_by_kind": planned.profile.peaks(),

@@ -42,6 +42,7 @@ from gemini.units import WORLD, ChunkId, ParamId
 
 if TYPE_CHECKING:
     from gemini.activations.saved_tensors import SavedTensors
+    from gemini.placement.orders import Accumulated
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -182,6 +183,7 @@ class Parts:
     target: Attached | None = None  # the optimizer's state, once there is one
     module_check: ModuleCheck | None = None  # of the module that was wrapped
     saved_tensors: SavedTensors | None = None  # where activations may leave the device
+    accumulated: Accumulated | None = None  # by the last `gemini.accumulate`
     hook_handles: list[Any] = field(default_factory=list)  # on modules and parameters
     forward_depth: int = 0  # forwards of the root module inside each other, now
     is_summoned: bool = False

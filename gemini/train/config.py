@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from gemini.arguments import Parser, by_name
+from gemini.placement.orders import ORDERS
 from gemini.placement.policy import ACTIVATIONS, AUTO
 from gemini.placement.timetable.updates import RETIRED, SPECULATE, TAIL, UPDATES
 from gemini.plan.quantised import KINDS as QUANTISED
@@ -19,7 +20,7 @@ from gemini.settings import Settings, flag, setting
 # fields that may change when a run goes on: where and how it computes, not what
 OF_THE_MACHINE = (
     "out", "device_mem", "host_mem", "nvme", "nvme_write_budget", "checkpointing",
-    "activations", "update",
+    "activations", "update", "accumulate_order",
     "save_every", "keep", "log_every", "samples", "sample_tokens", "report_to", "trust_remote_code",
     "reward", "merge",
 )  # fmt: skip
@@ -140,6 +141,12 @@ class TrainConfig(Settings):
     seq: int = _step(2048, "most tokens of a sequence; longer ones are cut, or packed", least=1)
     batch: int = _step(8, "sequences of a forward, on all ranks together", least=1)
     accumulate: int = _step(1, "forwards and backwards before a step", least=1)
+    accumulate_order: str = _memory(
+        "batches",
+        "layers: those of --accumulate run through a layer before the next, so weights are read "
+        "twice a step and hidden states stay; batches: one by one, with the same bits",
+        one_of=ORDERS,
+    )
     packing: bool = _step(False, "several rows share a sequence, and do not see each other")
     checkpointing: bool = _memory(True, "activations are computed again in backward, not kept")
     activations: str = _memory(
@@ -185,6 +192,11 @@ class TrainConfig(Settings):
             )
         if self.packing and self.method != "sft":
             raise ValueError(f"--packing with --method {self.method}; expected --method sft")
+        if self.accumulate_order != "batches" and self.method in ("dpo", "grpo"):
+            raise ValueError(
+                f"--accumulate-order {self.accumulate_order} with --method {self.method}; expected "
+                "batches: a micro-batch runs more than one forward"
+            )
         if self.stream and not self.steps:
             raise ValueError("--stream; expected --steps with it: a stream has no end")
 
@@ -198,6 +210,11 @@ class TrainConfig(Settings):
     def scores(self) -> bool:
         """Whether the model gives a sequence one score."""
         return self.method == "reward"
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether micro-batches run layer by layer, each layer's forward twice."""
+        return self.accumulate > 1 and self.accumulate_order == "layers"
 
     @property
     def padded_lengths(self) -> tuple[int, ...]:

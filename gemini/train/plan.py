@@ -33,7 +33,8 @@ def training_of(config: TrainConfig, world_size: int) -> Training:
         batch=config.batch_of_rank(world_size) * sequences, seq=config.seq, lora=config.lora,
         lora_targets=config.targets, quantize=config.quantize,
         checkpointing=config.checkpointing, optimizer=optimizer, state=state,
-        accumulate=config.accumulate, update=config.update, by_trl=True,
+        accumulate=config.accumulate, accumulate_order=config.accumulate_order,
+        update=config.update, by_trl=True,
         trust_remote_code=config.trust_remote_code, scores=config.scores,
         lengths=len(config.padded_lengths), activations=config.activations,
     )  # fmt: skip

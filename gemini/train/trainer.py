@@ -185,6 +185,8 @@ def make_trainer(config: TrainConfig, model: GeminiDDP, args: Any, **given: Any)
     """Trainer of trl for `--method`; that of grpo takes `reward_funcs`."""
     if config.method != "grpo" and not config.packing:
         given["padded_lengths"] = config.padded_lengths
+    if config.method in ("sft", "reward"):  # a micro-batch of others runs several forwards
+        given["accumulate_order"] = config.accumulate_order
     if config.method == "sft":
         return TuningTrainer(model, args, **given)
     base: Any
@@ -219,6 +221,8 @@ def reward_of(given: str) -> Callable[..., list[float]]:
 def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> Any:
     """Arguments of trl for a config. Raises ValueError if ranks do not divide the batch."""
     batch = config.batch_of_rank(world_size)
+    # layer by layer activations of one layer are there at a time: checkpoints would save nothing
+    checkpoints = config.checkpointing and not config.by_layers
     evaluates = bool(config.held_out or config.eval_data)
     common = dict[str, Any](
         output_dir=str(Path(config.out) / "checkpoints"),
@@ -226,8 +230,8 @@ def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> Any:
         per_device_eval_batch_size=batch,
         gradient_accumulation_steps=config.accumulate,
         pad_to_multiple_of=config.padded_lengths[0],  # of grpo, which pads in its trainer
-        gradient_checkpointing=config.checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if config.checkpointing else None,
+        gradient_checkpointing=checkpoints,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if checkpoints else None,
         num_train_epochs=config.epochs,
         max_steps=config.steps or -1,
         learning_rate=config.lr,

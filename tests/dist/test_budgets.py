@@ -110,7 +110,7 @@ def measured(rank, world_size):
         model = GeminiDDP(Tower(), placement_policy=placement, **SMALL)
         optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=BLOCKS)
         for parts in token_batches(4, world_size):
-            before = model.engine.manager.gathers
+            before = model.engine.manager.gathers_of.total()
             token_loss(model, parts[rank][: 4 - rank]).backward()  # other inputs on every rank
             optimizer.step()
             optimizer.zero_grad()
@@ -120,7 +120,7 @@ def measured(rank, world_size):
                 planning.plan.digest(),
                 planning.has_trace,
                 manager.deviated,
-                manager.gathers - before,
+                manager.gathers_of.total() - before,
                 len(planning.plan.gathers),
                 model.state_dict(),
             )
@@ -148,11 +148,11 @@ def gathers_of(rank, placement):
     found = []
     for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + rank)
-        before = model.engine.manager.gathers
+        before = model.engine.manager.gathers_of.total()
         model(torch.randn(4, 32, generator=generator)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(model.engine.manager.gathers - before)
+        found.append(model.engine.manager.gathers_of.total() - before)
     return found, model.state_dict()
 
 

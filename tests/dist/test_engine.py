@@ -222,7 +222,7 @@ def mixture(rank, placement):
         used.append(tuple(model.engine.present))
         optimizer.step()
         optimizer.zero_grad()
-    return whole(model), used, model.engine.manager.gathers
+    return whole(model), used, model.engine.manager.gathers_of.total()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -180,7 +180,10 @@ class Trained:
     def gathers(self) -> list[tuple[int, int]]:
         """By part: gathers so far, and chunks that are gathered."""
         engines = [part.engine for part in self.parts]
-        return [(e.manager.gathers, sum(not c.is_unsharded for c in e.chunks)) for e in engines]
+        return [
+            (e.manager.gathers_of.total(), sum(not c.is_unsharded for c in e.chunks))
+            for e in engines
+        ]
 
     def close(self) -> None:
         self.optimizer.close()

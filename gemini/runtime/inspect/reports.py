@@ -166,6 +166,7 @@ def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str
                 *_update_lines(parts),
                 _moves_of(parts),
                 _saved_of(parts),
+                str(parts.accumulated or ""),
                 *planning.overruns.lines(),
             )
             return "\n".join(filter(None, lines))

@@ -9,6 +9,7 @@ other chunks the manager gathers on demand and releases the least recently used,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from enum import Enum
 
@@ -147,7 +148,7 @@ class StatefulTensorMgr:
         self.ranks_differ = False  # they came to the end of this cycle by other calls
         # there: the call that was next, and that came
         self.left_steps: tuple[Call, Call] = ((), ())
-        self.gathers = 0  # payloads made so far
+        self.gathers_of = Counter[ChunkId]()  # payloads made so far, of each chunk
         self.before_release: Callable[[Chunk], None] = lambda chunk: None
 
     @property
@@ -528,7 +529,7 @@ class StatefulTensorMgr:
         self._overdue.pop(chunk, None)
         self._recent[chunk] = None
         self._chunks[chunk].gather()
-        self.gathers += 1
+        self.gathers_of[chunk] += 1
 
     def _release(self, chunk: ChunkId) -> bool:
         """Free a payload if nothing uses it; returns False if refused, until room is needed."""

@@ -111,19 +111,71 @@ def test_bits_are_those_of_one_micro_batch_after_the_other(placement, precision,
     assert run("layers") == run("batches")
 
 
-def test_without_dropout_they_are_those_of_a_users_own_loop():
-    model, optimizer = wrapped()
+@pytest.mark.parametrize("order", ["layers", "batches"])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_bits_and_random_numbers_are_those_of_a_users_own_loop(dropout, order):
+    model, optimizer = wrapped(dropout=dropout)
     expected = []
+    torch.manual_seed(1)
     for step in range(2):
         for ids in batches(step):
             loss = loss_of(model(ids), ids)
             loss.backward()
-            expected.append(float(loss))
+            expected.append(float(loss.detach()))
         optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
-    losses, digest, _ = trained(*wrapped(), "layers", steps=2)
-    assert (losses, digest) == (expected, model.digest())
+    left = float(torch.rand(()))
+    assert trained(*wrapped(dropout=dropout), order, steps=2) == (expected, model.digest(), left)
+
+
+def test_a_shape_is_measured_once_and_only_where_something_is_random():
+    def norms(dropout):
+        model, optimizer = wrapped(dropout=dropout)
+        called, found = [], []
+        model.module.norm.register_forward_hook(lambda *_: called.append(1))
+        for _ in range(2):
+            called.clear()
+            trained(model, optimizer, "layers", steps=1)
+            found.append(len(called))
+        return found
+
+    # norms of a step: of epilogues, twice for a tied weight, and in the first step one that is
+    # compared; beside them, whole forwards: of the last one, or then of all three again
+    assert norms(0.0) == [6 + 1 + 1, 6]
+    assert norms(0.25) == [6 + 1 + 1 + 3, 6]
+
+
+@pytest.mark.parametrize("what", ["by data", "seeds", "turns back"])
+def test_random_numbers_that_nobody_can_foresee_are_refused(what):
+    """And the steps of the other order run."""
+    model, optimizer = wrapped(dropout=0.25)
+    start = torch.get_rng_state()
+    seen = []
+
+    def drawn(module, args):
+        seen.append(1)
+        if what == "by data" and len(seen) > 20:
+            torch.rand(1 + len(seen))
+        if what == "seeds":
+            torch.manual_seed(1 << 40)
+        if what == "turns back":
+            torch.set_rng_state(start)
+
+    model.module.norm.register_forward_pre_hook(drawn)
+    is_late = what == "by data"
+    with pytest.raises(ValueError, match=r"random numbers|seeds torch's") as refused:
+        for step in range(9):
+            gemini.accumulate(model, batches(step), loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert ("call zero_grad() before you go on" in str(refused.value)) == is_late
+    if is_late:
+        with pytest.raises(RuntimeError, match="zero_grad"):
+            optimizer.step()
+        optimizer.zero_grad()
+    gemini.accumulate(model, batches(0), loss_of, order="batches")
+    optimizer.step()
 
 
 def test_layers_come_twice_a_step_and_steps_follow_the_plan():
@@ -132,15 +184,24 @@ def test_layers_come_twice_a_step_and_steps_follow_the_plan():
         model, optimizer = wrapped(ON_HOST, device=SimBackend(), num_layers=5)
         gathers = []
         for step in range(4):
-            before = model.engine.manager.gathers
+            before = model.engine.manager.gathers_of.total()
             trained(model, optimizer, order, steps=1)
-            gathers.append(model.engine.manager.gathers - before)
+            gathers.append(model.engine.manager.gathers_of.total() - before)
             same = batches(0)
             assert [ids.shape for ids in same] == [ids.shape for ids in batches(step)]
         assert not model.memory_stats.deviations
         counts[order] = gathers[-1]
     chunks = len(model.engine.chunks)
     assert counts["layers"] <= 2 * chunks < counts["batches"]
+
+
+def test_a_step_that_compares_losses_is_no_sample():
+    """One epilogue runs more in it than in those that would follow its plan."""
+    model, optimizer = wrapped(ON_HOST, device=SimBackend())
+    trained(model, optimizer, "layers", steps=3)
+    (trace,) = model.engine.sampler.traces("train")
+    entered = [m.module for m in trace.moments if (m.phase, m.edge) == ("forward", "enter")]
+    assert entered.count("norm") == 2 * 3  # of a tied head each epilogue runs twice
 
 
 def test_a_frozen_base_passes_gradients_on_to_the_layers_that_are_trained():
@@ -279,7 +340,7 @@ def test_what_is_no_chain_is_refused_by_name(twist, said):
         gemini.accumulate(model, batches(0), loss_of)
     assert 'order="batches"' in str(refused.value)
     assert all(param.grad is None for param in model.parameters())
-    assert not torch.equal(torch.get_rng_state(), before)  # one draw, and no more
+    assert torch.equal(torch.get_rng_state(), before)  # a loop in the other order has its bits
 
 
 @pytest.mark.parametrize(
@@ -396,7 +457,10 @@ def _with_dropout(rank):
         model, optimizer = wrapped(dropout=0.25)
         torch.manual_seed(rank)
         for step in range(3):
-            gemini.accumulate(model, batches(step, seed=rank), loss_of, order=order)
+            given = batches(step, seed=rank)
+            if rank and step:  # of a shape that is new to this rank alone
+                given[1] = torch.cat([given[1]] * 2, dim=1)
+            gemini.accumulate(model, given, loss_of, order=order)
             optimizer.clip_grad_norm_(0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -445,3 +509,45 @@ def _refused_by_one(rank, drawn):
 def test_what_one_rank_refuses_all_refuse():
     on_other, own = run_ranks(_refused_by_one, 2, torch.get_rng_state())
     assert "more than its chain" in own and on_other == f"on rank 1: {own}"
+
+
+def _fails_alone(rank, drawn, order, at):
+    model, optimizer = wrapped("cuda")
+    for step in range(2):
+        gemini.accumulate(model, batches(step, seed=rank), loss_of, order=order)
+        optimizer.step()
+        optimizer.zero_grad()
+    before, calls = model.digest(), []
+
+    def loss(output, ids):
+        calls.append(ids)
+        if rank == 1 and len(calls) == at:
+            raise Lost("of my own")
+        return loss_of(output, ids)
+
+    with pytest.raises((Lost, RuntimeError)) as failed:
+        gemini.accumulate(model, batches(2, seed=rank), loss, order=order)
+    optimizer.zero_grad()
+    unchanged = model.digest() == before
+    found = []
+    for step in (3, 4):  # what follows has the bits of a run without the step that failed
+        found += gemini.accumulate(model, batches(step, seed=rank), loss_of, order=order)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole, its = wrapped("cuda")
+    for step in (0, 1, 3, 4):
+        gemini.accumulate(whole, batches(step, seed=rank), loss_of, order=order)
+        its.step()
+        its.zero_grad()
+    same = model.digest() == whole.digest()
+    ranks_share(drawn)
+    return f"{type(failed.value).__name__}: {failed.value}", unchanged, same
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("order", ["layers", "batches"])
+def test_a_rank_that_fails_in_its_loss_ends_the_step_on_all(order, at):
+    (other, *rest), (own, *own_rest) = run_ranks(_fails_alone, 2, torch.get_rng_state(), order, at)
+    assert own == "Lost: of my own"
+    assert other.startswith("RuntimeError: rank 1 failed") and other.endswith("Lost: of my own")
+    assert rest == own_rest == [True, True]

@@ -7,6 +7,7 @@ import gemini
 from bench.shared.models import seeded
 from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
+from gemini.integrations import chunk_loss
 from optim import HybridAdam
 
 transformers = pytest.importorskip("transformers")
@@ -75,4 +76,15 @@ def test_with_checkpoints_of_transformers(reentrant):
         model = decoder("GPT2")
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         found.append(trained(model, order))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("placement", ["cuda", ON_HOST], ids=["device", "host"])
+def test_with_a_chunked_loss(placement):
+    """Its hooks see each prologue begin that ends before the head."""
+    found = []
+    for order in ("layers", "batches"):
+        model = decoder("GPT2")
+        chunk_loss(model, 4)
+        found.append(trained(model, order, placement))
     assert found[0] == found[1]

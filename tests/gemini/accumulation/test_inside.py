@@ -13,6 +13,7 @@ from bench.shared.models import seeded
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from optim import HybridAdam
+from tests.support.quantised import HIDDEN, VOCABULARY, lora, same
 
 VOCAB, WIDTH = 19, 8
 SMALL = {"min_chunk_size_m": 0.0005}
@@ -175,3 +176,51 @@ def test_a_loss_that_layers_leave_behind_is_refused():
     with pytest.raises(ValueError, match="leaves behind"):
         gemini.accumulate(model, batches(0), loss_of, layers="layers")
     assert all(param.grad is None for param in model.parameters())
+
+
+def adapted(order, folder, k):
+    """Losses, adapters, and how often a step read each chunk of a quantised base, at most."""
+    module = lora("nf4", layers=4, lora_dropout=0.25)
+    policy = AutoPlacement("300KiB", nvme_dir=str(folder), block_numel=2048)
+    small = {"min_chunk_size_m": 0.001, "search_range_m": 0.02, "hidden_dim": HIDDEN}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gemini.BudgetWarning)
+        model = GeminiDDP(module, placement_policy=policy, **small)
+        optimizer = HybridAdam(model.parameters(), lr=1e-2)
+        files, read, losses = model.engine.storage.frozen, [], []
+        base = {model.engine.chunk_of[param] for param in model.engine.opaque}
+        inner = files.read
+
+        def noted(chunk, *rest):
+            read.append(chunk)
+            return inner(chunk, *rest)
+
+        files.read = noted
+        torch.manual_seed(2)
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            drawn = torch.randint(0, VOCABULARY, (k, 1, 8), generator=generator)
+            given = [{"input_ids": ids, "labels": ids} for ids in drawn]
+            read.clear()
+            losses += gemini.accumulate(
+                model, given, lambda output, _: output.loss / k, order=order
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+    assert base <= set(files) and len(base) == 4
+    counts = [read.count(chunk) for chunk in sorted(base)]  # of the last step
+    values = {name: v for name, v in model.state_dict().items() if "lora_" in name}
+    return [float(loss) for loss in losses], values, counts
+
+
+@pytest.mark.ci
+def test_adapters_have_the_same_bits_and_a_quantised_base_is_read_once_a_pass(tmp_path):
+    """Forward and backward: at most twice a step; one micro-batch after the other reads inner
+    layers 2k times."""
+    k = 4
+    found = {order: adapted(order, tmp_path, k) for order in ("layers", "batches")}
+    assert found["layers"][0] == found["batches"][0]
+    assert same(found["layers"][1], found["batches"][1])
+    assert 1 <= max(found["layers"][2]) <= 2
+    # the first layer may stay between micro-batches, the last one between its two passes
+    assert min(found["batches"][2]) >= k and max(found["batches"][2]) == 2 * k

@@ -277,7 +277,7 @@ def test_who_repeats_a_call_less_often_gathers_what_was_ahead_of_it_first():
     assert not chunks[1].gathered
     assert manager.come_to((1,)) and chunks[1].gathered
     manager.prepare((1,))
-    assert manager.follow_to_end() and manager.gathers == 2
+    assert manager.follow_to_end() and manager.gathers_of.total() == 2
 
 
 @pytest.mark.parametrize("room", [UNLIMITED, 0])

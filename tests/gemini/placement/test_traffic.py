@@ -79,11 +79,11 @@ def test_disks_move_what_the_plan_says(precision, share):
     assert N in {home for shard in plan.shards for home in shard.state_homes}
     train(model, optimizer, token_batches(2, 1))
     before = on_disk(model)
-    gathers = model.engine.manager.gathers
+    gathers = model.engine.manager.gathers_of.total()
     train(model, optimizer, token_batches(1, 1))
     after = on_disk(model)
     assert model.engine.planning.plan is plan and not model.engine.manager.deviated
-    assert model.engine.manager.gathers - gathers == len(plan.gathers)
+    assert model.engine.manager.gathers_of.total() - gathers == len(plan.gathers)
     for kind, (read, written) in after.items():
         read, written = read - before[kind][0], written - before[kind][1]
         # what a step wrote last is still in memory for the next

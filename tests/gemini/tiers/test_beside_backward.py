@@ -110,9 +110,11 @@ def of_two_ranks(homes, backends):
             model, optimizer = wrapped(copy.deepcopy(START), backend, homes, precision="bf16")
             engine, asked = model.engine, []
             for step in range(4):
-                before = backend.starved, engine.manager.gathers
+                before = backend.starved, engine.manager.gathers_of.total()
                 model(batch(10 * step + rank)).float().pow(2).mean().backward()
-                asked.append((backend.starved - before[0], engine.manager.gathers - before[1]))
+                asked.append(
+                    (backend.starved - before[0], engine.manager.gathers_of.total() - before[1])
+                )
                 optimizer.step()
                 optimizer.zero_grad()
                 backend.check()
