@@ -357,6 +357,8 @@ class GeminiDDP(ModuleFace):
             raise RuntimeError("rewind() while parameters are summoned; leave the context first")
         self.engine.call("model.rewind()")
         target.rewind(steps)
+        params = enumerate(self.engine.layout.params)
+        self.engine.user_writes.stepped([i for i, spec in params if spec.trainable])
         self.zero_grad()
         self.engine.manager.release_all()
         self.engine.shards_changed()

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,10 @@ from gemini.saved_names import (
     without_wrappers,
     wrappers_aside,
 )
+from gemini.units import parse_bytes
+
+if TYPE_CHECKING:
+    from gemini.transfer.outgoing import WeightBucket, WeightVersion
 
 
 class ModuleFace(nn.Module):
@@ -226,6 +230,35 @@ class ModuleFace(nn.Module):
             raise error
         if said is not None:
             raise RuntimeError(f"save_pretrained() failed on rank 0: {said}")
+
+    def weights(
+        self, *, bytes: int | str = "256MiB", since: WeightVersion | None = None
+    ) -> Iterator[WeightBucket]:
+        """Go through all weights in buckets of at most `bytes`, for a sampler or another process.
+
+        A parameter that is larger is alone in its bucket. Besides one bucket, nothing is gathered;
+        of parameters in files the shard of one chunk is in memory. Values are those that the model
+        computes with, of the last step that counts: a step that may still be undone is waited for.
+        Every rank gets every bucket, and goes through all of them. Collective.
+
+        since: the `version` of an earlier bucket of this process: parameters that have not changed
+            since are left out.
+
+        Raises RuntimeError if weights change before the last bucket, and beside another thread's
+        pass.
+        """
+        from gemini.transfer.outgoing import outgoing
+
+        engine = self.engine
+        engine.call("model.weights()")
+        found = outgoing(engine, parse_bytes(bytes), since)
+        while True:
+            with engine.lock:
+                engine.refuse_beside_pass("weights()")
+                one = next(found, None)
+            if one is None:
+                return
+            yield one
 
     @reads
     def salvage(self) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ PURE = [
     "gemini.settings",
     "gemini.tickets",
     "gemini.embedding.planner",
+    "gemini.transfer.buckets",
     "gemini.chunk.sizing.search",
     "gemini.chunk.layout",
     "gemini.chunk.sizing.packing",

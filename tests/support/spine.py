@@ -67,6 +67,7 @@ OTHER_ROOMS = (
         "gemini/embedding",  # steps of its own, in which no block takes part
         "gemini/serving",
         "gemini/train",
+        "gemini/transfer",
         "gemini/runtime/autograd",
         "gemini/runtime/comm",
     ),

@@ -272,10 +272,10 @@ class Communicator:
         )
         self.wait(work)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's values to every rank."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Copy the values of rank `source` to every rank."""
         if self.world_size > 1:
-            dist.broadcast(tensor, group=self._group, group_src=0)
+            dist.broadcast(tensor, group=self._group, group_src=source)
 
     def gather(self, shard: Tensor) -> Tensor | None:
         """Gather every rank's shard [S] into [S * W] on rank 0; None on the others."""

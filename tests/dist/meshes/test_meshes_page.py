@@ -149,6 +149,20 @@ def whole_gradients(make):
     model.map_gradients(lambda name, part: part.mul_(0.5))
 
 
+def leaving(make):
+    model, _ = make.step()
+    with model.summon_full_params():
+        wanted = {
+            name: getattr(param.detach(), "full_tensor", param.detach)().clone()
+            for name, param in model.module.named_parameters()
+        }
+    found = {}
+    for bucket in model.weights(bytes="100B"):
+        found |= {name: value.clone() for name, value in bucket.tensors.items()}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
 def grad(make):
     model, _ = make.trained()
     assert model.module.get_parameter(make.weight).grad is not None
@@ -189,6 +203,7 @@ ROWS = {
     "`state_dict` of model and optimizer": state_dicts,
     "checkpoints, asynchronous too": checkpoints,
     "`named_gradients`, `map_gradients`": whole_gradients,
+    "`weights()`": leaving,
     "`p.grad`": grad,
     "`summon_full_params`, `unwrap`": whole_parameters,
     "thawing": thawing,
