@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gemini.integrations.booster.booster import Booster as Booster
-    from gemini.integrations.parallel.head_loss import chunk_loss as chunk_loss
     from gemini.integrations.plugins.fsdp import TorchFSDPPlugin as TorchFSDPPlugin
     from gemini.integrations.plugins.gemini_plugins import GeminiPlugin as GeminiPlugin
     from gemini.integrations.plugins.gemini_plugins import LowLevelZeroPlugin as LowLevelZeroPlugin
     from gemini.integrations.plugins.hybrid import HybridParallelPlugin as HybridParallelPlugin
     from gemini.integrations.plugins.torch_plugins import TorchDDPPlugin as TorchDDPPlugin
+    from gemini.mesh.head_loss import chunk_loss as chunk_loss
 
 _HOME = {
-    "Booster": "booster.booster",
-    "GeminiPlugin": "plugins.gemini_plugins",
-    "HybridParallelPlugin": "plugins.hybrid",
-    "LowLevelZeroPlugin": "plugins.gemini_plugins",
-    "TorchDDPPlugin": "plugins.torch_plugins",
-    "TorchFSDPPlugin": "plugins.fsdp",
-    "chunk_loss": "parallel.head_loss",
+    "Booster": "gemini.integrations.booster.booster",
+    "GeminiPlugin": "gemini.integrations.plugins.gemini_plugins",
+    "HybridParallelPlugin": "gemini.integrations.plugins.hybrid",
+    "LowLevelZeroPlugin": "gemini.integrations.plugins.gemini_plugins",
+    "TorchDDPPlugin": "gemini.integrations.plugins.torch_plugins",
+    "TorchFSDPPlugin": "gemini.integrations.plugins.fsdp",
+    "chunk_loss": "gemini.mesh.head_loss",
 }
 __all__ = [*_HOME]
 
@@ -33,4 +33,4 @@ __all__ = [*_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'gemini.integrations' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -99,7 +99,7 @@ def activations_of(
     if by_trl and not scores(traced):
         _fuse_head(traced)
     if chunked:
-        from gemini.integrations.parallel.head_loss import chunk_loss
+        from gemini.mesh.head_loss import chunk_loss
 
         whole: Any = traced  # adapters are around it
         chunk_loss(whole.get_base_model() if hasattr(whole, "get_base_model") else whole)

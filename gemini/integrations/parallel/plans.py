@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 
 from gemini.chunk.local import is_dtensor, local_of
 from gemini.integrations.parts import announce, put_in_place
+from gemini.mesh.head_loss import HeadLoss, has_causal_loss
 
-from .head_loss import HeadLoss, has_causal_loss
 from .models import is_ours, plan_of
 from .probe import Probe
 from .sequence import in_sequence

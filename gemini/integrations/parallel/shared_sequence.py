@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
+from gemini.mesh.head_loss import IGNORED, shifted
+
 from .attention import positions, ring_attention, ulysses
 from .cut import TransformerStage
 
 MODES = ("all_to_all", "ring_attn")
-IGNORED = -100  # a label that does not count
 _CAUSAL = ("ForCausalLMLoss", "loss_of_head")  # transformers', and `chunk_loss`'s
 _NAME = "gemini_shared_sequence"
 # transformers calls attention as one function for all models, which finds its model's object here
@@ -41,11 +42,6 @@ class SequenceParallel:
     mode: str
     inner: int | None = None
     whole: bool = False
-
-
-def shifted(labels: Tensor) -> Tensor:
-    """Labels shifted to the token before each, [B, T]; `IGNORED` at the end."""
-    return nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
 def share_sequence(

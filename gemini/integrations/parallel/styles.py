@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from gemini.chunk.local import is_dtensor, local_of
+from gemini.mesh.head_loss import in_multiples
 
 
 def output_dim(layer: nn.Module) -> int:
@@ -204,14 +205,6 @@ class PaddedHead:
             y, x.device_mesh, [Shard(-1)], run_check=False, shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
         )  # fmt: skip
-
-
-def in_multiples(x: Tensor, multiple: int, dim: int = 0) -> Tensor:
-    """Pad `dim` of `x` with zeros at its end, up to the next multiple."""
-    missing = -x.shape[dim] % multiple
-    if not missing:
-        return x
-    return nn.functional.pad(x, (*(0,) * (2 * (x.dim() - 1 - dim)), 0, missing))
 
 
 def draw_alike(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -222,5 +222,6 @@ def test_adapters_have_the_same_bits_and_a_quantised_base_is_read_once_a_pass(tm
     assert found["layers"][0] == found["batches"][0]
     assert same(found["layers"][1], found["batches"][1])
     assert 1 <= max(found["layers"][2]) <= 2
-    # the first layer may stay between micro-batches, the last one between its two passes
-    assert min(found["batches"][2]) >= k and max(found["batches"][2]) == 2 * k
+    # the first layer may stay between micro-batches, the last one between its two passes, and a
+    # process that has grown by less than was assumed leaves room for more
+    assert min(found["batches"][2]) >= k and max(found["batches"][2]) <= 2 * k

@@ -23,11 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from gemini.arguments import by_name
 from gemini.chunk.local import is_dtensor, local_of
 
-from .cut import TransformerStage
-from .shared_sequence import IGNORED, shifted
-from .styles import in_multiples
-
 TOKENS = 1024
+IGNORED = -100  # a label that does not count
 
 
 @by_name
@@ -140,9 +137,7 @@ class HeadLoss:
         return logits
 
     def _give(self, model: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(model, TransformerStage):  # which has given what its model did
-            return output
-        return self.given(output)
+        return self.given(output)  # a stage has done so: there is nothing left to give
 
     def given(self, output: Any) -> Any:
         """Output of the model, with logits as this object's options say."""
@@ -259,3 +254,16 @@ def _of_rows(logits: Tensor, targets: Tensor, split: _Split | None) -> tuple[Ten
     weights.div_(sums[:, None])
     weights.scatter_add_(-1, at, -here.to(weights.dtype)[:, None])
     return losses.sum(), weights.mul_(counts[:, None])
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Labels shifted to the token before each, [B, T]; `IGNORED` at the end."""
+    return nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+
+
+def in_multiples(x: Tensor, multiple: int, dim: int = 0) -> Tensor:
+    """Pad `dim` of `x` with zeros at its end, up to the next multiple."""
+    missing = -x.shape[dim] % multiple
+    if not missing:
+        return x
+    return nn.functional.pad(x, (*(0,) * (2 * (x.dim() - 1 - dim)), 0, missing))
