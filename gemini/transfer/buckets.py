@@ -1,4 +1,9 @@
-"""Plan of the buckets in which weights leave. Pure: chunks in, ranges of chunks out."""
+"""Plan of the buckets in which weights leave. Pure: chunks in, ranges of chunks out.
+
+S elements of a shard · W shards of a chunk
+
+A bucket is a range of one chunk, so it has one dtype, and its parts are in few shards.
+"""
 
 from __future__ import annotations
 
