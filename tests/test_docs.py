@@ -94,7 +94,7 @@ def test_blocks_that_need_a_model_run_with_a_small_one(on_disk):
         pytest.importorskip(package)
     folder = str(make_folder(on_disk / "folder", hidden_size=64))
     replaced = [("meta-llama/Llama-3.2-3B", folder), ("/fast/disk", str(on_disk))]
-    for page, last in (("docs/frozen.md", None), ("docs/trainers.md", 2), ("docs/update.md", None),
+    for page, last in (("docs/frozen.md", None), ("docs/trainers.md", 3), ("docs/update.md", None),
                        ("docs/long-sequences.md", None)):  # fmt: skip
         names = run_blocks(page, {"__name__": "page"}, replaced, last)
         names.clear()
