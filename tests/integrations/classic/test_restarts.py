@@ -45,10 +45,10 @@ def test_what_was_refused_does_not_begin_again(tmp_path):
     assert read(tmp_path, "attempts") == "one\n"
 
 
-def test_a_host_is_lost_and_the_other_goes_on_alone(tmp_path):
-    port = free_port()
+def hosts_at(port, out, **options):
+    """The first of one or two hosts, once it has the store; the flags of both."""
     flags = ["--nnodes=1:2", "--master_addr=localhost", f"--master_port={port}", "--max-restarts=2"]
-    first = started(tmp_path, "gemini run", *flags)
+    first = started(out, "gemini run", *flags, **options)
 
     def has_the_store():
         assert first.poll() is None
@@ -56,9 +56,24 @@ def test_a_host_is_lost_and_the_other_goes_on_alone(tmp_path):
             return asked.connect_ex(("localhost", port)) == 0
 
     until(has_the_store)
+    return first, flags
+
+
+def test_a_host_is_lost_and_the_other_goes_on_alone(tmp_path):
+    first, flags = hosts_at(free_port(), tmp_path)
     second = started(tmp_path, "gemini run", *flags, dies="host 3")
     second.communicate()
     assert second.returncode != 0
     ended_well(first)
     assert read(tmp_path, "said") == "from 0 with 2\nfrom 3 with 1\n"
     assert read(tmp_path, "digest")
+
+
+def test_a_host_that_comes_takes_part(tmp_path):
+    first, flags = hosts_at(free_port(), tmp_path, needs=2)
+    until((tmp_path / "checkpoint").exists)
+    second = started(tmp_path, "gemini run", *flags, needs=2)
+    ended_well(second)
+    ended_well(first)
+    alone, together = read(tmp_path, "said").splitlines()
+    assert alone == "from 0 with 1" and together.endswith("with 2") and together != "from 0 with 2"

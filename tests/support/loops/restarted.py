@@ -2,7 +2,7 @@
 
 python restarted.py OUT STEPS: writes OUT/pid-RANK, OUT/said (a line of rank 0 for each attempt) and
 OUT/digest. DIES, "rank 1 3" or "host 3", kills rank 1, or this host with all its ranks,
-behind the checkpoint of step 3 of the first attempt.
+behind the checkpoint of step 3 of the first attempt. It goes on until NEEDS ranks take part.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ STARTERS = {
 
 
 def started(
-    out: Path, starter: str, *flags: str, steps: int = 6, dies: str = "rank -1 -1"
+    out: Path, starter: str, *flags: str, steps: int = 6, dies: str = "rank -1 -1", needs: int = 1
 ) -> subprocess.Popen[str]:
     """A process of its own session that runs `main` on ranks."""
     out.mkdir(exist_ok=True)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")]), "DIES": dies,
+        "NEEDS": str(needs),
         # so long others may still join before those that are left go on; torch's own is 30 s
         "PET_RDZV_CONF": "last_call_timeout=2",
     }  # fmt: skip
@@ -73,7 +74,7 @@ def main() -> None:
     if rank == 0:
         with (out / "said").open("a", encoding="utf-8") as said:
             said.write(f"from {step} with {ranks}\n")
-    while step < steps:
+    while step < steps or ranks < int(os.environ["NEEDS"]):
         drawn = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step))
         model(drawn[rank::ranks]).square().mean().backward()
         optimizer.step()
