@@ -157,10 +157,35 @@ def _shut(descriptors: set[int]) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
+_operators = threading.RLock()
+
+
+def one_object_an_operator() -> None:
+    """Let all threads that ask torch for an operator get one object, from now on.
+
+    Under a dispatch mode torch keeps the address of the object that it found first, and no
+    reference. Two threads that look for an operator at the same time make two objects, and
+    `torch.ops` keeps the second: the first one's memory becomes somebody else's, and the operator's
+    next call finds that, or ends the process with signal 11.
+    """
+    for owner in (torch._ops._OpNamespace, torch._ops.OpOverloadPacket):
+        find = owner.__getattr__
+        if hasattr(find, "__wrapped__"):
+            continue
+
+        def found(self: Any, name: str, find: Callable[[Any, str], Any] = find) -> Any:
+            with _operators:
+                known = vars(self)
+                return known[name] if name in known else find(self, name)
+
+        owner.__getattr__ = functools.wraps(find)(found)
+
+
 @contextmanager
 def _one_world_a_thread(world_size: int) -> Iterator[None]:
     """What ranks share while they are threads; all as it was behind it."""
     one_kernel_at_a_time()
+    one_object_an_operator()
     parse, parsing = ast.parse, threading.Lock()
 
     def one_tree_at_a_time(*args: Any, **kwargs: Any) -> Any:  # CPython 3.11 counts depth globally

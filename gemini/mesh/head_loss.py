@@ -137,7 +137,7 @@ class HeadLoss:
         return logits
 
     def _give(self, model: nn.Module, args: Any, output: Any) -> Any:
-        return self.given(output)  # a stage has done so: there is nothing left to give
+        return output if getattr(model, "gives_itself", False) else self.given(output)
 
     def given(self, output: Any) -> Any:
         """Output of the model, with logits as this object's options say."""

@@ -10,6 +10,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from bench.shared.interpreter import one_kernel_at_a_time
 from bench.shared.models import Tower, seeded, token_batches, token_loss
+from bench.shared.threads import one_object_an_operator
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 
@@ -97,3 +98,12 @@ def started_by_a_rank(rank):
 
 def test_threads_that_a_rank_starts_are_of_its_world():
     assert run_ranks(started_by_a_rank, 2) == [[0], [1]]
+
+
+def test_threads_that_ask_for_an_operator_at_once_get_one_object():
+    """Of two objects torch keeps the address of one, and a reference to the other."""
+    one_object_an_operator()
+    packet, namespace = torch.ops.aten.acosh, torch.ops.aten
+    ask_packet, ask_namespace = type(packet).__getattr__, type(namespace).__getattr__
+    assert ask_packet(packet, "default") is packet.default  # as a thread that found none yet
+    assert ask_namespace(namespace, "acosh") is packet

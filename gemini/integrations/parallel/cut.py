@@ -258,6 +258,7 @@ class TransformerStage(nn.Module):
     _has_head: bool
     _takes: str
     _always: Mapping[str, Any]
+    gives_itself = True  # calls `gives` itself, see `HeadLoss`
     _form: tuple[list[Any], Any] = ([], None)  # of what the model gave: leaves and their tree
 
     def forward(self, x: Tensor, **kwargs: Any) -> Any:
@@ -267,7 +268,7 @@ class TransformerStage(nn.Module):
             base: Any = self.base_model
             run = base if self._has_head else super().forward
             return run(**given, **kwargs).last_hidden_state
-        gives = vars(self).get("gives", lambda output: output)  # see `HeadLoss`
+        gives = vars(self).get("gives", lambda output: output)
         leaves, tree = tree_flatten(gives(super().forward(**given, **kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._form = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves], tree
