@@ -12,6 +12,7 @@ import gemini
 from bench.shared.models import seeded
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
+from gemini.memtracer import monitor
 from optim import HybridAdam
 from tests.support.quantised import HIDDEN, VOCABULARY, lora, same
 
@@ -214,14 +215,17 @@ def adapted(order, folder, k):
 
 
 @pytest.mark.ci
-def test_adapters_have_the_same_bits_and_a_quantised_base_is_read_once_a_pass(tmp_path):
+def test_adapters_have_the_same_bits_and_a_quantised_base_is_read_once_a_pass(
+    tmp_path, monkeypatch
+):
     """Forward and backward: at most twice a step; one micro-batch after the other reads inner
     layers 2k times."""
+    # what other tests of this process have left to malloc, or take meanwhile, decides no home
+    monkeypatch.setattr(monitor.ProcessMonitor, "period", lambda self: 0)
     k = 4
     found = {order: adapted(order, tmp_path, k) for order in ("layers", "batches")}
     assert found["layers"][0] == found["batches"][0]
     assert same(found["layers"][1], found["batches"][1])
     assert 1 <= max(found["layers"][2]) <= 2
-    # the first layer may stay between micro-batches, the last one between its two passes, and a
-    # process that has grown by less than was assumed leaves room for more
+    # some layers may stay between micro-batches, or between their two passes
     assert min(found["batches"][2]) >= k and max(found["batches"][2]) <= 2 * k
