@@ -234,7 +234,9 @@ class ModuleFace(nn.Module):
     def weights(
         self, *, bytes: int | str = "256MiB", since: WeightVersion | None = None
     ) -> Iterator[WeightBucket]:
-        """Go through all weights in buckets of at most `bytes`, for a sampler or another process.
+        """Go through all parameters in buckets of at most `bytes`, for a sampler, say.
+
+        Buffers and `ignored_params` are in no bucket: they are whole on the module.
 
         A parameter that is larger is alone in its bucket. Besides one bucket, nothing is gathered;
         of parameters in files the shard of one chunk is in memory. Values are those that the model

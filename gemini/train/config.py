@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from gemini.arguments import Parser, by_name
-from gemini.placement.orders import ORDERS
+from gemini.placement.orders import BATCHES, LAYERS, ORDERS
 from gemini.placement.policy import ACTIVATIONS, AUTO
 from gemini.placement.timetable.updates import RETIRED, SPECULATE, TAIL, UPDATES
 from gemini.plan.quantised import KINDS as QUANTISED
@@ -142,7 +142,7 @@ class TrainConfig(Settings):
     batch: int = _step(8, "sequences of a forward, on all ranks together", least=1)
     accumulate: int = _step(1, "forwards and backwards before a step", least=1)
     accumulate_order: str = _memory(
-        "batches",
+        BATCHES,
         "layers: those of --accumulate run through a layer before the next, so weights are read "
         "twice a step and hidden states stay; batches: one by one, with the same bits",
         one_of=ORDERS,
@@ -192,7 +192,7 @@ class TrainConfig(Settings):
             )
         if self.packing and self.method != "sft":
             raise ValueError(f"--packing with --method {self.method}; expected --method sft")
-        if self.accumulate_order != "batches" and self.method in ("dpo", "grpo"):
+        if self.accumulate_order != BATCHES and self.method in ("dpo", "grpo"):
             raise ValueError(
                 f"--accumulate-order {self.accumulate_order} with --method {self.method}; expected "
                 "batches: a micro-batch runs more than one forward"
@@ -214,7 +214,7 @@ class TrainConfig(Settings):
     @property
     def by_layers(self) -> bool:
         """Whether micro-batches run layer by layer, each layer's forward twice."""
-        return self.accumulate > 1 and self.accumulate_order == "layers"
+        return self.accumulate > 1 and self.accumulate_order == LAYERS
 
     @property
     def padded_lengths(self) -> tuple[int, ...]:

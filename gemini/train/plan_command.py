@@ -14,7 +14,6 @@ import torch
 from gemini.arguments import Parser
 from gemini.nvme import NvmeError
 from gemini.optim.rules.state_layout import KINDS
-from gemini.placement.orders import LAYERS
 from gemini.placement.picture import write_timeline
 from gemini.placement.timeline import planned_timeline
 from gemini.plan import table, words
@@ -257,7 +256,7 @@ def _write_fits(config: PlanConfig) -> int:
             table_rows += table.rows(model, training, question)
         kept = "computed again in backward" if asked.checkpointing else "kept for backward"
         times = f"{asked.accumulate} x " if asked.accumulate > 1 else ""
-        order = " layer by layer" if times and asked.accumulate_order == LAYERS else ""
+        order = " layer by layer" if asked.by_layers else ""
         title = (
             f"One card, {times}{asked.batch} x {asked.seq} tokens{order}, {asked.precision} under "
             f"{asked.optimizer} with {asked.state} state, activations {kept}. Planned, not "

@@ -204,6 +204,8 @@ def test_a_folder_has_another_name_on_every_host_and_rank(tmp_path, monkeypatch)
     host, given = socket.gethostname(), "$SCRATCH_OF_TEST/{node}-{rank}-{local_rank}"
     with pytest.raises(nvme.FolderError, match=r"names \$SCRATCH_OF_TEST, which this process does"):
         nvme.check_folder(given)
+    with pytest.raises(nvme.FolderError, match=r"names \$SCRATCH_OF_TEST, which this process does"):
+        nvme.local_folder("${SCRATCH_OF_TEST}/{rank}")
     monkeypatch.setenv("SCRATCH_OF_TEST", str(tmp_path))
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)

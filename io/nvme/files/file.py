@@ -183,14 +183,14 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 
     Raises FolderError for a variable that is not set, and for another word in braces.
     """
-    text = _FIELD.sub(_value_of, os.path.expandvars(os.fspath(folder)))
+    text = os.path.expandvars(os.fspath(folder))
     unset = _VARIABLE.search(text)
     if unset is not None:
         raise FolderError(
             f"nvme folder {folder} names ${unset['name']}, which this process does not have; set "
             "it on every host, or name a folder without it"
         )
-    return Path(text).expanduser().absolute()
+    return Path(_FIELD.sub(_value_of, text)).expanduser().absolute()
 
 
 def _value_of(field: re.Match[str]) -> str:
