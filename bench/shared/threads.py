@@ -178,7 +178,7 @@ def one_object_an_operator() -> None:
                 known = vars(self)
                 return known[name] if name in known else find(self, name)
 
-        owner.__getattr__ = functools.wraps(find)(found)
+        owner.__getattr__ = functools.wraps(find)(found)  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -100,13 +100,18 @@ class Training:
                 f"state={self.state!r} with {self.optimizer}; expected fp32, or one of {QUANTISED}"
             )
 
+    @property
+    def by_layers(self) -> bool:
+        """Whether micro-batches run layer by layer."""
+        return self.accumulate > 1 and self.accumulate_order == LAYERS
+
     def in_words(self) -> tuple[str, str]:
         trained = f"LoRA of rank {self.lora}" if self.lora else "all parameters trained"
         trained += f" on a base in {self.quantize}" if self.quantize else ""
         kept = "computed again in backward" if self.checkpointing else "kept for backward"
         kept += _GO[self.activations]
         times = f", {self.accumulate} times a step" if self.accumulate > 1 else ""
-        if self.accumulate > 1 and self.accumulate_order == LAYERS:
+        if self.by_layers:
             times += " layer by layer"
         how = "traced" if self.activation_bytes is None else "given"
         loss = "of a reward model" if self.scores else "with the loss of trl"
