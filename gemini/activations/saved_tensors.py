@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gemini.nvme import WriteMeter
+from gemini.nvme import NvmeError, WriteMeter
 from gemini.placement.saved import Spilling
 
 from .lower import LowerTier
@@ -44,6 +44,8 @@ class SavedTensors:
     leave_alone: whether a tensor's memory is somebody's who keeps it anyway.
     changed: called when something was saved, or is read; and with True when what then had to leave
         or to come back has begun to.
+    failed: called with an error of a disk that a backward is about to raise. What a forward raises,
+        whoever calls the forward can catch.
 
     Between forward and backward, bytes in memory are at most what may stay; during a forward also
     what is on its way out (at most `in_flight_bytes`) and the tensor that was saved last; during a
@@ -58,11 +60,13 @@ class SavedTensors:
         room: Callable[[], int | None] = lambda: None,
         leave_alone: Callable[[Tensor], bool] = lambda tensor: False,
         changed: Callable[[bool], None] = lambda moved: None,
+        failed: Callable[[NvmeError], None] = lambda error: None,
         least_bytes: int = Spilling().least_bytes,
         ahead_bytes: int = Spilling().ahead_bytes,
     ) -> None:
         self._lower, self._device = lower, device
-        self._room, self._leave_alone, self._changed = room, leave_alone, changed
+        self._room, self._leave_alone = room, leave_alone
+        self._changed, self._failed = changed, failed
         self.least_bytes, self._ahead_bytes = least_bytes, ahead_bytes
         self._is_told = False  # by `keep_at_most`
         self._keep: int | None = None
@@ -255,6 +259,14 @@ class SavedTensors:
         if isinstance(packed, Kept):
             return packed.checked()
         packed.check()
+        try:
+            return self._read(packed)
+        except NvmeError as error:
+            self._failed(error)
+            raise
+
+    def _read(self, packed: Handle) -> Tensor:
+        """Tensor that a handle stands for. Raises NvmeError."""
         record = packed.record
         with self._lock:
             self._reap()

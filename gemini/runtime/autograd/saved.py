@@ -52,6 +52,7 @@ class SavedCalls:
             room=self._device_room,
             leave_alone=owns,
             changed=parts.sampler.saved_changed,
+            failed=parts.comm.say_failed,  # it may be this rank's alone
             least_bytes=sizes.least_bytes,
             ahead_bytes=sizes.ahead_bytes,
         )

@@ -1,6 +1,8 @@
 """Wrapped modules whose activations leave the device: weights and state as if they had stayed."""
 
 import copy
+import errno
+import os
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from gemini import AutoPlacement, GeminiDDP
 from gemini.placement.predict import KINDS
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
+from tests.support.disks.faults import failing
 
 MIB = 1 << 20
 
@@ -203,6 +206,28 @@ def test_a_rank_that_may_write_no_more_is_an_error_on_all(tmp_path):
     other, mine = run_threads(lambda rank: failed_writing(rank, tmp_path), 2, backend="gloo")
     assert "nvme_write_budget" in mine
     assert "rank 1 failed" in other and "nvme_write_budget" in other
+
+
+def failed_reading(rank, folder):
+    """Error of a backward whose saved tensors rank 1's disk does not give back."""
+    own = folder / f"of-rank-{rank}"
+    own.mkdir()
+    model, _ = wrapped(spill(own), NO_DRAWS)
+    model.engine.comm.deadline_seconds = 0.05  # then ranks compare what they do
+    keeps(model.engine.saved_tensors, 0)
+    loss = model(batch(rank)).square().mean()
+    with (
+        failing("preadv", errno.EIO, "of-rank-1/"),
+        pytest.raises(RuntimeError if rank == 0 else nvme.TransferError) as error,
+    ):
+        loss.backward()
+    return str(error.value)
+
+
+def test_a_saved_tensor_that_cannot_be_read_is_an_error_on_all(tmp_path):
+    other, mine = run_threads(lambda rank: failed_reading(rank, tmp_path), 2, backend="gloo")
+    assert os.strerror(errno.EIO) in mine
+    assert "rank 1 failed" in other and os.strerror(errno.EIO) in other
 
 
 def in_forward_mode(model, x):
