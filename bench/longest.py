@@ -12,9 +12,10 @@ plain            torch alone
 spill, chunked   activations go to a disk, and logits exist 512 tokens at a time
 
 The second search ends at `--times` times plain's longest: a step grows with the square of a length.
-Of the second the plan says a length before (`predicted`): the longest with which it finds homes on
-a machine of that memory. At the longest length the gradients of a chunked loss are compared with
-those of the same whose activations stay, for which the machine needs the memory.
+Both lengths are told before (`predicted`): of the second, the longest with which a plan finds homes
+on a machine of that memory; of torch, from a trace, with the model's output there until backward
+ends, as loops keep it. Here it goes before. At the longest length the gradients of a chunked loss
+are compared with those of the same whose activations stay, for which the machine needs the memory.
 
 Exit status 1 where they differ. Without dropout, as attention's weights would else be saved, which
 grow with the square of the length.
@@ -33,12 +34,13 @@ import torch
 
 from bench.activations import ROWS, SHAPES, Job, built, run
 from bench.support.machine import write_result
+from gemini.memtracer.trace import Trace
 from gemini.nvme import default_folder
 from gemini.placement.sizes import BudgetError
 from gemini.plan.ask import Training, ask
 from gemini.plan.machine import machine_of
 from gemini.plan.question import Question
-from gemini.units import GIB, MIB
+from gemini.units import GIB, MIB, ParamId
 
 TIERED = "spill, chunked"
 STEP, MOST_TOKENS = 16, 1 << 16
@@ -80,8 +82,20 @@ def predicted_to_fit(job: Job, limit_mib: int) -> bool:
         except BudgetError:
             return False
         return True
-    whole = question.trace.peak_non_model_bytes / MIB + 2 * parameters_mib(job)
-    return bool(whole <= limit_mib - PROCESS_MIB)
+    return peak_of_torch(question.trace, job) / MIB <= limit_mib - PROCESS_MIB
+
+
+def peak_of_torch(trace: Trace, job: Job) -> int:
+    """Bytes with parameters and gradients, which torch makes one by one in backward."""
+    with torch.device("meta"):
+        sizes = [param.numel() * param.element_size() for param in built(job).parameters()]
+    formed: set[ParamId] = set()
+    peak = 0
+    for moment in trace.moments:
+        formed.update(moment.params if moment.phase == "backward" else ())
+        gradients = sum(sizes[param] for param in formed)
+        peak = max(peak, sum(sizes) + gradients + moment.non_model_bytes)
+    return peak
 
 
 def predicted(job: Job, limit_mib: int) -> int:

@@ -8,7 +8,6 @@ from math import inf
 
 import numpy as np
 
-from gemini.memtracer.layers import recomputing, with_seconds
 from gemini.placement.homes.budget_fill import (
     check_nvme,
     fill,
@@ -122,13 +121,7 @@ class Draft:
 
     def recompute(self, number: int) -> None:
         """Go on with the first `number` layers computed again in backward."""
-        inputs = self._traced
-        if number != inputs.trace.recomputed:
-            trace = inputs.trace
-            if not any(m.seconds for m in trace.moments):
-                trace = with_seconds(trace, inputs.compute_seconds())
-            inputs = replace(inputs, trace=recomputing(trace, number))
-        self.inputs = inputs
+        self.inputs = inputs = self._traced.recomputing(number)
         self.saved_bytes = [m.saved_bytes for m in inputs.trace.moments]
         self.spilling: Spilling | None = None  # None: no saved bytes may leave
         if inputs.spilling is not None and isinstance(self.policy, AutoPlacement):
@@ -188,6 +181,7 @@ class Draft:
             try:
                 known, homes = found_with()
             except BudgetError as error:
+                error.recomputed = number
                 refused.append(error.without_frames())
                 return inf
             homes.recomputed = number
@@ -273,7 +267,7 @@ class Draft:
         for; none where that cannot be."""
         self.keep(None)
         missing, everything = self._missing(), Homes.all_on(Tier.DEVICE, self.problem.chunks)
-        if missing is None or self.problem.ceiling is not None:
+        if missing is None:
             return
         self.keep(spilling.homes(spilling.least_room, max(self.saved_bytes), 0))
         try:
@@ -289,9 +283,11 @@ class Draft:
 
     def _missing(self) -> int | None:
         """Bytes that the device lacks to hold all model data; None where not all may be there."""
-        fixed = self.problem.fixed_params
-        may_all_be_here = fixed is None or set(fixed) <= {Tier.DEVICE}
-        return missing_for_everything(self.problem, self.demand) if may_all_be_here else None
+        fixed, ceiling = self.problem.fixed_params, self.problem.ceiling
+        lower = {*(fixed or ())} - {Tier.DEVICE}
+        if ceiling is not None:
+            lower.update(*({*homes} - {Tier.DEVICE} for homes in (ceiling.param, *ceiling.state)))
+        return None if lower else missing_for_everything(self.problem, self.demand)
 
     def _price(self, homes: Homes) -> float:
         """Middle of the bounds of an iteration, times two."""
@@ -304,8 +300,7 @@ class Draft:
         is on the device."""
         missing = self._missing() if self.problem.saved is None else None
         everything = Homes.all_on(Tier.DEVICE, self.problem.chunks)
-        free = self.problem.ceiling is None
-        if free and missing == 0 and not host_overflows(self.problem, everything):
+        if missing == 0 and not host_overflows(self.problem, everything):
             check_nvme(self.problem, everything)
             return 0.0, ORDERS[0], everything
         best: tuple[float, str, Homes] | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from gemini.chunk.layout import ChunkLayout, ChunkSpec
+from gemini.memtracer.layers import recomputing, with_seconds
 from gemini.memtracer.trace import Trace
 from gemini.units import (
     BLOCK_NUMEL,
@@ -124,6 +125,15 @@ class PlanInputs:
             return timed
         whole, seconds = sum(weights), self.flops / self.bandwidths.flops
         return [seconds * weight / whole for weight in weights]
+
+    def recomputing(self, number: int) -> PlanInputs:
+        """Inputs with the first `number` layers computed again in backward."""
+        if number == self.trace.recomputed:
+            return self
+        trace = self.trace
+        if not any(m.seconds for m in trace.moments):
+            trace = with_seconds(trace, self.compute_seconds())
+        return replace(self, trace=recomputing(trace, number))
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,8 +280,10 @@ class BudgetError(ValueError):
     """Model data does not fit the budgets, whatever its homes.
 
     `missing_bytes` more on `tier` than `budget_bytes` would do, for `what`; `knob` says what gives
-    them.
+    them. recomputed: layers of which the first so many are computed again, to lack no more.
     """
+
+    recomputed = 0
 
     def __init__(
         self,

@@ -92,7 +92,9 @@ def lowered(
         try:
             found = below(with_bytes_added(asked, -missing))
         except BudgetError as error:
-            refused = refused or error.without_frames()
+            if refused is None:
+                refused = error.without_frames()
+                asked = inputs.recomputing(error.recomputed).trace
             # of the host too: what it has no room for stays on the device
             missing += error.missing_bytes << max(0, attempt - _MAX_TRIES // 2)
         else:

@@ -5,14 +5,16 @@ from functools import cache
 
 import pytest
 
+from gemini.memtracer.forecast import grown, with_bytes_added
 from gemini.memtracer.layers import chosen, recomputing, with_seconds, without_choice
 from gemini.memtracer.trace import Layer, Trace, TraceMoment
 from gemini.placement.draft import Draft
-from gemini.placement.planner import make_plan, plan_within
+from gemini.placement.planner import make_plan, plan_below, plan_within
 from gemini.placement.policy import AutoPlacement
 from gemini.placement.saved import search_number
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
+from gemini.runtime.schedule.iteration_plans import lowered
 
 from .test_saved import POLICY, best_of_all, drawn, seconds
 
@@ -53,6 +55,34 @@ def test_a_plan_is_as_short_as_the_best_of_every_number(seeds):
         for single in (inputs, replace(inputs, spilling=None), forecasts[-1]):
             other = price(single, POLICY)
             assert other is None or mine <= other * (1 + 1e-9)
+
+
+def test_what_fits_in_no_homes_computes_again_what_lowers_its_peak():
+    """Whatever it lacks then, it lacks less than with all layers kept."""
+    seen = 0
+    for seed in range(30):
+        drawn_inputs = with_layers(seed)
+        budgets = replace(drawn_inputs.budgets, host=1 << 40)
+        inputs = replace(drawn_inputs, spilling=None, budgets=budgets)
+        trace, numbers = inputs.trace, range(len(inputs.trace.layers) + 1)
+        small = replace(inputs, trace=with_bytes_added(trace, -trace.peak_non_model_bytes))
+        plan = make_plan(small, AUTO).plan
+        lacking = replace(inputs, trace=grown(trace, 20))
+        found = lowered(plan, lacking, small, AUTO, params_stay=False)
+        assert found is not None and found.refused is not None
+
+        def lacks(number, plan=plan, lacking=lacking):
+            try:
+                plan_below(plan, lacking.recomputing(number), POLICY, params_stay=False)
+            except BudgetError as error:
+                return error.missing_bytes
+            return 0
+
+        least = min(map(lacks, numbers))
+        told = found.result.plan.recomputed
+        assert lacks(0 if told is None else len(told.names)) == least
+        seen += least < lacks(0)
+    assert seen > 10
 
 
 def test_some_layers_of_these_problems_are_computed_again_and_budgets_hold():
