@@ -302,9 +302,9 @@ def row(args: argparse.Namespace) -> dict[str, Any]:
     folder = args.nvme_dir or default_folder()
     with tempfile.TemporaryDirectory(prefix="bench-accumulate-", dir=folder) as scratch:
         found = make(args, Path(scratch))
-    for asked in _asked(args.row, found):
-        print(asked, flush=True)
-    return {"row": args.row, "model": args.model, "found": found}
+    print(table(found), flush=True)
+    model = args.shape if args.row == "qlora" else args.model
+    return {"row": args.row, "model": model, "found": found}
 
 
 def has_failed(found: dict[str, Any]) -> bool:
@@ -313,16 +313,26 @@ def has_failed(found: dict[str, Any]) -> bool:
     return "failed" in found or any(has_failed(value) for value in inner)
 
 
-def _asked(name: str, found: dict[str, Any]) -> list[str]:
-    """Lines of what is asked, and what came."""
-    lines = [
-        f"{name}, {what}: {value if isinstance(value, bool) or value is None else f'{value:.3f}'}"
-        for what, value in found.get("asked", {}).items()
-    ]
+def asked_of(found: dict[str, Any], name: str = "") -> list[tuple[str, str, float | bool | None]]:
+    """What is asked, and what came, after the run that it is asked of: names of rows below."""
+    lines = [(name, what, value) for what, value in found.get("asked", {}).items()]
     for key, inner in found.items():
         if isinstance(inner, dict) and key != "asked":
-            lines += _asked(f"{name}, {key}", inner)
+            lines += asked_of(inner, f"{name}, {key}" if name else key)
     return lines
+
+
+def table(found: dict[str, Any]) -> str:
+    """Figures of a row beside what is asked of them."""
+    lines = ["| run | asked | reached |", "|---|---|---:|"]
+    lines += [f"| {run} | {what} | {_said(value)} |" for run, what, value in asked_of(found)]
+    return "\n".join(lines)
+
+
+def _said(value: float | bool | None) -> str:
+    if value is None:
+        return "not measured"
+    return ("yes" if value else "**no**") if isinstance(value, bool) else f"{value:.3f}"
 
 
 def main() -> None:

@@ -147,6 +147,20 @@ def _steps(seq: float) -> int:
     return int(seq) // STEP * STEP
 
 
+def table(figures: dict[str, Any]) -> str:
+    lines = [
+        "| activations | tokens predicted | longest | predicted / longest | gradients |",
+        "|---|---:|---:|---:|---|",
+    ]
+    same = {TIERED: "equal" if figures["equal"] else "**differ**"}
+    for row in figures["rows"]:
+        lines.append(
+            f"| {row['row']} | {row['predicted']} | {row['longest']} "
+            f"| {row['predicted_over_longest']:.2f} | {same.get(row['row'], '')} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--model", choices=list(SHAPES), default="gpt2")
@@ -172,14 +186,13 @@ def main() -> int:
         like = run(replace(job, row=ROWS[TIERED], seq=tiered["longest"]))
     for row in rows:
         row["predicted_over_longest"] = row["predicted"] / max(1, row["longest"])
-        print(f"{row['row']}: predicted {row['predicted']}, longest {row['longest']} tokens")
     times, equal = tiered["longest"] / max(1, plain["longest"]), like["digest"] == last["digest"]
-    print(f"{times:.2f} times as long; gradients {'equal' if equal else 'differ'}")
+    figures = {
+        "model": args.model, "limit_mib": args.limit, "within": args.within, "rows": rows,
+        "times": times, "equal": equal,
+    }  # fmt: skip
+    print(table(figures))
     if args.json is not None:
-        figures = {
-            "model": args.model, "limit_mib": args.limit, "within": args.within, "rows": rows,
-            "times": times, "equal": equal,
-        }  # fmt: skip
         write_result(args.json, figures)
     return 0 if equal else 1
 
