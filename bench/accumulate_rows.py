@@ -12,7 +12,8 @@ deepspeed   GPT-2 small with parameters and state in files, beside DeepSpeed ZeR
 
 A run is a process. Under a limit it may not allocate more (RLIMIT_DATA), and its VmHWM is checked
 beside it; `device_budget` is the limit less what `bench.capacity` leaves for the process itself.
-predicted_peak, measured_peak: bytes of the device, as `memory_report()` has them.
+predicted_peak: bytes of the device, as `memory_report()` has them. measured_peak: the most at any
+moment of the last iteration that was sampled.
 step_seconds: the median of whole steps behind the second, by when homes and plans are final.
 
 A run that its limit ends is named, and the others go on. Exit status 1: there was one.
@@ -114,7 +115,7 @@ def trained(run: Run) -> dict[str, Any]:
         "losses": losses, "step_seconds": seconds, "digest": model.digest(),
         "read_bytes": found.counted_bytes, "predicted_read_bytes": found.predicted_bytes,
         "predicted_peak_bytes": report["device_predicted_bytes"],
-        "measured_peak_bytes": report.get("device_measured_bytes"),
+        "measured_peak_bytes": model.engine.sampler.device_peaks.get(model.engine.sampler.key),
         "peak_rss_bytes": process_peak_rss_bytes(),
     }  # fmt: skip
 
