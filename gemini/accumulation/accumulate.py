@@ -29,7 +29,16 @@ from torch import Tensor, nn
 from gemini.arguments import by_name
 from gemini.ddp import GeminiDDP
 from gemini.memtracer.module_calls import in_backward
-from gemini.placement.orders import BATCHES, ORDERS, Accumulated, bytes_read, counted_bytes
+from gemini.placement.orders import (
+    BATCHES,
+    LAYERS,
+    ORDERS,
+    Accumulated,
+    bytes_read,
+    counted_bytes,
+)
+from gemini.placement.plan import Plan
+from gemini.placement.tiers import Tier
 from gemini.runtime.engine import GeminiEngine
 from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
@@ -89,7 +98,7 @@ def accumulate(
     micro_batches: Sequence[Any],
     loss: Callable[[Any, Any], Tensor] | None = None,
     *,
-    order: str = "layers",
+    order: str | None = None,
     layers: str | None = None,
 ) -> list[Tensor]:
     """Run forward and backward of all micro-batches; `optimizer.step()` follows.
@@ -99,8 +108,10 @@ def accumulate(
     loss: (output, micro-batch) -> scalar; None is `output.loss`. Gradients are those of the sum of
         losses: a mean over micro-batches or tokens is divided here.
     order: `"layers"`: all micro-batches run through a layer before the next one, so weights come
-        twice a step, and boundaries between layers, [k] hidden states each, stay until backward.
-        `"batches"`, and for one micro-batch either: one after the other, with the same bits.
+        twice a step, layers run their forward twice, and boundaries between layers, [k] hidden
+        states each, stay until backward. `"batches"`, and for one micro-batch either: one after the
+        other, with the same bits. None: layers if weights come from another tier or other ranks,
+        else batches, which then compute less.
     layers: name of the `ModuleList` or `Sequential` of layers that follow each other; None is the
         model's only `ModuleList`, as decoders of Hugging Face have it.
 
@@ -117,6 +128,8 @@ def accumulate(
     batches = list(micro_batches)
     _check(model, batches, order)
     engine = model.engine
+    if order is None:
+        order = LAYERS if _weights_come(engine.plan) else BATCHES
     if engine.comm.world_size > 1:
         engine.call(f"gemini.accumulate() of {len(batches)} micro-batches, {order=}")
     work = _Work(model, batches, loss)
@@ -140,13 +153,21 @@ def _accumulated(
     return Accumulated(order, count, predicted, counted_bytes(engine.plan, gathers))
 
 
-def _check(model: GeminiDDP, batches: Sequence[Any], order: str) -> None:
+def _weights_come(plan: Plan) -> bool:
+    """Whether forwards bring weights from another tier or from other ranks."""
+    return any(
+        not shard.never_released and (shard.param_home is not Tier.DEVICE or chunk.num_shards > 1)
+        for shard, chunk in zip(plan.shards, plan.chunks, strict=True)
+    )
+
+
+def _check(model: GeminiDDP, batches: Sequence[Any], order: str | None) -> None:
     if not isinstance(model, GeminiDDP):
         raise ValueError(f"model is a {type(model).__name__}; expected a GeminiDDP")
     if not batches:
         raise ValueError("micro_batches is empty; expected at least one")
-    if order not in ORDERS:
-        raise ValueError(f"order={order!r}; expected one of {', '.join(ORDERS)}")
+    if order not in (None, *ORDERS):
+        raise ValueError(f"order={order!r}; expected one of {', '.join(ORDERS)}, or None")
     if model.engine.is_unwrapped:
         raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
     if in_backward() or not torch.is_grad_enabled():

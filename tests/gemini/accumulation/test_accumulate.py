@@ -18,7 +18,8 @@ from optim import HybridAdam
 VOCAB, WIDTH = 23, 8
 SMALL = {"min_chunk_size_m": 0.0005}
 ON_HOST = StaticPlacement(offload_param_frac=1.0, offload_optim_frac=1.0)
-IN_FILES = AutoPlacement("48KiB", block_numel=1024)
+IN_FILES = AutoPlacement("96KiB", block_numel=1024)  # of which 64 are buffers
+MANY = 9  # layers, that some are in files
 
 
 class Block(nn.Module):
@@ -101,13 +102,16 @@ def trained(model, optimizer, order, steps=3, **options):
 def test_bits_are_those_of_one_micro_batch_after_the_other(placement, precision, tied, dropout):
     def run(order):
         device = SimBackend() if placement is ON_HOST else "cpu"
+        module = {"tied": tied, "dropout": dropout, "num_layers": MANY if in_files else 3}
+        model, optimizer = wrapped(placement, device=device, precision=precision, **module)
         with warnings.catch_warnings():  # a budget of a few KiB is passed by activations
             warnings.simplefilter("ignore", gemini.BudgetWarning)
-            return trained(
-                *wrapped(placement, device=device, precision=precision, tied=tied, dropout=dropout),
-                order,
-            )
+            found = trained(model, optimizer, order)
+        assert (model.engine.accumulated.counted_bytes > 0) == (placement != "cuda")
+        assert model.engine.storage.params is not None or not in_files
+        return found
 
+    in_files = placement is IN_FILES
     assert run("layers") == run("batches")
 
 
@@ -166,7 +170,7 @@ def test_random_numbers_that_nobody_can_foresee_are_refused(what):
     is_late = what == "by data"
     with pytest.raises(ValueError, match=r"random numbers|seeds torch's") as refused:
         for step in range(9):
-            gemini.accumulate(model, batches(step), loss_of)
+            gemini.accumulate(model, batches(step), loss_of, order="layers")
             optimizer.step()
             optimizer.zero_grad()
     assert ("call zero_grad() before you go on" in str(refused.value)) == is_late
@@ -280,7 +284,7 @@ def test_an_error_leaves_nothing_behind(placement, at):
 
     handle = layers[1].register_forward_pre_hook(fails)
     with pytest.raises(Lost):
-        gemini.accumulate(model, batches(1), loss)
+        gemini.accumulate(model, batches(1), loss, order="layers")
     handle.remove()
     assert list(model.module.blocks) == layers
     torch.get_rng_state()
@@ -337,7 +341,7 @@ def test_what_is_no_chain_is_refused_by_name(twist, said):
     with pytest.raises(ValueError, match=said) as refused:
         if twist == "cache":
             model.module.blocks[0].forward = lambda hidden, scale: (hidden, None)
-        gemini.accumulate(model, batches(0), loss_of)
+        gemini.accumulate(model, batches(0), loss_of, order="layers")
     assert 'order="batches"' in str(refused.value)
     assert all(param.grad is None for param in model.parameters())
     assert torch.equal(torch.get_rng_state(), before)  # a loop in the other order has its bits
@@ -356,7 +360,7 @@ def test_gradients_past_the_chain_are_refused_before_any_is_formed(twist, said, 
     before = model.digest()
     for _ in range(2):  # what was refused is looked at again
         with pytest.raises(ValueError, match=said) as refused:
-            gemini.accumulate(model, batches(0), loss_of)
+            gemini.accumulate(model, batches(0), loss_of, order="layers")
         assert 'order="batches"' in str(refused.value)
     assert all(param.grad is None for param in model.parameters())
     with pytest.raises(RuntimeError, match="without a gradient"):
@@ -379,7 +383,7 @@ def test_a_learned_start_that_goes_around_is_refused():
 
     model = GeminiDDP(Learned(), "cpu", "cuda", precision="fp32", **SMALL)
     with pytest.raises(ValueError, match="used behind the last layer"):
-        gemini.accumulate(model, [ids[:, :4] for ids in batches(0)], loss_of)
+        gemini.accumulate(model, [ids[:, :4] for ids in batches(0)], loss_of, order="layers")
 
 
 def test_what_goes_around_without_a_gradient_does_no_harm():
@@ -391,6 +395,26 @@ def test_what_goes_around_without_a_gradient_does_no_harm():
         model = GeminiDDP(module, "cpu", "cuda", precision="fp32", **SMALL)
         digests.append(trained(model, HybridAdam(model.parameters(), lr=1e-2), order))
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    ("placement", "ranks", "order"),
+    [
+        ("cuda", 1, "batches"),
+        (IN_FILES, 1, "layers"),
+        ("cuda", 2, "layers"),
+        (StaticPlacement(shard_param_frac=0), 2, "batches"),
+    ],
+)
+def test_layers_take_turns_where_weights_come(placement, ranks, order):
+    """Elsewhere the forwards that they run again would be for nothing."""
+
+    def taken(rank):
+        model, _ = wrapped(placement, num_layers=MANY)
+        gemini.accumulate(model, batches(0), loss_of)
+        return model.engine.accumulated.order
+
+    assert run_ranks(taken, ranks) == [order] * ranks
 
 
 def test_wrong_arguments():
@@ -501,7 +525,7 @@ def _refused_by_one(rank, drawn):
         return loss_of(output, ids) + (len(seen) if rank else 0)
 
     with pytest.raises(ValueError) as refused:
-        gemini.accumulate(model, batches(0), odd)
+        gemini.accumulate(model, batches(0), odd, order="layers")
     ranks_share(drawn)
     return str(refused.value)
 

@@ -175,7 +175,7 @@ def test_bits_are_those_of_the_other_order_where_activations_leave(layer, tmp_pa
 def test_a_loss_that_layers_leave_behind_is_refused():
     model, _ = wrapped(Balanced, "cuda")
     with pytest.raises(ValueError, match="leaves behind"):
-        gemini.accumulate(model, batches(0), loss_of, layers="layers")
+        gemini.accumulate(model, batches(0), loss_of, order="layers", layers="layers")
     assert all(param.grad is None for param in model.parameters())
 
 
