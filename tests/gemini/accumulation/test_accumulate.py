@@ -13,6 +13,7 @@ from bench.shared.models import seeded
 from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
+from gemini.placement.tiers import Tier
 from optim import HybridAdam
 
 VOCAB, WIDTH = 23, 8
@@ -445,7 +446,8 @@ def ranks_share(drawn):
 
 def _steps(rank, placement, order, no_sync=False):
     """Losses and digest of a rank; every step adds two accumulations up."""
-    model, optimizer = wrapped(placement, precision="bf16")
+    many = 24 if isinstance(placement, AutoPlacement) else 3
+    model, optimizer = wrapped(placement, precision="bf16", num_layers=many)
     found = []
     for step in range(3):
         for seed in (rank, 2 + rank):
@@ -455,6 +457,8 @@ def _steps(rank, placement, order, no_sync=False):
         optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
+    in_files = {shard.param_home is Tier.NVME for shard in model.engine.plan.shards}
+    assert (True in in_files) == isinstance(placement, AutoPlacement)
     return [float(loss) for loss in found], model.digest()
 
 
@@ -466,7 +470,7 @@ def _both_orders(rank, drawn, placement, no_sync):
 
 @pytest.mark.parametrize("no_sync", [False, True], ids=["reduced", "no_sync"])
 @pytest.mark.parametrize(
-    "placement", ["cuda", "zero1", "zero2", ON_HOST, AutoPlacement("68KiB", block_numel=1024)]
+    "placement", ["cuda", "zero1", "zero2", ON_HOST, AutoPlacement("116KiB", block_numel=1024)]
 )
 def test_two_ranks_have_the_bits_of_the_other_order(placement, no_sync):
     ranks = run_ranks(_both_orders, 2, torch.get_rng_state(), placement, no_sync)
