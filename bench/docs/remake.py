@@ -72,7 +72,7 @@ EVERYTHING = (
         "activations-cpu",
         (
             "bench.activations", "--rows",
-            "keep;spill;spill, checkpointing;recompute;auto;spill, chunked",
+            "spill;spill, checkpointing;recompute;auto;spill, chunked",
         ),
         9,
         ("bench.activations", "--model", "tiny", "--seq", "512", "--room", "60"),
