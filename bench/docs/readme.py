@@ -78,19 +78,6 @@ def _activations(result: dict[str, Any]) -> str:
     return f"{table(result['rows'])}\n\n{what}{_where(result)}"
 
 
-def _accumulate(result: dict[str, Any]) -> str:
-    from bench.accumulate_rows import table
-
-    return f"{table(result['found'])}\n\n{result['model']}. {_where(result)}"
-
-
-def _longest(result: dict[str, Any]) -> str:
-    from bench.longest import table
-
-    what = f"{result['model']} within {result['limit_mib']} MiB, in fp32. "
-    return f"{table(result)}\n\n{what}{_where(result)}"
-
-
 def _serving(result: dict[str, Any]) -> str:
     from bench.serving import table
 
@@ -248,12 +235,7 @@ def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "accumulate-large-cpu": _accumulate,
-    "accumulate-nvme-cpu": _accumulate,
-    "accumulate-qlora-cpu": _accumulate,
     "activations-cpu": _activations,
-    "activations-long-cpu": _activations,
-    "longest-cpu": _longest,
     "serving-cpu": _serving,
     "ways": _ways,
     "converge-cpu": _converge,

@@ -78,31 +78,6 @@ EVERYTHING = (
         ("bench.activations", "--model", "tiny", "--seq", "512", "--room", "60"),
     ),
     Result(
-        "activations-long-cpu",
-        (
-            "bench.activations", "--seq", "4096", "--no-dropout", "--rows",
-            "spill;auto;spill, chunked;auto, chunked",
-        ),
-        8,
-    ),
-    Result(
-        "longest-cpu", ("bench.longest", "--limit", "1200", "--times", "1000"), 20,
-        ("bench.longest", "--model", "tiny", "--limit", "48", "--within", "0.2"),
-    ),
-    Result(
-        "accumulate-large-cpu",
-        ("bench.accumulate", "--row", "large", "--steps", "4", "--micro-batches", "8"), 30,
-    ),
-    Result("accumulate-nvme-cpu", ("bench.accumulate", "--row", "nvme", "--micro-batches", "8"), 6),
-    Result(
-        "accumulate-qlora-cpu",
-        (
-            "bench.accumulate", "--row", "qlora", "--steps", "4", "--seq", "64",
-            "--micro-batches", "8",
-        ),
-        30,
-    ),
-    Result(
         "serving-cpu", ("bench.serving",), 3,
         ("bench.serving", "--model", "tiny", "--rounds", "1", "--new-tokens", "2"),
     ),
