@@ -179,7 +179,7 @@ def qlora(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     limit, count = parse_bytes(args.limit), args.micro_batches[-1]
     base, files = folder / "base", folder / "files"
     files.mkdir()
-    script, rows = "bench/qlora.py", dict[str, Any]()
+    script = "bench/qlora.py"
     with started(
         script, UNLIMITED, "--make", "--base", str(base), "--shape", args.shape
     ) as process:
@@ -188,24 +188,18 @@ def qlora(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     pair = result_of(script, UNLIMITED, "--pair", *given)
     compute = count * pair["plain_step_seconds"]
     budget = ("--device-budget", str(limit - QLORA_SLACK_BYTES), "--nvme-dir", str(files))
-    for order in (LAYERS, BATCHES):
-        options = ("--accumulate", str(count), "--order", order)
-        try:
-            run = result_of(script, limit, *given, *budget, *options)
-        except subprocess.CalledProcessError as error:
-            rows[order] = {"failed": f"exit status {error.returncode}"}
-            continue
-        reads = run["bytes_read"][-1] / (run["read_gb_per_s"] * 1e9 or 1.0)
-        rows[order] = {
-            **run,
-            "compute_seconds": compute, "read_seconds": reads,
-            "asked": {
-                "step at most 1.15 of its bound": step_of(run) / max(compute, reads),
-                "peak within the limit": run["peak_rss_bytes"] / limit,
-            },
-        }  # fmt: skip
-        print(json.dumps(rows[order]), flush=True)
-    return {"pair": pair, **rows}
+    options = ("--accumulate", str(count), "--order", LAYERS)
+    try:
+        run = result_of(script, limit, *given, *budget, *options)
+    except subprocess.CalledProcessError as error:
+        return {"pair": pair, LAYERS: {"failed": f"exit status {error.returncode}"}}
+    reads = run["bytes_read"][-1] / (run["read_gb_per_s"] * 1e9 or 1.0)
+    asked = {
+        "step at most 1.15 of its bound": step_of(run) / max(compute, reads),
+        "peak within the limit": run["peak_rss_bytes"] / limit,
+    }
+    found = {**run, "compute_seconds": compute, "read_seconds": reads, "asked": asked}
+    return {"pair": pair, LAYERS: found}
 
 
 def nvme(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
