@@ -59,6 +59,7 @@ from gemini.activations.saved_tensors import SavedTensors
 from gemini.integrations import chunk_loss
 from gemini.memtracer.monitor import peak_rss_bytes, process_peak_rss_bytes, reset_peak_rss
 from gemini.nvme import default_folder
+from gemini.optim import HybridAdam
 from gemini.units import MIB
 
 ROWS = {  # and the row whose gradients each has
@@ -87,6 +88,7 @@ class Job:
     """What one process runs.
 
     room_mib: of the budget, beside parameters and gradients; below 0 these have no room either.
+    trains: whether it has an optimizer, with which homes follow what iterations ask for.
     """
 
     row: str
@@ -95,6 +97,7 @@ class Job:
     dropout: bool
     room_mib: int
     folder: str
+    trains: bool = False
 
     @property
     def kind(self) -> str:
@@ -144,11 +147,14 @@ def measured(job: Job) -> dict[str, Any]:
         model = wrapped(job, model)
     if job.row == "save_on_cpu":
         around = torch.autograd.graph.save_on_cpu
+    optimizer = HybridAdam(model.parameters(), lr=0.0) if job.trains else None
     before = [ids[:, :8]]  # what a wrapped model has from its first call on
-    if BUDGETED.get(job.kind) == "auto":
+    if job.trains or BUDGETED.get(job.kind) == "auto":
         before += [ids, ids]
     for given in before:
         model(input_ids=given, labels=given).loss.backward()
+        if optimizer is not None:
+            optimizer.step()
         model.zero_grad()
     torch.manual_seed(3)
     reset_peak_rss(forget=True)

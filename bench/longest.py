@@ -9,7 +9,8 @@ backward (`whole_peak_mib` of `bench.activations`). Of both rows the longest seq
 runs, each in a process of its own, until one that passes the limit is at most `--within` longer:
 
 plain            torch alone
-spill, chunked   activations go to a disk, and logits exist 512 tokens at a time
+spill, chunked   activations go to a disk, and logits exist 512 tokens at a time; with an optimizer,
+                 whose homes follow, in the third iteration of a length: by then it is planned
 
 The second search ends at `--times` times plain's longest: a step grows with the square of a length.
 Both lengths are told before (`predicted`): of the second, the longest with which a plan finds homes
@@ -54,8 +55,9 @@ def parameters_mib(job: Job) -> int:
 
 
 def budgeted(job: Job, limit_mib: int) -> Job:
-    """The job, in a budget within the limit."""
-    return replace(job, room_mib=limit_mib - PROCESS_MIB - 2 * parameters_mib(job))
+    """The job, in a budget within the limit; what is planned has an optimizer."""
+    room = limit_mib - PROCESS_MIB - 2 * parameters_mib(job)
+    return replace(job, room_mib=room, trains=job.row == TIERED)
 
 
 def asked(job: Job, limit_mib: int) -> Question:
