@@ -91,10 +91,10 @@ def peak_of_torch(trace: Trace, job: Job) -> int:
     """Bytes with parameters and gradients, which torch makes one by one in backward."""
     with torch.device("meta"):
         sizes = [param.numel() * param.element_size() for param in built(job).parameters()]
-    formed: set[ParamId] = set()
+    formed: dict[ParamId, None] = {}  # parameters with a gradient
     peak = 0
     for moment in trace.moments:
-        formed.update(moment.params if moment.phase == "backward" else ())
+        formed.update(dict.fromkeys(moment.params) if moment.phase == "backward" else {})
         gradients = sum(sizes[param] for param in formed)
         peak = max(peak, sum(sizes) + gradients + moment.non_model_bytes)
     return peak
