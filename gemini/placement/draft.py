@@ -284,10 +284,10 @@ class Draft:
     def _missing(self) -> int | None:
         """Bytes that the device lacks to hold all model data; None where not all may be there."""
         fixed, ceiling = self.problem.fixed_params, self.problem.ceiling
-        lower = {*(fixed or ())} - {Tier.DEVICE}
-        if ceiling is not None:
-            lower.update(*({*homes} - {Tier.DEVICE} for homes in (ceiling.param, *ceiling.state)))
-        return None if lower else missing_for_everything(self.problem, self.demand)
+        rows = [fixed or ()] if ceiling is None else [fixed or (), ceiling.param, *ceiling.state]
+        if any(home is not Tier.DEVICE for row in rows for home in row):
+            return None
+        return missing_for_everything(self.problem, self.demand)
 
     def _price(self, homes: Homes) -> float:
         """Middle of the bounds of an iteration, times two."""

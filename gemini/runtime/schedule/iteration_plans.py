@@ -94,7 +94,8 @@ def lowered(
         except BudgetError as error:
             if refused is None:
                 refused = error.without_frames()
-                asked = inputs.recomputing(error.recomputed).trace
+                if asked.kind == "train":  # else it may be training, beside it, that lacks
+                    asked = inputs.recomputing(error.recomputed).trace
             # of the host too: what it has no room for stays on the device
             missing += error.missing_bytes << max(0, attempt - _MAX_TRIES // 2)
         else:

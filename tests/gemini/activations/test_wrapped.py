@@ -216,16 +216,15 @@ def failed_reading(rank, folder):
     model.engine.comm.deadline_seconds = 0.05  # then ranks compare what they do
     keeps(model.engine.saved_tensors, 0)
     loss = model(batch(rank)).square().mean()
-    with (
-        failing("preadv", errno.EIO, "of-rank-1/"),
-        pytest.raises(RuntimeError if rank == 0 else nvme.TransferError) as error,
-    ):
+    with pytest.raises(RuntimeError if rank == 0 else nvme.TransferError) as error:
         loss.backward()
     return str(error.value)
 
 
 def test_a_saved_tensor_that_cannot_be_read_is_an_error_on_all(tmp_path):
-    other, mine = run_threads(lambda rank: failed_reading(rank, tmp_path), 2, backend="gloo")
+    with failing("preadv", errno.EIO, "of-rank-1/") as failed:  # once, for both threads
+        other, mine = run_threads(lambda rank: failed_reading(rank, tmp_path), 2, backend="gloo")
+    assert failed and all("saved-" in path for path in failed)
     assert os.strerror(errno.EIO) in mine
     assert "rank 1 failed" in other and os.strerror(errno.EIO) in other
 
