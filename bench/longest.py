@@ -182,13 +182,14 @@ def main() -> int:
             most = min(most, args.times * max(STEP, found))
             rows.append({"row": name, "predicted": told, "longest": found, "runs": runs})
         plain, tiered = rows
-        if not plain["longest"] or not tiered["longest"]:
+        if not tiered["longest"]:
             parser.error(f"--limit {args.limit}; expected room for {STEP} tokens")
         last = next(r for r in tiered["runs"] if r["seq"] == tiered["longest"])
         like = run(replace(job, row=ROWS[TIERED], seq=tiered["longest"]))
     for row in rows:
         row["predicted_over_longest"] = row["predicted"] / max(1, row["longest"])
-    times, equal = tiered["longest"] / max(1, plain["longest"]), like["digest"] == last["digest"]
+    times = tiered["longest"] / plain["longest"] if plain["longest"] else None
+    equal = like["digest"] == last["digest"]
     figures = {
         "model": args.model, "limit_mib": args.limit, "within": args.within, "rows": rows,
         "times": times, "equal": equal,

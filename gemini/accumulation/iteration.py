@@ -62,7 +62,7 @@ class Iteration:
         # shapes of all micro-batches, and another signature than that of one forward with them
         calls.begin_iteration((self._batches, torch.empty(len(self._batches), 0)))
         try:
-            calls.begin_forward(model.module, ())
+            calls.begin_forward(model.module, (), {})
         except BaseException:
             calls.forward_failed(0)
             raise

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from gemini.chunk.layout import ITEMSIZE, ParamSpec, specs_of
 from gemini.memtracer.collector import trace
+from gemini.memtracer.decoding import layer_bytes, tokens_in
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace, model_digest
 from gemini.placement.policy import AutoPlacement
 from gemini.runtime.wrap.specs import collect_params
-from gemini.trees import tensors_in
 from gemini.units import MAX_SEQUENCES, MAX_TOKENS, MIB, Bytes, ParamId
 
 # Small parameters share a chunk of at most so many 2**20 elements, and of at most this part of the
@@ -29,7 +29,6 @@ from gemini.units import MAX_SEQUENCES, MAX_TOKENS, MIB, Bytes, ParamId
 CHUNK_SIZE_M = 0.25
 _CHUNK_SHARE = 64
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_CACHE_OBJECTS = 3  # levels of objects between a cache and its tensors
 _LOGITS_BYTES = 12  # of one logit: in 16 bits, in fp32, and what sampling makes of it
 _OWN = ("placement_policy", "trace", "min_chunk_size_m", "search_range_m", "chunks")
 
@@ -88,7 +87,7 @@ class Serving:
         caches: list[int] = []
 
         def ends(_: nn.Module, __: Any, outputs: Any) -> None:
-            caches.extend(_layer_bytes(getattr(outputs, "past_key_values", None)))
+            caches.extend(layer_bytes(getattr(outputs, "past_key_values", None)))
 
         config: Any = module.config
         text = config.get_text_config()
@@ -180,7 +179,7 @@ class TokenLimit:
         given = [*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
         inputs = next((one for one in given if isinstance(one, Tensor)), None)
         if inputs is not None:
-            self.check(inputs.shape[0], inputs.shape[1] + _tokens_in(kwargs.get("past_key_values")))
+            self.check(inputs.shape[0], inputs.shape[1] + tokens_in(kwargs.get("past_key_values")))
 
     def check(self, sequences: int, length: int) -> None:
         """Raise ValueError for more than was planned. length: tokens of each sequence."""
@@ -197,14 +196,6 @@ class TokenLimit:
             )
 
 
-def _tokens_in(cache: Any) -> int:
-    """Tokens of each sequence that a cache has, or has room for if it never grows."""
-    if cache is None:
-        return 0
-    rooms = (getattr(layer, "max_cache_len", 0) for layer in getattr(cache, "layers", ()))
-    return max(int(cache.get_seq_length()), *rooms)
-
-
 def _contiguous(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Input of the head, which is the last token of each sequence, as a slice: torch would multiply
     it with a copy of the frozen weight for each of them."""
@@ -219,10 +210,3 @@ def _precision_of(module: nn.Module) -> str:
         name = _PRECISIONS.get(param.dtype, "bf16")
         sizes[name] = sizes.get(name, 0) + param.numel()
     return max(sizes, key=lambda name: sizes[name])
-
-
-def _layer_bytes(cache: Any) -> list[int]:
-    """Bytes of every layer of a cache; of all in one where it has no layers."""
-    layers = getattr(cache, "layers", None)
-    parts = [cache] if layers is None else layers
-    return [sum(t.nbytes for t in tensors_in(part, objects=_CACHE_OBJECTS)) for part in parts]

@@ -2,9 +2,10 @@
 
 At every moment the period before it ends: the most that was in use, less the model data there was,
 is what that period needed besides. What is saved for backward and has left the device meanwhile is
-added, so that a trace is of an iteration in which all stays. Of bytes saved as a period begins, and
-as it ends, the fewer are there all the time: so neither number of a moment is too low for a plan
-that lets some of them leave.
+added, so that a trace is of an iteration in which all stays. Bytes that are saved or read split a
+period. Of bytes saved as a part begins, and as it ends, the fewer are there all the time. The most
+of all bytes and of those beside the saved are what a moment has, and the difference is said to be
+saved: so neither number is too low for a plan that lets some of them leave, however many stay.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class MemStatsCollector:
         # as the period began, or since bytes were saved or read: saved bytes, and those of them
         # that are not on the device
         self._saved_before = 0, 0
-        self._most_saved = self._most_rest = 0  # in this period, up to then
+        self._most_used = self._most_rest = 0  # in this period, up to then
         self.traces: dict[tuple[Kind, str], Trace] = {}
         # iterations that differed from their trace, or passed a budget
         self.deviations: list[Departure] = []
@@ -109,7 +110,7 @@ class MemStatsCollector:
         for monitor in self._monitors:
             monitor.start()
             monitor.period()
-        self._used = self._most_rest = self._most_saved = 0
+        self._used = self._most_rest = self._most_used = 0
         self._saved_before = self._count_saved()
         self._model_at_begin = self._model_before = self._model_bytes()
         self._started = time.perf_counter()
@@ -219,11 +220,11 @@ class MemStatsCollector:
         if self._moments:
             self._moments[-1] = replace(
                 self._moments[-1],
-                non_model_bytes=Bytes(self._most_rest + self._most_saved),
+                non_model_bytes=Bytes(self._most_used),
                 seconds=now - self._started,
-                saved_bytes=self._most_saved,
+                saved_bytes=self._most_used - self._most_rest,
             )
-        self._most_rest = self._most_saved = 0
+        self._most_rest = self._most_used = 0
         self._model_before = self._model_bytes()
         self._started = time.perf_counter()
 
@@ -235,7 +236,7 @@ class MemStatsCollector:
         saved = min(live, live_now, used)
         self._saved_before = live_now, away_now
         self._most_rest = max(self._most_rest, used - saved)
-        self._most_saved = max(self._most_saved, saved)
+        self._most_used = max(self._most_used, used)
 
     def _count_saved(self) -> tuple[int, int]:
         """Bytes saved for backward, and how many of them are not on the device."""
@@ -397,7 +398,7 @@ def trace(
             with (
                 # not `functional_call`: checkpointed modules run again in backward
                 _reparametrize_module(module, {**actual, **buffers}),
-                saved_bytes.counting(),
+                saved_bytes.counting(collector.saved_changed),
                 listening(module, made, ids, Moments(collector)),
                 _noting_layers(module, collector, saved_bytes),
                 _in_one_sequence(keywords),

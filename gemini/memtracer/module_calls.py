@@ -192,11 +192,16 @@ def in_backward() -> bool:
 
 
 def around_forward(
-    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+    module: nn.Module,
+    before: Callable[..., None],
+    after: Callable[..., None],
+    *,
+    with_kwargs: bool = False,
 ) -> list[Any]:
-    """Hooks around a module's forward and its other hooks, also where it raises."""
+    """Hooks around a module's forward and its other hooks, also where it raises. with_kwargs: of
+    `before`, too."""
     return [
-        module.register_forward_pre_hook(before, prepend=True),
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=with_kwargs),
         module.register_forward_hook(after, with_kwargs=True, always_call=True),
     ]
 

@@ -8,7 +8,7 @@ import logging
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -156,9 +156,19 @@ class SavedCounter:
         """Whether a storage is saved, and counted."""
         return self._uses[storage._cdata] > 0
 
-    def counting(self) -> AbstractContextManager[None]:
-        """Context of forward and backward."""
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, lambda saved: saved.tensor)
+    def counting(self, changed: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
+        """Context of forward and backward. changed: called when a tensor was saved, or is read."""
+
+        def saved(tensor: Tensor) -> _Saved:
+            found = self._saved(tensor)
+            changed()
+            return found
+
+        def read(saved: _Saved) -> Tensor:
+            changed()
+            return saved.tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved, read)
         return cast(AbstractContextManager[None], hooks)
 
     def _saved(self, tensor: Tensor) -> _Saved:
@@ -227,7 +237,7 @@ class ProcessMonitor:
         return
 
     def period(self) -> int:
-        return max(0, reset_peak_rss() - self._base)
+        return reset_peak_rss() - self._base
 
 
 def process_monitor() -> ProcessMonitor | None:
@@ -269,8 +279,8 @@ class CudaMonitor:
         peak = int(statistics["allocated_bytes.all.peak"])
         margin = max(0, self._split_bytes(statistics) - self._base_split)
         torch.cuda.reset_peak_memory_stats(self._device)
-        self.certain_bytes = max(0, peak - self._base)
-        return max(0, peak + margin - self._base)
+        self.certain_bytes = peak - self._base
+        return peak + margin - self._base
 
     def _split_bytes(self, statistics: Mapping[str, int]) -> int:
         asked = (os.environ.get(name, "") for name in ALLOCATOR_SETTINGS)

@@ -99,7 +99,7 @@ class SimMonitor:
         most = self._simulated.pages.period_peak_bytes
         self._begin()
         counts = self._simulated.counts_operators
-        self.certain_bytes = max(0, most - self._base) if counts else 0
+        self.certain_bytes = most - self._base if counts else 0
         return self.certain_bytes
 
     def _begin(self) -> int:

@@ -4,6 +4,7 @@ Pure."""
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,8 +36,8 @@ def reductions_of(
     *,
     over_ranks: Container[ChunkId],
 ) -> dict[ChunkId, Reduction]:
-    """Reductions: each chunk's buffer lives from the first to the last moment of backward at which
-    a module with a part in the chunk begins or ends.
+    """Reductions: each chunk's buffer lives from the moment of backward at which the first gradient
+    in it may arrive to the last at which a module with a part in the chunk begins or ends.
 
     Chunks that no backward touches, or whose modules never end it, are reduced at its end.
     over_ranks: chunks whose reduction other ranks have a part in. Of the others a buffer is the
@@ -44,6 +45,8 @@ def reductions_of(
     first period.
     """
     first: dict[ChunkId, int] = {}
+    for param, i in _arrivals(trace).items():
+        first[chunk_of[param]] = min(i, first.get(chunk_of[param], i))
     last: dict[ChunkId, int] = {}
     users: dict[ChunkId, int] = {}
     end = len(trace.moments) - 1
@@ -51,7 +54,6 @@ def reductions_of(
         if moment.phase != "backward":
             continue
         for chunk in sorted({chunk_of[param] for param in moment.params}):
-            first.setdefault(chunk, i)
             # a chunk of several modules is final when the last open one has ended
             users[chunk] = users.get(chunk, 0) + (1 if moment.edge == "enter" else -1)
             last[chunk] = i if users[chunk] <= 0 else end
@@ -71,6 +73,27 @@ def reductions_of(
             chunk, Moment(first.get(chunk, end)), Moment(reduced), Moment(min(free, end + 1))
         )
     return reductions
+
+
+def _arrivals(trace: Trace) -> dict[ParamId, int]:
+    """Moment of backward from which on the gradient of each parameter may arrive.
+
+    Autograd adds up what the calls of a parameter give, and hands it on as the last of them ends:
+    so with one weight in two modules the last begin counts. What is checkpointed and reentrant has
+    a backward of its own, whose sum arrives for itself: its modules begin more than once, and the
+    first begin counts.
+    """
+    begins: dict[ParamId, list[int]] = {}
+    times: Counter[tuple[ParamId, str]] = Counter()
+    for i, moment in enumerate(trace.moments):
+        if moment.phase == "backward":
+            for param in moment.params:
+                begins.setdefault(param, [])
+                if moment.edge == "enter" or not begins[param]:
+                    begins[param].append(i)
+                    times[param, moment.module] += 1
+    again = {param for (param, _), count in times.items() if count > 1}
+    return {param: at[0 if param in again else -1] for param, at in begins.items()}
 
 
 def room_ahead(payloads: Collection[int], max_prefetch: int) -> int:

@@ -67,6 +67,7 @@ class Calls:
         self._homes = homes
         self.midway = Midway(parts, homes)
         self._graph_was_open = False  # as the last forward from outside began
+        self._announced = False  # the forward that is next, by the wrapper
         self._manager, self._reducer = parts.manager, parts.reducer
         self._sampler, self._collector = parts.sampler, parts.sampler.collector
         self._modules = ModuleCalls(self, parts.params)
@@ -97,7 +98,7 @@ class Calls:
                 handles.append(module.register_forward_pre_hook(waits, prepend=True))
         self.midway.hook(root)
         # last, so that these hooks are around the root's own, if it is a caller
-        handles += around_forward(root, self.begin_forward, self.end_forward)
+        handles += around_forward(root, self.begin_forward, self.end_forward, with_kwargs=True)
 
     def listen(self) -> None:
         """Take gradients as autograd accumulates them, of parameters that require one."""
@@ -149,6 +150,7 @@ class Calls:
     def begin_iteration(self, inputs: Any) -> None:
         """Begin to sample, where needed, as the wrapper is called from outside with `inputs`."""
         parts = self._parts
+        self._announced = True
         if not in_pass(parts) and not parts.is_summoned and not parts.in_schedule:
             told_apart = inputs if self.tells_inputs_apart else None
             self._sampler.begin(told_apart, again=self._manager.deviated)
@@ -184,6 +186,7 @@ class Calls:
     def forward_failed(self, depth: int) -> None:
         """End a forward of the wrapper that raised; as it began, `depth` others were open."""
         self.cut_short(depth)
+        self._announced = False
         if not (depth or in_backward() or self._parts.in_schedule):
             self._homes.graph_is_open = self._graph_was_open  # nobody has its outputs
             self._sampler.abandon()  # it says nothing of a whole iteration
@@ -195,9 +198,12 @@ class Calls:
 
     @_disable_dynamo
     @taking_turns
-    def begin_forward(self, module: nn.Module, args: Any) -> None:
+    def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a forward of the root module, by whichever entry point it is called."""
         parts = self._parts
+        if self._decodes():
+            self.begin_iteration((args, kwargs))
+        self._announced = False
         parts.forward_depth += 1
         if parts.forward_depth > 1 or in_backward():
             return
@@ -219,6 +225,13 @@ class Calls:
             self.begin_cycle()
         if parts.all_gathered:
             self._sampler.at_root("enter")
+
+    def _decodes(self) -> bool:
+        """Whether the root's forward, which is next, is an iteration of its own: its `generate`
+        calls it by itself. What only decodes was planned before it ran."""
+        if self._announced or self._parts.forward_depth or torch.is_grad_enabled():
+            return False
+        return not in_backward() and self._parts.planning.inputs.trace.kind == "train"
 
     def cut_short(self, depth: int = 0) -> None:
         """Lower the count of open forwards to `depth`: Ctrl-C ends a forward without its hook."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gemini.chunk.layout import ParamSpec
 from gemini.memtracer.collector import MemStatsCollector, input_signature
-from gemini.memtracer.forecast import bound
+from gemini.memtracer.forecast import bound, with_bytes_added
 from gemini.memtracer.module_calls import Caller, is_compiled
 from gemini.memtracer.monitor import PROCESS_NOISE_BYTES, ForwardTracker, SavedBytes
 from gemini.memtracer.trace import Edge, Kind, Trace, TraceError
@@ -26,6 +26,8 @@ from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.units import ParamId
 
 if TYPE_CHECKING:
+    from gemini.memtracer.decoding import Decoding
+
     from .recompute import Layers
 
 log = logging.getLogger("gemini")
@@ -59,6 +61,8 @@ class Sampler:
         self._traced = traced
         self.layers: Layers | None = None  # that may be computed again; None: none may
         self._key: tuple[Kind, str] | None = None  # of the iteration that began last
+        self._decoding: Decoding | None = None  # that this iteration is
+        self._sampled: Decoding | None = None  # and the one that is sampled
         self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
         # the most bytes on the device in the last sampled iteration, and of each trace
         self._most_bytes = 0
@@ -112,15 +116,25 @@ class Sampler:
         elif len(traces) >= MAX_SIGNATURES:
             self._forget_one(kind)
         self._stale.discard(key)
-        self._ledger.watched, self._most_bytes = True, 0
+        # peaks are of training, once there was some: an evaluation may fill its room
+        self._ledger.watched = kind == "train" or not self.traces("train")
+        self._most_bytes = 0
         if kind == "train":
             self._ledger.peaks.clear()
         self.collector.begin(*key)
+        self._sampled = self._decoding
         if self.layers is not None:
             self.collector.recomputed = len(self.layers.names)
 
     def _signature(self, kind: Kind, inputs: Any) -> str:
         """Signature of inputs, and of the layers that are computed again."""
+        self._decoding = None
+        if kind == "eval":
+            from gemini.memtracer.decoding import decoding_of
+
+            self._decoding = None if inputs is None else decoding_of(inputs)
+            if self._decoding is not None:
+                return self._decoding.signature
         signature = input_signature(inputs)
         return signature if self.layers is None else self.layers.choose(kind, signature)
 
@@ -254,11 +268,15 @@ class Sampler:
             self.abandon()
             return
         self._ledger.watched = False
-        trace = self.collector.end()
+        trace, most_bytes = self.collector.end(), self._most_bytes
+        if self._sampled is not None:  # it begins with a cache, which only grows
+            trace = with_bytes_added(trace, self._sampled.cache_bytes)
+            most_bytes += self._sampled.now_bytes
+            self.keep(trace)
         self._overruns.settle()
         kept = self.collector.traces
         self.device_peaks = {key: n for key, n in self.device_peaks.items() if key in kept}
-        self.device_peaks[trace.kind, trace.signature] = self._most_bytes
+        self.device_peaks[trace.kind, trace.signature] = most_bytes
         self._traced(trace)
 
     def _look(self, non_model_bytes: int, where: str) -> None:

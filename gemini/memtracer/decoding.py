@@ -1,0 +1,69 @@
+"""Decode steps: iterations in which every sequence gets one token, beside a cache that grows.
+
+Each token has another mask and another cache, and would be an iteration of its own. One trace is
+for all whose cache has at most the next power of two of tokens: it asks for a cache of that size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gemini.trees import tensors_in
+
+_CACHE_OBJECTS = 3  # levels of objects between a cache and its tensors
+_FEWEST_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """One decode step.
+
+    signature: of all with as many sequences and as large a cache at most. Tokens of all sequences
+        stand where a forecast expects a batch: bytes of a cache grow with them, not their square.
+    now_bytes: of the cache, as the step begins.
+    cache_bytes: the most that a cache of this signature has, and the largest layer again, which is
+        there twice as it grows.
+    """
+
+    signature: str
+    now_bytes: int
+    cache_bytes: int
+
+
+def decoding_of(inputs: Any) -> Decoding | None:
+    """Decode step with these (positional, keyword) inputs; None: it is none that we know.
+
+    A step of a decoder of transformers has token numbers [sequences, 1] and `past_key_values`.
+    """
+    args, kwargs = inputs
+    cache = kwargs.get("past_key_values")
+    tokens = args[0] if args else kwargs.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.shape[1:] != (1,):
+        return None
+    length, layers = tokens_in(cache), layer_bytes(cache)
+    now = sum(layers)
+    if not (length and now):
+        return None
+    room = max(_FEWEST_TOKENS, 1 << length.bit_length())
+    grown = (now + max(layers)) * room // length
+    sequences = tokens.shape[0]
+    kind = str(tokens.dtype).removeprefix("torch.")
+    return Decoding(f"{kind}[{sequences}, 1],cache[{sequences * room}, 1]", now, grown)
+
+
+def tokens_in(cache: Any) -> int:
+    """Tokens of each sequence that a cache has, or has room for if it never grows."""
+    if not hasattr(cache, "get_seq_length"):
+        return 0
+    rooms = (getattr(layer, "max_cache_len", 0) for layer in getattr(cache, "layers", ()))
+    return max(int(cache.get_seq_length()), *rooms, 0)
+
+
+def layer_bytes(cache: Any) -> list[int]:
+    """Bytes of every layer of a cache; of all in one where it has no layers."""
+    layers = getattr(cache, "layers", None)
+    parts = [cache] if layers is None else layers
+    return [sum(t.nbytes for t in tensors_in(part, objects=_CACHE_OBJECTS)) for part in parts]
