@@ -26,7 +26,7 @@ from tests.support.spilled import BLOCKS, SMALL
 N = Tier.NVME
 S, L = 4, 16  # 0.1 and 0.42 MiB of activations; 0.34 MiB of model data
 ALL = (1 << 20, None)
-FULL = (455, "100KiB")  # which leaves the host staging alone
+FULL = (440, "100KiB")  # which leaves the host staging alone
 SIZES = [  # split masters; none, and fp32 parameters; none, and bf16 parameters
     pytest.param(FULL, {}, id="bf16"),
     pytest.param((735, "92KiB"), {"precision": "fp32"}, id="fp32"),
@@ -95,12 +95,12 @@ def test_they_go_where_the_host_is_full_and_rise_again_and_no_bit_changes(budget
     for shards, written in moved:
         sizes = [shard.nbytes for shard in shards.values()]
         assert sum(sizes) <= written < sum(sizes) + len(sizes) * 4 * PAGE_BYTES
-    assert loop.peaks[-1] <= budgets[0] * KIB
     assert loop.model.engine.ledger.totals()[Tier.HOST] <= int(budgets[1][:-3]) * KIB
     train(loops, *[S] * 7)
     assert not in_files(loop)
     train(loops, L)
     assert in_files(loop)
+    assert loop.peaks[-1] <= budgets[0] * KIB
     assert_same(*loops)
     assert moved
 
