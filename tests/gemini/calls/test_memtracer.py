@@ -363,6 +363,48 @@ def test_bytes_that_have_left_the_device_count_as_if_they_had_stayed():
     assert len(looks) == 5  # at what is in use
 
 
+def test_model_data_that_leaves_below_what_there_was_at_the_begin_is_no_activation():
+    """An evaluation begins with weights that the one before it has carried, and lets go of them."""
+    model, reading = [100], [0]
+
+    class All:
+        includes_model_data, certain_bytes = True, 0
+        start = stop = lambda self: None
+
+        def period(self):
+            self.certain_bytes = reading[0] + model[0] - 100
+            return self.certain_bytes
+
+    looks = []
+    collector = MemStatsCollector((), [All()], lambda: model[0], lambda *a: looks.append(a[0]))
+    collector.begin("eval")
+    for there, used in [(20, 0), (20, 7), (60, 3), (100, 5)]:
+        collector.before_change()
+        model[0], reading[0] = there, used
+        collector.after_change()
+        collector.record("enter", "m", ())
+    assert [m.non_model_bytes for m in collector.end().moments] == [7, 7, 5, 5]
+    assert max(looks) == 7
+
+
+def test_bytes_saved_and_read_within_a_call_split_it():
+    """A chain of operators in one module saves five tensors; of what it takes besides, two are
+    there at once, and all of it is what it was."""
+
+    class Chain(torch.nn.Linear):
+        def forward(self, x):
+            for _ in range(5):
+                x = super().forward(x).exp()
+            return x
+
+    nbytes = 600 * 256 * 2
+    found = trace(Chain(256, 256), (torch.ones(600, 256),))
+    first = found.moments[0]
+    assert first.phase == "forward"
+    assert first.non_model_bytes == 6 * nbytes
+    assert first.non_model_bytes - first.saved_bytes == 2 * nbytes
+
+
 def test_memory_that_the_allocator_had_left_counts_as_well(monkeypatch):
     """What is resident does not grow where freed memory is used again."""
     monkeypatch.setattr(monitor.ProcessMonitor, "period", lambda self: 0)

@@ -14,6 +14,7 @@ from gemini.placement.predict import predict
 from gemini.placement.sizes import Bandwidths, BudgetError, Budgets, StateBytes
 from gemini.placement.speeds import USUAL
 from gemini.placement.tiers import Tier
+from gemini.placement.timetable.steps import reductions_of
 from gemini.runtime.schedule.planning import Planning
 
 ADAM = StateBytes(per_element=12, has_master=True)
@@ -173,3 +174,35 @@ def test_a_gradient_has_as_long_to_leave_as_the_call_behind_it_takes():
     nbytes = [chunk.shard_bytes for chunk in plan.chunks]
     leaving = [shard.leaving_bytes for shard in plan.shards]
     assert leaving == [nbytes[a] + nbytes[b], nbytes[b], nbytes[c]]
+
+
+@pytest.mark.parametrize(
+    ("backward", "first"),
+    [
+        # one weight in two modules: autograd hands on the sum as the last of them ends
+        ([("enter", "head"), ("leave", "head"), ("enter", "embed"), ("leave", "embed")], 2),
+        # what is computed again in a backward of its own hands on its part
+        (2 * [("enter", "block"), ("leave", "block")], 0),
+        ([("enter", "head"), ("enter", "block"), ("leave", "head"), ("enter", "block")], 0),
+        ([("leave", "head"), ("enter", "embed"), ("leave", "embed")], 1),
+        ([("leave", "head"), ("leave", "head")], 0),
+    ],
+    ids=["tied", "again", "tied and again", "a leave alone", "leaves alone"],
+)
+def test_a_gradient_has_a_buffer_from_where_it_arrives_first(backward, first):
+    moments = [TraceMoment("backward", edge, module, (0,), 0) for edge, module in backward]
+    trace = replace(trace_of(0, SPECS[:1]), moments=tuple(moments))
+    found = reductions_of(trace, {0: 0}, (0,), over_ranks=())
+    assert found[0].first == first
+
+
+def test_a_buffer_of_several_gradients_is_there_from_the_first():
+    """b arrives before a, which is used again behind it."""
+    moments = [
+        TraceMoment("backward", edge, module, (param,), 0)
+        for module, param in (("head", 0), ("b", 1), ("embed", 0))
+        for edge in ("enter", "leave")
+    ]
+    trace = replace(trace_of(0, SPECS[:2]), moments=tuple(moments))
+    found = reductions_of(trace, {0: 0, 1: 0}, (0,), over_ranks=())
+    assert (found[0].first, found[0].last) == (2, 5)
