@@ -19,7 +19,7 @@ _FEWEST_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """One decode step.
+    """Decode step: one of all that have the same trace.
 
     signature: of all with as many sequences and as large a cache at most. Tokens of all sequences
         stand where a forecast expects a batch: bytes of a cache grow with them, not their square.

@@ -192,16 +192,11 @@ def in_backward() -> bool:
 
 
 def around_forward(
-    module: nn.Module,
-    before: Callable[..., None],
-    after: Callable[..., None],
-    *,
-    with_kwargs: bool = False,
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
 ) -> list[Any]:
-    """Hooks around a module's forward and its other hooks, also where it raises. with_kwargs: of
-    `before`, too."""
+    """Hooks around a module's forward and its other hooks, also where it raises."""
     return [
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=with_kwargs),
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         module.register_forward_hook(after, with_kwargs=True, always_call=True),
     ]
 
@@ -215,7 +210,7 @@ class _Hooks:
         self._caller = caller
 
     @_disable_dynamo
-    def before(self, module: nn.Module, args: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._listener.begins(self._caller)
 
     @_disable_dynamo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.opaque import Opaque
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
+from gemini.nvme import NvmeError
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.target import new_lock
@@ -291,4 +292,19 @@ def _facts_of(parts: Parts) -> OverlapFacts:
         needs_wholes=parts.target is not None and parts.target.needs_wholes,
         has_masters=parts.target is not None and parts.target.has_master,
         by_kernels=parts.target is not None and parts.target.by_kernels,
+    )
+
+
+def say_what_is_left(parts: Parts, error: NvmeError) -> None:
+    """Add to the error which parameters are still in memory: one could not be read."""
+    for chunk in parts.chunks:
+        with suppress(NvmeError):  # what was begun ahead may be lost too; then it is not there
+            chunk.wait_gathered()
+    chunks = [chunk for chunk in parts.chunks if chunk.gathered or chunk.files is None]
+    names = [parts.layout.params[slot.param].name for c in chunks for slot in c.spec.slots]
+    error.add_note(
+        f"{len(names)} of {len(parts.params)} parameters are in memory, with the 16 or 32 bits "
+        f"in which they compute; model.salvage() has {', '.join(names) or 'none'}. The others, "
+        "and fp32 masters on disk, are those of the last step if the disk comes back; "
+        "else load a checkpoint"
     )

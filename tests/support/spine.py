@@ -333,6 +333,7 @@ def five_lines(folder: str, fraction: float) -> dict[str, Any]:
     import torch
     from torch import nn
 
+    os.environ["GEMINI_SPEEDS"] = str(Path(folder) / "none")  # nobody has measured this machine
     ran: set[CodeType] = set()
 
     def hook(frame: FrameType, event: str, arg: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,6 +36,7 @@ from gemini.runtime.parts import (
     has_pass_elsewhere,
     in_pass,
     is_elsewhere,
+    say_what_is_left,
     settle,
     taking_turns,
 )
@@ -98,7 +99,7 @@ class Calls:
                 handles.append(module.register_forward_pre_hook(waits, prepend=True))
         self.midway.hook(root)
         # last, so that these hooks are around the root's own, if it is a caller
-        handles += around_forward(root, self.begin_forward, self.end_forward, with_kwargs=True)
+        handles += around_forward(root, self.begin_forward, self.end_forward)
 
     def listen(self) -> None:
         """Take gradients as autograd accumulates them, of parameters that require one."""
@@ -201,7 +202,9 @@ class Calls:
     def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a forward of the root module, by whichever entry point it is called."""
         parts = self._parts
-        if self._decodes():
+        outermost = not (parts.forward_depth or in_backward() or self._announced)
+        # `generate` calls the module by itself; what only decodes was planned before it ran
+        if outermost and not torch.is_grad_enabled() and parts.plan.kind == "train":
             self.begin_iteration((args, kwargs))
         self._announced = False
         parts.forward_depth += 1
@@ -225,13 +228,6 @@ class Calls:
             self.begin_cycle()
         if parts.all_gathered:
             self._sampler.at_root("enter")
-
-    def _decodes(self) -> bool:
-        """Whether the root's forward, which is next, is an iteration of its own: its `generate`
-        calls it by itself. What only decodes was planned before it ran."""
-        if self._announced or self._parts.forward_depth or torch.is_grad_enabled():
-            return False
-        return not in_backward() and self._parts.planning.inputs.trace.kind == "train"
 
     def cut_short(self, depth: int = 0) -> None:
         """Lower the count of open forwards to `depth`: Ctrl-C ends a forward without its hook."""
@@ -560,7 +556,7 @@ class Calls:
         try:
             manager.prepare(chunks, in_cycle)
         except NvmeError as error:
-            _say_what_is_left(self._parts, error)
+            say_what_is_left(self._parts, error)
             raise
         if measured:
             self._collector.after_change()
@@ -596,18 +592,3 @@ class Calls:
 def _own_params(module: nn.Module, whole: bool) -> list[ParamId]:
     handles = [handle_of(param) for param in module.parameters(recurse=whole)]
     return [handle.param for handle in handles if handle is not None]
-
-
-def _say_what_is_left(parts: Parts, error: NvmeError) -> None:
-    """Add to the error which parameters are still in memory: one could not be read."""
-    for chunk in parts.chunks:
-        with suppress(NvmeError):  # what was begun ahead may be lost too; then it is not there
-            chunk.wait_gathered()
-    chunks = [chunk for chunk in parts.chunks if chunk.gathered or chunk.files is None]
-    names = [parts.layout.params[slot.param].name for c in chunks for slot in c.spec.slots]
-    error.add_note(
-        f"{len(names)} of {len(parts.params)} parameters are in memory, with the 16 or 32 bits "
-        f"in which they compute; model.salvage() has {', '.join(names) or 'none'}. The others, "
-        "and fp32 masters on disk, are those of the last step if the disk comes back; "
-        "else load a checkpoint"
-    )
