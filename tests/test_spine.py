@@ -29,8 +29,8 @@ from tests.support import spine
 # What is saved in files counts in the budget of writes, a failed rank tells the others, and a
 # forward refuses a transform of torch.func around it (6 lines that every wrapping with files runs).
 # Of what fits nowhere the planner knows the number of layers with which least lacks, and a disk's
-# error in backward is told to all (4 lines). A forward that nobody announced may be a decode step, and
-# a gradient's buffer begins where it arrives (43 lines).
+# error in backward is told to all (4 lines). A forward that nobody announced may be a decode step,
+# and a gradient's buffer begins where it arrives (43 lines).
 BARS = {
     "block": (90, 75),
     "block, step": (34, 25),
