@@ -23,14 +23,20 @@ class Decoding:
 
     signature: of all with as many sequences and as large a cache at most. Tokens of all sequences
         stand where a forecast expects a batch: bytes of a cache grow with them, not their square.
-    now_bytes: of the cache, as the step begins.
-    cache_bytes: the most that a cache of this signature has, and the largest layer again, which is
-        there twice as it grows.
+    length: tokens of each sequence in the cache, as the step begins. room: the most of all these.
     """
 
     signature: str
-    now_bytes: int
-    cache_bytes: int
+    length: int
+    room: int
+
+    def cache_bytes(self, inputs: Any) -> tuple[int, int]:
+        """Bytes of the cache as the step begins with `inputs`, and what steps of its signature ask
+        for: a cache with all their tokens, and its largest layer again, which is there twice as it
+        grows."""
+        layers = layer_bytes(inputs[1]["past_key_values"])
+        now = sum(layers)
+        return now, (now + max(layers, default=0)) * self.room // self.length
 
 
 def decoding_of(inputs: Any) -> Decoding | None:
@@ -39,19 +45,15 @@ def decoding_of(inputs: Any) -> Decoding | None:
     A step of a decoder of transformers has token numbers [sequences, 1] and `past_key_values`.
     """
     args, kwargs = inputs
-    cache = kwargs.get("past_key_values")
     tokens = args[0] if args else kwargs.get("input_ids")
     if not isinstance(tokens, Tensor) or tokens.shape[1:] != (1,):
         return None
-    length, layers = tokens_in(cache), layer_bytes(cache)
-    now = sum(layers)
-    if not (length and now):
+    length = tokens_in(kwargs.get("past_key_values"))
+    if not length:
         return None
-    room = max(_FEWEST_TOKENS, 1 << length.bit_length())
-    grown = (now + max(layers)) * room // length
-    sequences = tokens.shape[0]
+    room, sequences = max(_FEWEST_TOKENS, 1 << length.bit_length()), tokens.shape[0]
     kind = str(tokens.dtype).removeprefix("torch.")
-    return Decoding(f"{kind}[{sequences}, 1],cache[{sequences * room}, 1]", now, grown)
+    return Decoding(f"{kind}[{sequences}, 1],cache[{sequences * room}, 1]", length, room)
 
 
 def tokens_in(cache: Any) -> int:

@@ -151,7 +151,6 @@ class Calls:
     def begin_iteration(self, inputs: Any) -> None:
         """Begin to sample, where needed, as the wrapper is called from outside with `inputs`."""
         parts = self._parts
-        self._announced = True
         if not in_pass(parts) and not parts.is_summoned and not parts.in_schedule:
             told_apart = inputs if self.tells_inputs_apart else None
             self._sampler.begin(told_apart, again=self._manager.deviated)
@@ -165,6 +164,7 @@ class Calls:
             self._sampler.choose_again(told_apart)
             self._graph_was_open = self._homes.graph_is_open
             self.midway.begin()
+        self._announced = True
 
     def attempt(self, module: nn.Module, inputs: Any) -> Attempt | None:
         """What is asked when the outermost forward of `module`, which is next, has no memory; None

@@ -62,7 +62,8 @@ class Sampler:
         self.layers: Layers | None = None  # that may be computed again; None: none may
         self._key: tuple[Kind, str] | None = None  # of the iteration that began last
         self._decoding: Decoding | None = None  # that this iteration is
-        self._sampled: Decoding | None = None  # and the one that is sampled
+        # of its cache, now and at most, if it is sampled
+        self._cache_bytes: tuple[int, int] | None = None
         self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
         # the most bytes on the device in the last sampled iteration, and of each trace
         self._most_bytes = 0
@@ -122,17 +123,19 @@ class Sampler:
         if kind == "train":
             self._ledger.peaks.clear()
         self.collector.begin(*key)
-        self._sampled = self._decoding
+        self._cache_bytes = None
+        if self._decoding is not None:
+            self._cache_bytes = self._decoding.cache_bytes(inputs)
         if self.layers is not None:
             self.collector.recomputed = len(self.layers.names)
 
     def _signature(self, kind: Kind, inputs: Any) -> str:
         """Signature of inputs, and of the layers that are computed again."""
         self._decoding = None
-        if kind == "eval":
+        if kind == "eval" and inputs is not None:
             from gemini.memtracer.decoding import decoding_of
 
-            self._decoding = None if inputs is None else decoding_of(inputs)
+            self._decoding = decoding_of(inputs)
             if self._decoding is not None:
                 return self._decoding.signature
         signature = input_signature(inputs)
@@ -147,11 +150,13 @@ class Sampler:
                 self.begin(inputs, again=False)
 
     def _forget_one(self, kind: Kind) -> None:
-        """Forget the trace that was not used the longest, and is not the largest of this kind."""
+        """Forget the trace that was not used the longest, and is not the largest of this kind; one
+        of this kind, if there are others: prompts of many lengths forget nothing of training."""
         traces = self.collector.traces
         mine = [trace for trace in traces.values() if trace.kind == kind]
         largest = max(mine, key=lambda trace: trace.peak_non_model_bytes, default=None)
-        key = next(key for key, trace in traces.items() if trace is not largest)
+        others = [key for key, trace in traces.items() if trace is not largest]
+        key = next((key for key in others if key[0] == kind), others[0])
         del traces[key]
         self._stale.discard(key)
 
@@ -269,9 +274,9 @@ class Sampler:
             return
         self._ledger.watched = False
         trace, most_bytes = self.collector.end(), self._most_bytes
-        if self._sampled is not None:  # it begins with a cache, which only grows
-            trace = with_bytes_added(trace, self._sampled.cache_bytes)
-            most_bytes += self._sampled.now_bytes
+        if self._cache_bytes is not None:  # it begins with a cache, which only grows
+            trace = with_bytes_added(trace, self._cache_bytes[1])
+            most_bytes += self._cache_bytes[0]
             self.keep(trace)
         self._overruns.settle()
         kept = self.collector.traces

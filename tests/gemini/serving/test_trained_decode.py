@@ -11,6 +11,7 @@ from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP
 from gemini.memtracer.decoding import decoding_of
+from gemini.runtime.schedule.sampler import MAX_SIGNATURES
 from optim import HybridAdam
 from tests.support.checkpoints import everything
 
@@ -180,24 +181,32 @@ class Cache:
         return self.tokens
 
 
-def decoding(tokens, cache, **others):
-    return decoding_of(((), {"input_ids": tokens, "past_key_values": cache, **others}))
+def asked(length, room=0):
+    """Inputs of a decode step of two sequences."""
+    cache, ids = Cache(length, room), torch.zeros(2, 1, dtype=torch.long)
+    return (), {"input_ids": ids, "past_key_values": cache, "mask": torch.ones(2, length + 1)}
 
 
 def test_decode_steps_are_told_by_the_size_that_their_cache_may_have():
-    ids = torch.zeros(2, 1, dtype=torch.long)
-    found = [decoding(ids, Cache(n), mask=torch.ones(2, n + 1)) for n in (3, 16, 31, 32, 63)]
-    names = [f"int64[2, 1],cache[{n}, 1]" for n in (32, 64, 64, 128, 128)]
-    assert [each.signature for each in found] == names
+    lengths, rooms = (3, 16, 31, 32, 63), (16, 32, 32, 64, 64)
     nbytes = 2 * 2 * 4 * 4  # of a token in a layer
-    assert [each.now_bytes for each in found] == [3 * nbytes * n for n in (3, 16, 31, 32, 63)]
-    assert all(
-        each.cache_bytes >= 4 * nbytes * n
-        for each, n in zip(found, (16, 32, 32, 64, 64), strict=True)
-    )
-    # one that never grows counts once and again, whatever is in it
-    fixed = [decoding(ids, Cache(n, room=40)) for n in (1, 39)]
-    assert fixed[0].signature == fixed[1].signature
+    for length, room in zip(lengths, rooms, strict=True):
+        found = decoding_of(asked(length))
+        assert found.signature == f"int64[2, 1],cache[{2 * room}, 1]"
+        now, most = found.cache_bytes(asked(length))
+        assert now == 3 * nbytes * length and most == 4 * nbytes * room
+    # one that never grows has one signature, whatever is in it
+    assert len({decoding_of(asked(length, room=40)).signature for length in (1, 39)}) == 1
+
+
+def test_prompts_of_many_lengths_forget_nothing_of_training():
+    trained = Trained(1 << 14).train(1)
+    sampler = trained.model.engine.sampler
+    for length in range(2, 2 + MAX_SIGNATURES + 2):
+        with torch.no_grad(), trained.sim.running():
+            trained.model.module(input_ids=torch.ones(1, length, dtype=torch.long))
+    assert len(sampler.traces("train")) == 1
+    assert len(sampler.traces()) <= MAX_SIGNATURES
 
 
 @pytest.mark.parametrize(
