@@ -62,8 +62,7 @@ class Sampler:
         self.layers: Layers | None = None  # that may be computed again; None: none may
         self._key: tuple[Kind, str] | None = None  # of the iteration that began last
         self._decoding: Decoding | None = None  # that this iteration is
-        # of its cache, now and at most, if it is sampled
-        self._cache_bytes: tuple[int, int] | None = None
+        self._cache_bytes: tuple[int, int] | None = None  # now and at most, of a sampled one
         self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
         # the most bytes on the device in the last sampled iteration, and of each trace
         self._most_bytes = 0
@@ -118,14 +117,12 @@ class Sampler:
             self._forget_one(kind)
         self._stale.discard(key)
         # peaks are of training, once there was some: an evaluation may fill its room
-        self._ledger.watched = kind == "train" or not self.traces("train")
-        self._most_bytes = 0
+        self._ledger.watched, self._most_bytes = kind == "train" or not self.traces("train"), 0
         if kind == "train":
             self._ledger.peaks.clear()
         self.collector.begin(*key)
-        self._cache_bytes = None
-        if self._decoding is not None:
-            self._cache_bytes = self._decoding.cache_bytes(inputs)
+        decoding = self._decoding
+        self._cache_bytes = None if decoding is None else decoding.cache_bytes(inputs)
         if self.layers is not None:
             self.collector.recomputed = len(self.layers.names)
 
