@@ -42,10 +42,11 @@ class Decoding:
 def decoding_of(inputs: Any) -> Decoding | None:
     """Decode step with these (positional, keyword) inputs; None: it is none that we know.
 
-    A step of a decoder of transformers has token numbers [sequences, 1] and `past_key_values`.
+    A step of a decoder of transformers has token numbers [sequences, 1] and `past_key_values`; of
+    one behind an encoder they are `decoder_input_ids`.
     """
     args, kwargs = inputs
-    tokens = args[0] if args else kwargs.get("input_ids")
+    tokens = args[0] if args else kwargs.get("decoder_input_ids", kwargs.get("input_ids"))
     if not isinstance(tokens, Tensor) or tokens.shape[1:] != (1,):
         return None
     length = tokens_in(kwargs.get("past_key_values"))

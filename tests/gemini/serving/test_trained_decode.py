@@ -195,6 +195,9 @@ def test_decode_steps_are_told_by_the_size_that_their_cache_may_have():
         assert found.signature == f"int64[2, 1],cache[{2 * room}, 1]"
         now, most = found.cache_bytes(asked(length))
         assert now == 3 * nbytes * length and most == 4 * nbytes * room
+        behind = {"decoder_input_ids": torch.zeros(2, 1, dtype=torch.long)}
+        behind |= {"past_key_values": Cache(length), "input_ids": None}
+        assert decoding_of(((), behind)).signature == found.signature
     # one that never grows has one signature, whatever is in it
     assert len({decoding_of(asked(length, room=40)).signature for length in (1, 39)}) == 1
 
