@@ -40,12 +40,15 @@ class Decoding:
 
 
 def decoding_of(inputs: Any) -> Decoding | None:
-    """Decode step with these (positional, keyword) inputs; None: it is none that we know.
+    """Decode step with these (positional, keyword) inputs; None: it is none that we know, as where
+    inputs are those of a stage of a pipeline.
 
     A step of a decoder of transformers has token numbers [sequences, 1] and `past_key_values`; of
     one behind an encoder they are `decoder_input_ids`.
     """
-    args, kwargs = inputs
+    args, kwargs = inputs if len(inputs) == 2 else ((), {})
+    if not isinstance(kwargs, dict):
+        return None
     tokens = args[0] if args else kwargs.get("decoder_input_ids", kwargs.get("input_ids"))
     if not isinstance(tokens, Tensor) or tokens.shape[1:] != (1,):
         return None

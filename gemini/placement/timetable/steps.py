@@ -36,8 +36,9 @@ def reductions_of(
     *,
     over_ranks: Container[ChunkId],
 ) -> dict[ChunkId, Reduction]:
-    """Reductions: each chunk's buffer lives from the moment of backward at which the first gradient
-    in it may arrive to the last at which a module with a part in the chunk begins or ends.
+    """Reductions: each chunk's buffer lives from the first to the last moment of backward at which
+    a module with a part in the chunk begins or ends; one that no other rank has a part in from
+    where a gradient in it may arrive.
 
     Chunks that no backward touches, or whose modules never end it, are reduced at its end.
     over_ranks: chunks whose reduction other ranks have a part in. Of the others a buffer is the
@@ -46,7 +47,8 @@ def reductions_of(
     """
     first: dict[ChunkId, int] = {}
     for param, i in _arrivals(trace).items():
-        first[chunk_of[param]] = min(i, first.get(chunk_of[param], i))
+        if chunk_of[param] not in over_ranks:
+            first[chunk_of[param]] = min(i, first.get(chunk_of[param], i))
     last: dict[ChunkId, int] = {}
     users: dict[ChunkId, int] = {}
     end = len(trace.moments) - 1
@@ -54,6 +56,7 @@ def reductions_of(
         if moment.phase != "backward":
             continue
         for chunk in sorted({chunk_of[param] for param in moment.params}):
+            first.setdefault(chunk, i)
             # a chunk of several modules is final when the last open one has ended
             users[chunk] = users.get(chunk, 0) + (1 if moment.edge == "enter" else -1)
             last[chunk] = i if users[chunk] <= 0 else end

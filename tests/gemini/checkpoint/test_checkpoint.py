@@ -187,7 +187,7 @@ def step_odd(model, optimizer):
 
 
 def test_a_plan_is_that_of_the_saved_run_from_the_first_iteration_on(tmp_path):
-    budget = gemini.ConstPlacement("150KiB")
+    budget = gemini.ConstPlacement("140KiB")
     model, optimizer = make(policy=budget)
     train(model, optimizer, batches(0, 2))
     sampled = model.engine.planning.inputs.trace

@@ -194,6 +194,8 @@ def test_a_gradient_has_a_buffer_from_where_it_arrives_first(backward, first):
     trace = replace(trace_of(0, SPECS[:1]), moments=tuple(moments))
     found = reductions_of(trace, {0: 0}, (0,), over_ranks=())
     assert found[0].first == first
+    over_ranks = reductions_of(trace, {0: 0}, (0,), over_ranks=(0,))
+    assert over_ranks[0].first == 0
 
 
 def test_a_buffer_of_several_gradients_is_there_from_the_first():

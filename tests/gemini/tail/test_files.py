@@ -163,7 +163,7 @@ def test_its_buffers_are_in_the_plan_and_pass_no_budget():
                 held.go_on()
             optimizer.zero_grad()
     optimizer.close()
-    model, optimizer = wrapped("serial", **within())
+    model, optimizer = wrapped("serial", **within("252KiB"))  # which reads nothing ahead
     one_step(model, optimizer, batches(1)[0])
     serial = model.engine.planning.plan.device_staging
     assert serial.count == planned.count - plan.inputs.num_ahead
