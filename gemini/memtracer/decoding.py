@@ -40,15 +40,17 @@ class Decoding:
 
 
 def decoding_of(inputs: Any) -> Decoding | None:
-    """Decode step with these (positional, keyword) inputs; None: it is none that we know, as where
-    inputs are those of a stage of a pipeline.
+    """Decode step with these inputs of a call, (positional, keyword); None: it is none that we
+    know, or they are inputs of something else, such as a stage of a pipeline.
 
     A step of a decoder of transformers has token numbers [sequences, 1] and `past_key_values`; of
     one behind an encoder they are `decoder_input_ids`.
     """
-    args, kwargs = inputs if len(inputs) == 2 else ((), {})
-    if not isinstance(kwargs, dict):
-        return None
+    match inputs:
+        case (tuple(args), dict(kwargs)):
+            pass
+        case _:
+            return None
     tokens = args[0] if args else kwargs.get("decoder_input_ids", kwargs.get("input_ids"))
     if not isinstance(tokens, Tensor) or tokens.shape[1:] != (1,):
         return None

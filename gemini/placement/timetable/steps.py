@@ -89,12 +89,11 @@ def _arrivals(trace: Trace) -> dict[ParamId, int]:
     begins: dict[ParamId, list[int]] = {}
     times: Counter[tuple[ParamId, str]] = Counter()
     for i, moment in enumerate(trace.moments):
-        if moment.phase == "backward":
-            for param in moment.params:
-                begins.setdefault(param, [])
-                if moment.edge == "enter" or not begins[param]:
-                    begins[param].append(i)
-                    times[param, moment.module] += 1
+        for param in moment.params if moment.phase == "backward" else ():
+            at = begins.setdefault(param, [])
+            if moment.edge == "enter" or not at:
+                at.append(i)
+                times[param, moment.module] += 1
     again = {param for (param, _), count in times.items() if count > 1}
     return {param: at[0 if param in again else -1] for param, at in begins.items()}
 

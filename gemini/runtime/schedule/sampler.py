@@ -61,8 +61,7 @@ class Sampler:
         self._traced = traced
         self.layers: Layers | None = None  # that may be computed again; None: none may
         self._key: tuple[Kind, str] | None = None  # of the iteration that began last
-        self._decoding: Decoding | None = None  # that this iteration is
-        self._cache_bytes: tuple[int, int] | None = None  # now and at most, of a sampled one
+        self._cache_bytes: tuple[int, int] | None = None  # now and at most, of a decode step
         self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
         # the most bytes on the device in the last sampled iteration, and of each trace
         self._most_bytes = 0
@@ -116,25 +115,20 @@ class Sampler:
         elif len(traces) >= MAX_SIGNATURES:
             self._forget_one(kind)
         self._stale.discard(key)
-        # peaks are of training, once there was some: an evaluation may fill its room
-        self._ledger.watched, self._most_bytes = kind == "train" or not self.traces("train"), 0
+        self._most_bytes = 0  # peaks are of training, once there was some
+        self._ledger.watched = kind == "train" or not self.traces("train")
         if kind == "train":
             self._ledger.peaks.clear()
         self.collector.begin(*key)
-        decoding = self._decoding
-        self._cache_bytes = None if decoding is None else decoding.cache_bytes(inputs)
+        step = _decoding(kind, inputs)
+        self._cache_bytes = None if step is None else step.cache_bytes(inputs)
         if self.layers is not None:
             self.collector.recomputed = len(self.layers.names)
 
     def _signature(self, kind: Kind, inputs: Any) -> str:
         """Signature of inputs, and of the layers that are computed again."""
-        self._decoding = None
-        if kind == "eval" and inputs is not None:
-            from gemini.memtracer.decoding import decoding_of
-
-            self._decoding = decoding_of(inputs)
-            if self._decoding is not None:
-                return self._decoding.signature
+        if (decoding := _decoding(kind, inputs)) is not None:
+            return decoding.signature
         signature = input_signature(inputs)
         return signature if self.layers is None else self.layers.choose(kind, signature)
 
@@ -270,15 +264,15 @@ class Sampler:
             self.abandon()
             return
         self._ledger.watched = False
-        trace, most_bytes = self.collector.end(), self._most_bytes
+        trace = self.collector.end()
         if self._cache_bytes is not None:  # it begins with a cache, which only grows
             trace = with_bytes_added(trace, self._cache_bytes[1])
-            most_bytes += self._cache_bytes[0]
+            self._most_bytes += self._cache_bytes[0]
             self.keep(trace)
         self._overruns.settle()
         kept = self.collector.traces
         self.device_peaks = {key: n for key, n in self.device_peaks.items() if key in kept}
-        self.device_peaks[trace.kind, trace.signature] = most_bytes
+        self.device_peaks[trace.kind, trace.signature] = self._most_bytes
         self._traced(trace)
 
     def _look(self, non_model_bytes: int, where: str) -> None:
@@ -287,3 +281,12 @@ class Sampler:
         self._most_bytes = max(self._most_bytes, model_bytes + non_model_bytes)
         if self._overruns.limits_device:
             self._overruns.check(Tier.DEVICE, model_bytes, non_model_bytes, f"at {where}")
+
+
+def _decoding(kind: Kind, inputs: Any) -> Decoding | None:
+    """Decode step with these inputs, of iterations of this kind; None: it is none."""
+    if kind == "train":
+        return None
+    from gemini.memtracer.decoding import decoding_of  # only who evaluates loads it
+
+    return decoding_of(inputs)

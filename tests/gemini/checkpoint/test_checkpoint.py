@@ -187,7 +187,7 @@ def step_odd(model, optimizer):
 
 
 def test_a_plan_is_that_of_the_saved_run_from_the_first_iteration_on(tmp_path):
-    budget = gemini.ConstPlacement("140KiB")
+    budget = gemini.ConstPlacement("140KiB")  # no home rises in it, so one trace is measured
     model, optimizer = make(policy=budget)
     train(model, optimizer, batches(0, 2))
     sampled = model.engine.planning.inputs.trace
