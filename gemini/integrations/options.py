@@ -48,7 +48,7 @@ class _Rule:
     only: Case | None = None
     absent: bool = False
     ignored: str | Callable[[Any], str] = ""
-    kind: type | None = None
+    kind: type | tuple[type, ...] | None = None
     valid: Callable[[Any], bool] | None = None
     expected: str = ""
     name: str = ""

@@ -92,7 +92,7 @@ def activations_of(
             f"{type(model).__name__} has no transformers config, so its inputs are not known; "
             "give --activation-bytes, the bytes of a batch of 1"
         )
-    depth = _depth(model)
+    depth = depth_of(model)
     traced, num_layers = model, 0
     if depth is not None and depth > _TRACED_LAYERS:
         traced, num_layers = _shallow(model, depth), depth
@@ -165,7 +165,7 @@ def example_inputs(
     return inputs
 
 
-def _depth(model: nn.Module) -> int | None:
+def depth_of(model: nn.Module) -> int | None:
     """Number of layers of a model of one stack; None for any other."""
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):

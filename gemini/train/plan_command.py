@@ -12,6 +12,10 @@ from pathlib import Path
 import torch
 
 from gemini.arguments import Parser
+from gemini.integrations.auto.machines import cluster_of
+from gemini.integrations.auto.shapes import shape_of
+from gemini.layouts.layout import Step
+from gemini.layouts.search import search
 from gemini.nvme import NvmeError
 from gemini.optim.rules.state_layout import KINDS
 from gemini.placement.picture import write_timeline
@@ -19,11 +23,11 @@ from gemini.placement.timeline import planned_timeline
 from gemini.plan import table, words
 from gemini.plan.ask import DTYPES, Training, ask, plan_for
 from gemini.plan.machine import CARDS, TYPICAL, Hardware, machine_of
-from gemini.plan.models import MODELS, is_trained_by_trl
+from gemini.plan.models import MODELS, build, is_trained_by_trl
 from gemini.plan.question import AVERAGES
 from gemini.runtime.comm.connect import everyone
 from gemini.settings import flag, setting
-from gemini.units import parse_bytes
+from gemini.units import format_bytes, parse_bytes
 
 from .config import ELSEWHERE, TrainConfig, quiet
 from .plan import disk_of, hardware, training_of
@@ -53,6 +57,8 @@ class PlanConfig(TrainConfig):
     )
     world_size: int = _machine(1, "ranks; those of run --nproc_per_node", least=1, most=_MOST)
     ranks_per_node: int = _machine(0, "ranks of a node; 0: at most 8", least=0, most=_MOST)
+    gpus: int = _machine(0, "ranks of --search, one a card; 0: --world-size", least=0, most=_MOST)
+    nodes: int = _machine(0, "that --gpus are on; 0: 8 on each", least=0, most=_MOST)
     device: str = _machine("cuda", "cuda or cpu", one_of=tuple(sorted(TYPICAL)))
     bandwidths: str | None = _machine(None, "a file of JSON, bytes a second; see Bandwidths")
     by_trl: bool | None = setting(
@@ -76,6 +82,14 @@ class PlanConfig(TrainConfig):
     chunk_loss: bool = _loop(
         False, "the loss has logits of a few tokens at a time: gemini.integrations.chunk_loss"
     )
+    search: bool = _output(
+        False, "every layout over --gpus that the plugins run is priced: the fastest, and why the "
+        "next ones lose",
+    )  # fmt: skip
+    global_batch: int = _loop(
+        0, "of --search: sequences of a step, of all ranks; 0: --batch on each, --accumulate times",
+        least=0, most=_MOST,
+    )  # fmt: skip
     longest: bool = _output(False, "the longest --seq that fits, each length traced")
     verbose: bool = _output(False, "every kind, tier and link")
     print_args: bool = _output(False, "only flags of train, with which it plans the same")
@@ -95,6 +109,8 @@ class PlanConfig(TrainConfig):
             raise ValueError(
                 f"--ranks-per-node {self.ranks_per_node}; expected at most --world-size"
             )
+        if self.nodes and (self.gpus or self.world_size) % self.nodes:
+            raise ValueError(f"--nodes {self.nodes}; expected a divisor of --gpus")
         for name in ("json", "timeline", "fits"):
             _check_output(name, getattr(self, name))
         if self.print_args and self.precision != "bf16":
@@ -202,6 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _write_fits(config)
         if not config.model:
             raise ValueError("expected one model: a name, a hub id, a folder or a config.json")
+        if config.search:
+            sys.stdout.write(_searched(config) + "\n")
+            return 0
         is_here = config.machine == HERE or (file is not None and not typed & _OF_ANOTHER)
         what: str | Path = config.model
         if file is not None and "model" not in typed and ":" in config.model:
@@ -212,6 +231,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _told(config, plan)
     except (ValueError, OSError, NvmeError, ImportError) as error:
         PARSER.error(str(error))
+
+
+def _searched(config: PlanConfig) -> str:
+    """Layouts of a model in lines. Raises ValueError if none fits."""
+    ranks = config.gpus or config.world_size
+    per_node = ranks // config.nodes if config.nodes else config.ranks_per_node or min(8, ranks)
+    machine = machine_from(replace(config, world_size=ranks, ranks_per_node=per_node), False)
+    shape = shape_of(build(config.model), seq=config.seq, precision=config.precision)
+    rows = config.global_batch or ranks * config.batch * config.accumulate
+    state = config.state or words.OPTIMIZERS[config.optim][1]
+    recompute = True if config.checkpointing else None
+    cluster = cluster_of(machine, config.gpu)
+    found = search(shape, cluster, Step(rows, config.seq), state=state, recompute=recompute)
+    numbers = {"device_mem": "device memory", "flops": "computing"}
+    inside, across = (format_bytes(int(link.bytes_per_s)) for link in (cluster.inside, cluster.across))
+    return "\n".join([
+        f"{config.model} on {ranks} ranks of {per_node} a node, {rows} x {config.seq} tokens a step:",
+        found.explain(), *machine.assumptions(numbers),
+        f"links: {inside}/s inside of a node, {across}/s of a rank across",
+    ])  # fmt: skip
 
 
 def _told(config: PlanConfig, plan: words.Answer) -> int:

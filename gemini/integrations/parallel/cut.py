@@ -75,7 +75,8 @@ def stages_of(model: nn.Module, stages: int, given: Sequence[int] | None = None)
         cut = Cut.of(len(model), stages, given)
         parts: list[nn.Module] = [_of_sequence(model, cut.layers(i)) for i in range(stages)]
     else:
-        base, ends = _ends_of(model)
+        base, ends = ends_of(model)
+        _check_values(model, base)
         cut = Cut.of(len(base.get_submodule(ends.layers)), stages, given)
         _check_probe(base, ends)
         parts = [_of_transformer(model, base, ends, cut, i) for i in range(stages)]
@@ -159,7 +160,7 @@ ENDS = {  # by the kind of their config; others are made as Llama is, or refused
 }  # fmt: skip
 
 
-def _ends_of(model: nn.Module) -> tuple[Any, Ends]:
+def ends_of(model: nn.Module) -> tuple[Any, Ends]:
     """Base model and its `Ends`. Raises ValueError for a model that cannot be cut."""
     base: Any = getattr(model, "base_model", None)
     ends = ENDS.get(getattr(getattr(model, "config", None), "model_type", ""), LLAMA)
@@ -168,19 +169,23 @@ def _ends_of(model: nn.Module) -> tuple[Any, Ends]:
     if not isinstance(there.get(ends.layers), nn.ModuleList) or first not in there:
         raise ValueError(f"a {type(model).__name__} cannot be cut into stages; {REMEDY}")
     known = tuple(f"{path}." for path in (*ends.first, ends.layers, *ends.last))
-    for name, param in base.named_parameters():
+    for name, _ in base.named_parameters():
         if not name.startswith(known):
             where = name.rpartition(".")[0] or "itself"
             raise ValueError(
                 f"{type(base).__name__} has parameters in {where}, beside its layers, of which "
                 f"every stage would have a copy; {REMEDY}"
             )
-        if param.is_meta:
-            raise ValueError(
-                f"{type(model).__name__} is on the meta device; expected one with values, which is "
-                "cut into stages"
-            )
     return base, ends
+
+
+def _check_values(model: nn.Module, base: nn.Module) -> None:
+    """Raise ValueError for a model without values."""
+    if any(param.is_meta for param in base.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device; expected one with values, which is "
+            "cut into stages"
+        )
 
 
 def _of_transformer(model: nn.Module, base: Any, ends: Ends, cut: Cut, stage: int) -> nn.Module:

@@ -41,7 +41,7 @@ def share_experts(
     Raises ValueError, before anything is changed, for a model without such experts, and for a
     number that the ranks do not divide.
     """
-    found = {name: module for name, module in model.named_modules() if _stacks_of(module)}
+    found = {name: module for name, module in model.named_modules() if stacks_of(module)}
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no stacked experts; expected a model of transformers "
@@ -58,19 +58,19 @@ def share_experts(
     found = {name: experts for name, experts in found.items() if id(experts) in here}
     sent = [
         (f"{at}.{name}", getattr(experts, name))
-        for at, experts in found.items() for name in _stacks_of(experts)
+        for at, experts in found.items() for name in stacks_of(experts)
     ]  # fmt: skip
     announce(mesh.get_group(), "share_experts()", sent)
     before = {id(param): (experts, name) for experts in found.values()
               for name, param in experts.named_parameters()}  # fmt: skip
     for experts in found.values():
-        for name in _stacks_of(experts):
+        for name in stacks_of(experts):
             replace(experts, name, mesh, 0)
         experts.forward = partial(_over_ranks, experts, mesh, experts.forward)
     put_in_place(optimizer, {key: getattr(*place) for key, place in before.items()})
 
 
-def _stacks_of(module: Any) -> tuple[str, ...]:
+def stacks_of(module: Any) -> tuple[str, ...]:
     """Names of the stacked parameters [E, ...], in one order on all ranks: those of
     transformers, or `module.stacked`."""
     shapes = {name: param.dim() for name, param in module.named_parameters()}

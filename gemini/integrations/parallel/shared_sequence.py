@@ -54,6 +54,22 @@ def share_sequence(
     Raises ValueError for another model, another loss than that of the next token, or attention to
     something else than all tokens before.
     """
+    check_shareable(model)
+    config: Any = model.config
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, flash_attention_mask)  # none: else masks are made whole
+    config._attn_implementation = _NAME
+    made = SharedSequence(model, mesh.get_group(), asked)
+    for one in stages or (model,):
+        made.hook(one)
+    return made
+
+
+def check_shareable(model: Any) -> None:
+    """Raise ValueError for a model whose sequences cannot be shared; see `share_sequence`."""
     config: Any = getattr(model, "config", None)
     loss = getattr(getattr(model, "loss_function", None), "__name__", "none")
     if not hasattr(config, "_attn_implementation") or loss not in _CAUSAL:
@@ -66,16 +82,6 @@ def share_sequence(
             f"{type(model).__name__} attends within chunks (attention_chunk_size), and its "
             "sequences are split; expected a model whose tokens see all before them"
         )
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
-
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, flash_attention_mask)  # none: else masks are made whole
-    config._attn_implementation = _NAME
-    made = SharedSequence(model, mesh.get_group(), asked)
-    for one in stages or (model,):
-        made.hook(one)
-    return made
 
 
 class SharedSequence:

@@ -20,6 +20,7 @@ from gemini.integrations.parallel.plans import TensorParallel
 from gemini.integrations.parallel.shared_sequence import MODES, SequenceParallel
 from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.parts import accept
+from gemini.placement.policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
 from gemini.runtime.pipeline.together import together_of
 
 from .engine_plugin import TENSOR, UNSPLIT, EnginePlugin, Ignored, Parallelism, made_ours
@@ -91,6 +92,8 @@ class HybridParallelPlugin(EnginePlugin):
     dp_outside: ranks of one pipeline are neighbours.
     zero_stage: 0 takes the options of `TorchDDPPlugin`, 1 and 2 those of `LowLevelZeroPlugin`; an
         option of the other is refused.
+    placement_policy: where model data is, in place of the stage's: `StaticPlacement.zero(3)` shards
+        parameters too, `AutoPlacement` plans homes under budgets.
     precision: at stage 0 by torch's autocast, alone.
     max_norm: every step clips gradients to this L2 norm.
     """
@@ -159,6 +162,10 @@ class HybridParallelPlugin(EnginePlugin):
     fp8_communication: bool = option(False, only=SHARDED)
     use_fp8: bool = option(False, only=FLOAT8)
     inner_ring_size: int | None = size(None, only=RING)
+    placement_policy: Placement | None = option(
+        None, only=SHARDED, kind=(StaticPlacement, ConstPlacement, AutoPlacement),
+        expected="None, or a placement dataclass",
+    )  # fmt: skip
     extra_dp_size: int = size(1, only=SHARDED)
     ep_size: int = size(1, only=UNSPLIT)
 
@@ -297,8 +304,10 @@ class HybridParallelPlugin(EnginePlugin):
             whole = not self.parallel_output
             sequence = SequenceParallel(mode, self.inner_ring_size, whole)
         shared = Parallelism(layers, sequence, self.ep_size > 1)
-        mesh = self.sizes.mesh(device)
-        return self._zero().options(device) | {"mesh": mesh, "shared": shared}
+        found = self._zero().options(device)
+        if self.placement_policy is not None:
+            found["placement_policy"] = self.placement_policy
+        return found | {"mesh": self.sizes.mesh(device), "shared": shared}
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         if self.pp_size > 1:

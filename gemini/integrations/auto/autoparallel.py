@@ -1,0 +1,187 @@
+"""`autoparallelize`: the plugin of the layout that takes least time, out of all that plugins run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.arguments import by_name
+from gemini.integrations.booster.booster import Booster
+from gemini.integrations.options import option
+from gemini.integrations.parallel.cut import Cut
+from gemini.integrations.parts import accept
+from gemini.integrations.plugins.hybrid import HybridParallelPlugin
+from gemini.layouts.cluster import Cluster
+from gemini.layouts.layout import PLANNED, Layout, Step
+from gemini.layouts.search import Found, search
+from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement
+from gemini.plan.machine import Hardware
+
+from .machines import cluster_here, cluster_named, cluster_of
+from .shapes import rows_of, shape_of
+
+_DIMENSIONS = 2  # of a batch of tokens: rows, and tokens of each
+
+
+@by_name
+@dataclass(frozen=True)
+class AutoParallelPlugin(HybridParallelPlugin):
+    """`HybridParallelPlugin` of a layout that `autoparallelize` found.
+
+    found: all layouts with their prices; `layout` is the one of this plugin.
+    """
+
+    found: Found | None = option(None, kind=Found, expected="what a search found")
+
+    @property
+    def layout(self) -> Layout:
+        """Raises ValueError if there is none."""
+        assert self.found is not None
+        return self.found.best.layout
+
+    def explain(self) -> str:
+        """Say in lines what was chosen, and of the next five layouts why each loses."""
+        assert self.found is not None
+        return self.found.explain()
+
+    def prepare(self, model: nn.Module, device: torch.device) -> None:
+        super().prepare(model, device)
+        if self.layout.recompute:
+            recompute: Any = model
+            recompute.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def autoparallelize(
+    model: nn.Module, batch: Any, *, devices: int | None = None,
+    machine: Cluster | Hardware | str | None = None, precision: str = "bf16",
+    recompute: bool | None = None, state: str = "fp32", **options: Any,
+) -> AutoParallelPlugin:  # fmt: skip
+    """Find the layout in which a step takes least time, among all that plugins run. Collective.
+
+    model: of transformers, on the meta device or with values; it is not changed. Any other module
+        gets data parallelism, shards and homes alone.
+    batch: inputs of one step of all ranks, rows first, as keyword arguments or one tensor; only
+        shapes matter.
+    devices: ranks; None: those of torch.distributed.
+    machine: a card's name (`"h100"`), what `gemini.plan.machine.machine_of` returned, or a
+        `Cluster`; None: this machine, measured by all ranks.
+    recompute: whether layers are computed again in backward; None: if it is faster, or nothing
+        else fits.
+    state: of `HybridAdam`, which the loop makes.
+    options: of `HybridParallelPlugin` that no layout decides: `max_norm`, `custom_policy`, ...
+
+    A loop that has no pipeline runs `plugin.layout.micro_batches` forwards and backwards of
+    `plugin.layout.batch` rows before a step. Raises ValueError if nothing fits, and for options
+    that a layout decides.
+    """
+    step = _step(batch)
+    cluster = _cluster(machine, devices, precision)
+    shape = shape_of(model, batch, seq=step.seq, precision=precision)
+    found = search(shape, cluster, step, state=state, recompute=recompute)
+    decided = options_of(found.best.layout, shape.layers, cluster)
+    twice = sorted(decided.keys() & options.keys())
+    if twice:
+        raise ValueError(f"{', '.join(twice)} in autoparallelize(); expected none: it decides them")
+    known = {one.name for one in fields(HybridParallelPlugin)}
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)} in autoparallelize(); expected options of HybridParallelPlugin"
+        )
+    return AutoParallelPlugin(precision=precision, found=found, **decided, **options)
+
+
+def _step(batch: Any) -> Step:
+    rows = rows_of(batch)
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    first = values if isinstance(values, torch.Tensor) else next(
+        value for value in values if isinstance(value, torch.Tensor) and value.dim()
+    )  # fmt: skip
+    is_tokens = first.dim() == _DIMENSIONS and not first.is_floating_point()
+    return Step(rows, first.shape[1] if is_tokens else 1)
+
+
+def _cluster(
+    machine: Cluster | Hardware | str | None, devices: int | None, precision: str
+) -> Cluster:
+    if machine is None:
+        return cluster_here(devices, precision)
+    if isinstance(machine, str):
+        found = cluster_named(machine, devices or 1)
+    elif isinstance(machine, Hardware):
+        found = cluster_of(machine)
+    else:
+        found = machine
+    if devices is not None and found.ranks != devices:
+        raise ValueError(
+            f"devices={devices} with a machine of {found.ranks} ranks; expected one number"
+        )
+    return found
+
+
+def options_of(layout: Layout, layers: int, cluster: Cluster) -> dict[str, Any]:
+    """Options of `HybridParallelPlugin` for a layout.
+
+    layers: of the model, which the stages of a pipeline share as evenly as they can.
+    """
+    found: dict[str, Any] = {
+        "tp_size": layout.tp, "pp_size": layout.pp, "extra_dp_size": layout.replicas,
+        "ep_size": layout.ep, "zero_stage": 2 if layout.zero == "2" else 1,
+        "placement_policy": _placement(layout, cluster),
+    }  # fmt: skip
+    if layout.pp > 1:
+        stages = layout.pp * layout.chunks
+        bounds = Cut.of(layers, stages)
+        found |= {
+            "pp_style": layout.style, "num_model_chunks": layout.chunks,
+            "num_microbatches": layout.micro_batches,
+            "num_layers_per_stage": [len(bounds.layers(i)) for i in range(stages)],
+        }  # fmt: skip
+    if layout.sp > 1:
+        found |= {
+            "enable_sequence_parallelism": True, "sp_size": layout.sp,
+            "sequence_parallelism_mode": layout.sp_mode,
+        }  # fmt: skip
+    elif layout.in_sequence:
+        found["enable_sequence_parallelism"] = True
+    return found
+
+
+def _placement(layout: Layout, cluster: Cluster) -> Placement | None:
+    """Placement of model data; None: the stage's own."""
+    if layout.zero == "3":
+        return StaticPlacement.zero(3)
+    if layout.zero == PLANNED:
+        budgets = f"{cluster.device_bytes}B", f"{cluster.host_bytes * cluster.per_node}B"
+        return AutoPlacement(device_budget=budgets[0], host_budget=budgets[1])
+    return None
+
+
+def boosted(
+    model: nn.Module, meta_args: Any = None, *args: Any, memory_budget: float = -1.0,
+    **others: Any,
+) -> nn.Module:  # fmt: skip
+    """Colossal-AI's `autoparallelize`: the model in its best layout, ready for a loop.
+
+    meta_args: inputs of one step of all ranks. memory_budget: bytes of a device; -1: what it has.
+    Options of its solver change nothing, and are said. Raises ValueError as `autoparallelize`
+    does, and for a layout with a pipeline, whose step is `booster.execute_pipeline`.
+    """
+    if meta_args is None:
+        raise ValueError("autoparallelize() without inputs; expected meta_args, those of one step")
+    solver = [f"argument {i + 3}" for i in range(len(args))] + sorted(others)
+    accept(dict.fromkeys(solver, "every layout that the plugins run is priced"))
+    cluster = cluster_here()
+    if memory_budget > 0:
+        cluster = replace(cluster, device_bytes=int(memory_budget))
+    step = _step(meta_args)
+    shape = shape_of(model, meta_args, seq=step.seq)
+    found = search(replace(shape, can=shape.can - {"pp"}), cluster, step)
+    plugin = AutoParallelPlugin(
+        precision="bf16", found=found, **options_of(found.best.layout, shape.layers, cluster)
+    )
+    return Booster(plugin=plugin).boost(model)[0]

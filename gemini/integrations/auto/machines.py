@@ -1,0 +1,138 @@
+"""Clusters: of a card by its data sheet, of a machine that was asked about, and of this one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gemini.integrations.parts import this_device
+from gemini.layouts.cluster import Cluster, Link
+from gemini.placement.homes.budgets import USABLE
+from gemini.plan.machine import Hardware, machine_of
+from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.comm.connect import everyone
+from gemini.runtime.memory.backend import make_backend
+from gemini.runtime.memory.machine import look_at_machine, ranks_here
+from gemini.units import MIB
+
+ATTENTION = 0.45  # of the rate of products: attention's, forward and backward
+UPDATE_BYTES = 20e9  # of state that the cores of a rank with a card read and write a second
+# bytes a second each way of a card: to its neighbours, and across nodes
+_LINKS = {
+    "h100": (450e9, 50e9), "h200": (450e9, 50e9), "a100": (300e9, 25e9), "a100-40g": (300e9, 25e9),
+}  # fmt: skip
+_USUAL_LINKS = (24e9, 12.5e9)  # PCIe 4, and 100 Gb/s
+_ACHIEVED = 0.85  # of a link
+_INSIDE_LATENCY, _ACROSS_LATENCY, _CPU_LATENCY = 8e-6, 2e-5, 2e-4
+_ROWS, _WIDTH = 512, {"cpu": 1024, "cuda": 8192}  # of a product that is timed
+_MESSAGE = 8 * MIB
+_TIMES = 5
+
+
+def cluster_of(machine: Hardware, gpu: str | None = None) -> Cluster:
+    """Cluster of a machine that is asked about.
+
+    gpu: name of the card, by which its links are known: `machine` has one speed of collectives.
+    """
+    links, budgets = machine.bandwidths, machine.budgets()
+    on_cpu = machine.device == "cpu"
+    if on_cpu:
+        inside = across = Link(_CPU_LATENCY, links.collective)
+    else:
+        here, beyond = (_ACHIEVED * speed for speed in _LINKS.get(gpu or "", _USUAL_LINKS))
+        inside, across = Link(_INSIDE_LATENCY, here), Link(_ACROSS_LATENCY, beyond)
+    flops = links.flops or machine_of({}, device=machine.device).bandwidths.flops
+    assert flops is not None
+    return Cluster(
+        machine.world_size, machine.ranks_per_node, budgets.device, budgets.host, flops,
+        ATTENTION * flops, links.device_memory, inside, across,
+        None if on_cpu else links.host_to_device,
+        links.device_memory if on_cpu else UPDATE_BYTES,
+        overlap=0.0 if on_cpu else 0.9,
+    )  # fmt: skip
+
+
+def cluster_named(gpu: str, devices: int, per_node: int = 8) -> Cluster:
+    """Cluster of a card by its data sheet. Raises ValueError for a card that is not known."""
+    return cluster_of(
+        machine_of({}, world_size=devices, ranks_per_node=min(per_node, devices), gpu=gpu), gpu
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Speeds of one rank while all ranks measure: of products, of memory, and of a collective."""
+
+    flops: float
+    memory: float
+    link: Link
+
+    @staticmethod
+    def least(every: list[Measured]) -> Measured:
+        """The least of all ranks, by which they agree."""
+        return Measured(
+            min(one.flops for one in every), min(one.memory for one in every),
+            Link(max(one.link.latency for one in every),
+                 min(one.link.bytes_per_s for one in every)),
+        )  # fmt: skip
+
+
+def measured(comm: Communicator, device: torch.device, dtype: torch.dtype) -> Measured:
+    """Measure this rank, in about a second. Collective."""
+    width = _WIDTH[device.type]
+    layer = torch.nn.Linear(width, width, bias=False, dtype=dtype, device=device)
+    rows = torch.ones(_ROWS, width, dtype=dtype, device=device, requires_grad=True)
+    seconds = _seconds(lambda: layer(rows).sum().backward(), device)
+    flops = 6.0 * _ROWS * width * width / seconds
+    values = torch.zeros(32 * MIB // 4, device=device)
+    memory = 2.0 * values.nbytes / _seconds(lambda: values.add_(1.0), device)
+    if comm.world_size == 1:
+        return Measured(flops, memory, Link(_CPU_LATENCY, memory))
+    few, many = comm.numbers([0.0], torch.float32), torch.zeros(_MESSAGE // 4, device=device)
+    latency = _seconds(lambda: comm.all_reduce(few).wait(), device)
+    passes = 2 * (comm.world_size - 1) / comm.world_size * _MESSAGE
+    spent = max(1e-6, _seconds(lambda: comm.all_reduce(many).wait(), device) - latency)
+    return Measured(flops, memory, Link(latency / 2, passes / spent))
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of a piece of work."""
+    found = []
+    for _ in range(_TIMES + 1):
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - started)
+    return sorted(found[1:])[_TIMES // 2]
+
+
+def cluster_here(devices: int | None = None, precision: str = "bf16") -> Cluster:
+    """Cluster like this machine, measured by all ranks at once. Collective.
+
+    devices: ranks that are asked about; None: those that there are. One speed is measured for
+    links of both classes, over all ranks.
+    """
+    device, comm = this_device(), everyone(None, None)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    here = ranks_here(comm)
+    machine = look_at_machine(make_backend(device), here, None)
+    found = Measured.least(comm.gather_objects(measured(comm, device, dtype)))
+    left = min(comm.gather_objects((machine.device_bytes_left, machine.host_bytes_left)))
+    on_cpu = device.type == "cpu"
+    own, node = (int(USABLE * nbytes) for nbytes in left)
+    ranks = devices or comm.world_size
+    cores = len(os.sched_getaffinity(0))
+    threads = min(torch.get_num_threads(), cores)
+    return Cluster(
+        ranks, min(here, ranks), own // (here if on_cpu else 1), node // here,
+        found.flops, ATTENTION * found.flops, found.memory, found.link, found.link,
+        None if on_cpu else machine.speeds.links.host_to_device,
+        found.memory if on_cpu else UPDATE_BYTES,
+        burst=max(1.0, threads / min(threads, cores / here)) if on_cpu else 1.0,
+        overlap=0.0 if on_cpu else 0.9,
+    )  # fmt: skip

@@ -1,0 +1,300 @@
+"""Price of a layout: seconds of a step and bytes of the rank that has most, each by what it is for.
+Pure.
+
+n tokens of a micro-batch on a rank · m micro-batches · p places of a pipeline · v stages of a place
+F forward, B backward of a place for one micro-batch
+
+Pipelines take those schedules of torch that the plugins run. With equal places 1F1B takes
+(m + p - 1)(F + B), the interleaved one (m + (p - 1) / v)(F + B): Narayanan et al., arXiv 2104.04473,
+section 2.2. A zero-bubble V fills its bubble with gradients of weights: Qi et al., arXiv 2401.10241.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from gemini.optim.rules.state_layout import KINDS as STATES
+
+from .cluster import Cluster
+from .layout import INTERLEAVED, ONE, PLANNED, RING, ZBV, Layout, Step
+from .shape import ModelShape
+
+FORWARD_PASSES, BACKWARD_PASSES = 2.0, 4.0  # times that saved bytes pass memory beside products
+FLASH_BACKWARD = 2.5  # of attention's forward, whose scores are computed again
+STATE_BYTES = dict(zip(STATES, (8.0, 4.0, 2.1), strict=False))  # of Adam's moments, an element
+MASTER, GRADIENT = 4.0, 4.0  # bytes of an element in fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Price of a layout.
+
+    seconds, nbytes: by name. left: bytes of model data that leave the device.
+    """
+
+    seconds: Mapping[str, float]
+    nbytes: Mapping[str, float]
+    left: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the device at the peak."""
+        return sum(self.nbytes.values()) - self.left
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """One layout with all that its price is computed from. state: of `HybridAdam`."""
+
+    shape: ModelShape
+    cluster: Cluster
+    step: Step
+    layout: Layout
+    state: str = "fp32"
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on a rank."""
+        return self.layout.batch * self.step.seq // self.layout.sp
+
+    @cached_property
+    def layers(self) -> int:
+        """Layers of the place that has most."""
+        places = self.layout.pp * self.layout.chunks
+        return -(-self.shape.layers // places) * self.layout.chunks
+
+    @cached_property
+    def saved(self) -> float:
+        """Bytes of a token that a layer's backward needs, on a rank."""
+        layout, scores = self.layout, self.shape.scores * self.step.seq
+        return self.shape.saved.of_rank(layout.tp, in_sequence=layout.in_sequence) + (
+            scores / layout.tp
+        )
+
+    # ---- one layer and one micro-batch
+
+    def _layer(self) -> tuple[float, float]:
+        """Seconds of a layer's forward and backward, without what ranks exchange."""
+        layout, cluster = self.layout, self.cluster
+        products, attention = self.shape.layer_flops(self.step.seq)
+        mine = self.tokens / layout.tp
+        dot = products * mine / cluster.flops
+        attend = attention * mine / cluster.attention
+        passes = self.shape.passes * self.saved * self.tokens / cluster.memory
+        forward = dot + attend + FORWARD_PASSES * passes
+        backward = 2 * dot + FLASH_BACKWARD * attend + BACKWARD_PASSES * passes
+        return forward, backward + (forward if layout.recompute else 0.0)
+
+    def _tensor(self) -> tuple[float, float]:
+        """Seconds of reductions between ranks that split a layer, in forward and backward.
+
+        Where tokens are split too, each is an all-gather and a reduce-scatter: as many bytes.
+        """
+        layout = self.layout
+        if layout.tp == 1:
+            return 0.0, 0.0
+        nbytes = self.tokens * self.shape.hidden * self.shape.itemsize
+        one = self.cluster.reduce(nbytes, layout.tp, layout.stride["tp"])
+        forward, backward = self.shape.reduces
+        return forward * one, (backward + (forward if layout.recompute else 0)) * one
+
+    def _sequence(self) -> tuple[float, float]:
+        """Seconds of exchanges between ranks that share sequences, in forward and backward."""
+        layout, shape = self.layout, self.shape
+        if layout.sp == 1:
+            return 0.0, 0.0
+        width = shape.itemsize * shape.head_dim * self.tokens / layout.tp
+        stride = layout.stride["sp"]
+        if layout.sp_mode == RING:  # keys and values go round; backward takes their gradients too
+            around = (layout.sp - 1) * self.cluster.send(2 * shape.kv_heads * width, stride)
+            forward, backward = around, 2 * around
+        else:
+            one, few = (self.cluster.exchange(heads * width, layout.sp, stride)
+                        for heads in (shape.heads, shape.kv_heads))  # fmt: skip
+            forward = backward = 2 * one + 2 * few
+        return forward, backward + (forward if layout.recompute else 0.0)
+
+    def _experts(self) -> tuple[float, float]:
+        """Seconds of tokens on their way to experts and back, in forward and backward."""
+        layout, shape = self.layout, self.shape
+        nbytes = self.tokens * shape.experts_used * shape.hidden * shape.itemsize
+        one = self.cluster.exchange(nbytes, layout.ep, layout.stride["ep"])
+        return 2 * one, 2 * one * (2 if layout.recompute else 1)
+
+    def _head(self) -> float:
+        """Seconds of the head, forward and backward."""
+        mine = self.tokens / self.layout.tp
+        passes = (FORWARD_PASSES + BACKWARD_PASSES) / 3 * self.shape.ends / self.cluster.memory
+        return mine * (3 * self.shape.head_flops / self.cluster.flops + passes)
+
+    # ---- a step
+
+    def _runs(self) -> dict[str, float]:
+        """Seconds of all micro-batches of the slowest place, and what a pipeline adds."""
+        layout, m = self.layout, self.layout.micro_batches
+        parts = {
+            "compute": sum(self._layer()), "tensor": sum(self._tensor()),
+            "sequence": sum(self._sequence()), "experts": sum(self._experts()),
+        }  # fmt: skip
+        place = {name: self.layers * seconds for name, seconds in parts.items()}
+        head = self._head()
+        if layout.pp == 1:
+            place["compute"] += head
+            return {name: m * seconds for name, seconds in place.items()}
+        each = sum(place.values())
+        slowest = each + head  # the last place
+        fill = self._bubble(each, head)
+        work = m * (each + head / layout.pp)  # of a place, on average
+        wait = m * slowest + fill - work
+        if self.cluster.burst > 1:  # a rank that waits leaves its cores to the others
+            wait = max(0.0, (m * slowest + fill) / self.cluster.burst - work)
+        nbytes = self.tokens * self.shape.hidden * self.shape.itemsize
+        message = self.cluster.send(nbytes, layout.stride["pp"])
+        # in the steady state a place sends while it computes; while it fills nothing else runs
+        sends = 2 * (layout.pp - 1) * message
+        beside = 2 * m * layout.chunks * message
+        sends += (1 - self.cluster.overlap) * beside
+        return {name: m * seconds for name, seconds in place.items()} | {
+            "compute": m * (place["compute"] + head / layout.pp), "bubble": wait, "messages": sends,
+        }  # fmt: skip
+
+    def _bubble(self, each: float, head: float) -> float:
+        """Seconds in which the slowest place waits for its first and last micro-batches."""
+        layout = self.layout
+        fill = (layout.pp - 1) * each / layout.chunks
+        if layout.style == ZBV:  # F, B and W of a stage are about as long: F + B - 2 W is left
+            forward, backward = self._layer()
+            weight = backward / 2 if not layout.recompute else (backward - forward) / 2
+            share = max(0.0, forward + backward - 2 * weight) / (forward + backward)
+            return fill * share * 0.5
+        return fill
+
+    @cached_property
+    def _numels(self) -> tuple[float, float, float]:
+        """Elements of a place: dense ones, experts, and of its largest layer."""
+        shape, layout = self.shape, self.layout
+        dense = shape.layer_numel - shape.split_numel + shape.split_numel / layout.tp
+        experts = shape.expert_numel / layout.ep
+        ends = [shape.first_numel / layout.tp, shape.last_numel / layout.tp]
+        if layout.pp > 1 and shape.tied:
+            ends[1] += ends[0]
+        beside = sum(ends) if layout.pp == 1 or layout.style == ZBV else max(ends)
+        return self.layers * dense + beside, self.layers * experts, dense + experts
+
+    def _shared(self, seconds: dict[str, float]) -> dict[str, float]:
+        """Seconds in which gradients are reduced and parameters gathered, beyond those that run
+        beside products."""
+        layout, cluster, size = self.layout, self.cluster, self.shape.itemsize
+        dense, experts, _ = self._numels
+        stride = layout.stride["ep" if layout.sp == 1 else "sp"]
+        ranks = layout.shards
+
+        def once(numel: float, ranks: int) -> float:
+            return cluster.gather(numel * size, ranks, stride)
+
+        one = once(dense, ranks) + once(experts, layout.expert_shards)
+        of_replicas = cluster.reduce(
+            (dense / ranks + experts / layout.expert_shards) * size,
+            layout.replicas, layout.stride["replicas"],
+        )  # fmt: skip
+        sharded = layout.zero in ("3", PLANNED) and ranks > 1
+        times = float(layout.micro_batches)
+        forward = one * (times if sharded else 1)  # ZeRO-1 and 2 gather behind the step
+        backward = one * (2 * times if sharded else 1)
+        if layout.zero == "2":
+            backward = one * times
+        backward += of_replicas
+        busy = seconds["compute"]
+        beside = (busy / 3, busy * 2 / 3)
+        if not sharded:  # reduced behind the last backward's layers; gathered before a forward
+            beside = (0.0, busy * 2 / 3 / layout.micro_batches)
+        hidden = cluster.overlap * (min(forward, beside[0]) + min(backward, beside[1]))
+        first = once(self._numels[2], ranks) if sharded else 0.0
+        return {"shards": forward + backward - hidden + first}
+
+    def _updated(self, left: float) -> dict[str, float]:
+        """Seconds of the update, and of state that is not on the device."""
+        layout, cluster = self.layout, self.cluster
+        dense, experts, _ = self._numels
+        numel = dense / layout.shards + experts / layout.expert_shards
+        state = STATE_BYTES[self.state] + MASTER
+        away = min(1.0, left / (numel * state)) if left else 0.0
+        passes = 2 * state + GRADIENT + self.shape.itemsize
+        seconds = {"update": (1 - away) * numel * passes / cluster.memory}
+        if left:
+            link = cluster.host or cluster.memory
+            moved = numel * away * self.shape.itemsize
+            seconds["homes"] = moved / link + numel * away * passes / cluster.host_update
+            more = left - numel * state  # parameters, read in forward and in backward
+            seconds["homes"] += 2 * layout.micro_batches * max(0.0, more) / link
+        return seconds
+
+    def _bytes(self) -> dict[str, float]:
+        """Bytes of the rank that has most."""
+        layout, shape = self.layout, self.shape
+        dense, experts, largest = self._numels
+        shards, of_experts = layout.shards, layout.expert_shards
+        own = dense / shards + experts / of_experts
+        whole = dense + experts
+        found = {"state": own * (STATE_BYTES[self.state] + MASTER)}
+        if layout.zero in ("3", PLANNED) and shards > 1:
+            found["parameters"] = own * shape.itemsize + 2 * largest * shape.itemsize
+            found["gradients"] = own * shape.itemsize
+        elif layout.zero == "2" and shards > 1:
+            found["parameters"] = whole * shape.itemsize
+            found["gradients"] = own * shape.itemsize + largest * shape.itemsize
+        else:
+            found["parameters"] = found["gradients"] = whole * shape.itemsize
+        if layout.micro_batches > 1:
+            found["sums"] = own * GRADIENT
+        found["activations"] = self.tokens * (
+            self._kept() + max(shape.ends / layout.tp, shape.working / layout.tp)
+        )
+        return found
+
+    def _kept(self) -> float:
+        """Bytes that a place keeps for backward, for each token of a micro-batch."""
+        layout = self.layout
+        rounds = {
+            ONE: min(layout.micro_batches, layout.pp),
+            INTERLEAVED: layout.pp + (layout.pp - 1) / layout.chunks,
+            ZBV: layout.pp,
+        }[layout.style]
+        if not layout.recompute:
+            return rounds * self.layers * self.saved
+        width = self.shape.hidden * self.shape.itemsize
+        width /= layout.tp if layout.in_sequence else 1
+        return rounds * self.layers * width + self.saved
+
+    @cached_property
+    def needed(self) -> float:
+        """Bytes on the device, if nothing leaves it."""
+        return sum(self._bytes().values())
+
+    def price(self, *, fits: bool = True) -> Price | None:
+        """Price of the layout; None if it does not fit. fits: False prices it all the same."""
+        found, limit = self._bytes(), self.cluster.device_bytes
+        if not fits:
+            seconds = self._runs()
+            return Price(seconds | self._shared(seconds) | self._updated(0.0), found)
+        over = sum(found.values()) - limit
+        left = 0.0
+        if over > 0:
+            movable = found["state"] + found["parameters"] + found["gradients"]
+            if self.layout.zero != PLANNED or over > min(movable, self.cluster.host_bytes):
+                return None
+            if self.cluster.host is None:
+                return None
+            left = over
+        elif self.layout.zero == PLANNED and self.layout.pp == 1:
+            return None  # as stage 3, which fits
+        seconds = self._runs()
+        seconds |= self._shared(seconds) | self._updated(left)
+        return Price(seconds, found, left)
