@@ -243,7 +243,7 @@ class Pricing:
         shards, of_experts = layout.shards, layout.expert_shards
         own = dense / shards + experts / of_experts
         whole = dense + experts
-        found = {"state": own * (STATE_BYTES[self.state] + MASTER)}
+        found: dict[str, float] = {"state": own * (STATE_BYTES[self.state] + MASTER)}
         if layout.zero in ("3", PLANNED) and shards > 1:
             found["parameters"] = own * shape.itemsize + 2 * largest * shape.itemsize
             found["gradients"] = own * shape.itemsize
