@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from .styles import Divided
+from .styles import Conv1DRowwise, Divided, FusedColwise
 
 TIME = 1  # the dimension of the sequence
 _PART, _WHOLE = Shard(TIME), Replicate()
@@ -41,14 +41,18 @@ def in_sequence(
     around: list[tuple[str, ParallelStyle]] = []
     for layer in layers:
         # what a layer itself reads the shape of is a DTensor, which has that of the whole
-        children = model.get_submodule(layer).named_children()
-        local = not any(f"{layer}.{name}" in styles for name, _ in children)
-        around += _between(model, styles, layer, local=local)
+        around += _between(model, styles, layer, local=not _splits_children(model, styles, layer))
     for stage in stages or [model]:
         here = {id(module) for module in stage.modules()}
         mine = [layer for layer in layers if id(model.get_submodule(layer)) in here]
         around += [(mine[0], _Hooked(_part)), (mine[-1], _Hooked(_whole, gives=True))]
     return around
+
+
+def _splits_children(model: nn.Module, styles: Mapping[str, ParallelStyle], layer: str) -> bool:
+    """Whether a layer calls split layers itself, not modules that have some."""
+    names = [f"{layer}.{name}" for name, _ in model.get_submodule(layer).named_children()]
+    return any(name in styles and not isinstance(styles[name], Divided) for name in names)
 
 
 def _between(
@@ -61,10 +65,11 @@ def _between(
     for name, child in model.get_submodule(layer).named_children():
         where = f"{layer}.{name}"
         inside = [key for key in styles if key == where or key.startswith(f"{where}.")]
+        fused = isinstance(styles.get(where), FusedColwise)  # gathers nothing itself
         if any(_adds(module, at, styles) for at, module in child.named_modules(prefix=where)):
             yield from _between(model, styles, where, local=True)
             continue
-        if inside and inside != [where]:
+        if fused or (inside and inside != [where]):
             yield where, _Hooked(_gathered)
         for key in inside:
             styles[key] = _of_parts(key, styles[key], alone=key == where)
@@ -112,7 +117,9 @@ def _of_parts(name: str, style: ParallelStyle, *, alone: bool) -> ParallelStyle:
         (layout,) = style.output_layouts
         kind = _Columns if alone else ColwiseParallel
         return kind(input_layouts=_PART if alone else _WHOLE, output_layouts=layout)
-    if isinstance(style, (SequenceParallel, Divided)):
+    if isinstance(style, Conv1DRowwise):
+        return Conv1DRowwise(gives_part=True)
+    if isinstance(style, (SequenceParallel, Divided, FusedColwise)):
         return style
     raise ValueError(
         f"the plan splits {name} by a {type(style).__name__}, in a layer whose sequence is split; "
