@@ -65,11 +65,10 @@ def _between(
     for name, child in model.get_submodule(layer).named_children():
         where = f"{layer}.{name}"
         inside = [key for key in styles if key == where or key.startswith(f"{where}.")]
-        fused = isinstance(styles.get(where), FusedColwise)  # gathers nothing itself
         if any(_adds(module, at, styles) for at, module in child.named_modules(prefix=where)):
             yield from _between(model, styles, where, local=True)
             continue
-        if fused or (inside and inside != [where]):
+        if inside and inside != [where]:
             yield where, _Hooked(_gathered)
         for key in inside:
             styles[key] = _of_parts(key, styles[key], alone=key == where)
@@ -119,7 +118,8 @@ def _of_parts(name: str, style: ParallelStyle, *, alone: bool) -> ParallelStyle:
         return kind(input_layouts=_PART if alone else _WHOLE, output_layouts=layout)
     if isinstance(style, Conv1DRowwise):
         return Conv1DRowwise(gives_part=True)
-    if isinstance(style, (SequenceParallel, Divided, FusedColwise)):
+    is_fused = isinstance(style, FusedColwise) and not alone  # which gathers nothing itself
+    if is_fused or isinstance(style, (SequenceParallel, Divided)):
         return style
     raise ValueError(
         f"the plan splits {name} by a {type(style).__name__}, in a layer whose sequence is split; "

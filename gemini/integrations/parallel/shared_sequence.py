@@ -30,6 +30,11 @@ from .cut import TransformerStage
 MODES = ("all_to_all", "ring_attn")
 _CAUSAL = ("ForCausalLMLoss", "loss_of_head")  # transformers', and `chunk_loss`'s
 _NAME = "gemini_shared_sequence"
+_OF_BLOOM = "BloomAttention"
+_WANTED = (
+    "expected a model whose layers all compute it by transformers' AttentionInterface, or BLOOM. "
+    "Others see this rank's tokens alone: use enable_sequence_parallelism with 'split_gather'"
+)
 # transformers calls attention as one function for all models, which finds its model's object here
 _shared: weakref.WeakKeyDictionary[nn.Module, SharedSequence] = weakref.WeakKeyDictionary()
 
@@ -62,6 +67,12 @@ def share_sequence(
         raise ValueError(
             f"{type(model).__name__} has its sequences split; expected a causal language model of "
             "transformers, whose attention and loss can be those of a part"
+        )
+    own = any(type(module).__name__ == _OF_BLOOM for module in model.modules())
+    if not own and not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"{type(model).__name__} computes its attention itself, and its sequences are split; "
+            f"{_WANTED}"
         )
     if getattr(config, "attention_chunk_size", None):
         raise ValueError(
@@ -96,7 +107,7 @@ class SharedSequence:
         """Hook a model, or a stage of it. These hooks run first, so that others see parts."""
         for module in model.modules():
             _shared[module] = self
-            if type(module).__name__ == "BloomAttention":
+            if type(module).__name__ == _OF_BLOOM:
                 _attend_with_slopes(module, model.config.num_attention_heads)
         if isinstance(model, TransformerStage):
             take, gives = self._begin, vars(model).get("gives", lambda output: output)
@@ -242,10 +253,7 @@ class SharedSequence:
         layers = model.depth if isinstance(model, TransformerStage) else layers
         if self._calls < layers:
             raise ValueError(
-                f"{self._name} called attention {self._calls} times in {layers} layers; "
-                "expected a model whose layers all compute it by transformers' AttentionInterface. "
-                "Others see this rank's tokens alone: use enable_sequence_parallelism with "
-                "'split_gather'"
+                f"{self._name} called attention {self._calls} times in {layers} layers; {_WANTED}"
             )
 
     def given(self, output: Any) -> Any:
