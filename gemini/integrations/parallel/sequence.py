@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from .styles import Conv1DRowwise, Divided, FusedColwise
+from .styles import ClonedRowwise, Conv1DRowwise, Divided, FusedColwise
 
 TIME = 1  # the dimension of the sequence
 _PART, _WHOLE = Shard(TIME), Replicate()
@@ -111,7 +111,8 @@ def _of_parts(name: str, style: ParallelStyle, *, alone: bool) -> ParallelStyle:
     """Style of a split layer between parts. `alone`: no module around it gathers its input."""
     if isinstance(style, RowwiseParallel):
         (layout,) = style.input_layouts
-        return _Rows(input_layouts=layout, output_layouts=_PART)
+        rows = _ClonedRows if isinstance(style, ClonedRowwise) else _Rows
+        return rows(input_layouts=layout, output_layouts=_PART)
     if isinstance(style, ColwiseParallel):
         (layout,) = style.output_layouts
         kind = _Columns if alone else ColwiseParallel
@@ -139,6 +140,12 @@ class _Rows(RowwiseParallel):
     @staticmethod
     def _prepare_output_fn(layouts: Any, local: Any, mod: Any, x: Any, mesh: Any) -> Any:
         return RowwiseParallel._prepare_output_fn((_part_of(x),), local, mod, x, mesh)
+
+
+class _ClonedRows(_Rows):
+    @staticmethod
+    def _prepare_output_fn(layouts: Any, local: Any, mod: Any, x: Any, mesh: Any) -> Any:
+        return _Rows._prepare_output_fn(layouts, local, mod, x, mesh).clone()
 
 
 class _Columns(ColwiseParallel):

@@ -44,7 +44,7 @@ ALL = {
         ),
         ("ZeRO-3, chunked loss", "Llama", {"plugin": GeminiPlugin, "tp_size": 2, "tokens": 5}),
         *((f"{kind} sequence", kind, SEQUENCE) for kind in ("Llama tied", "Qwen3", "BERT", "OPT")),
-        *((f"{kind} sequence", kind, SEQUENCE) for kind in ("GPT-2 tied", "BLOOM post")),
+        *((f"{kind} sequence", kind, SEQUENCE) for kind in ("GPT-2 tied", "Falcon", "BLOOM post")),
         ("Mixtral shared out", "Mixtral", {"tp_size": 1, "pp_size": 1, "ep_size": 2}),
     ],
     4: [
