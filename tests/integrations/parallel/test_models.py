@@ -60,8 +60,8 @@ ALL = {
         ("Qwen3-MoE shared out", "Qwen3-MoE", {"plugin": GeminiPlugin, "ep_size": 2}),
         ("Mixtral shared out in stages", "Mixtral", CUT | {"ep_size": 2}),
         ("GPT-2 sequence, data", "GPT-2", GATHERED),
-        ("BERT sequence, data", "BERT", GATHERED),
         ("BLOOM sequence in stages", "BLOOM", GATHERED | BOTH),
+        ("BERT sequence, data", "BERT", GATHERED),
     ],
 }
 CASES = {ranks: cases[::2] for ranks, cases in ALL.items()}  # the others: tests/deep/meshes/
