@@ -11,11 +11,16 @@ Ring: keys and values pass all ranks; what queries see of each block is merged b
 which is exact. The sequence is cut in 2 P pieces, of which rank r has r and 2 P - 1 - r: so all
 have 2 P + 1 blocks to compute. Sums are fp32. Bytes: forward 2 n (P - 1), backward
 2 n (P - 1) + 2 m P, where n = B K s D i, and m is the same of fp32.
+
+Slopes [H] are those of ALiBi: a key at position p of the sequence has slope * p added to its
+scores. A tile knows where its keys are, so nothing more is sent. With slopes Ulysses computes as a
+ring of one rank does, because torch's attention would need a bias of [H / P, P * s, P * s].
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,11 +83,13 @@ def exchanged(
 
 
 def ulysses(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float, group: Any
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float, group: Any,
+    slopes: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Causal attention by heads, [B, H, s, D]. Collective.
 
-    Heads of keys and values are repeated where there are fewer than ranks.
+    Heads of keys and values are repeated where there are fewer than ranks. slopes: [H] of ALiBi,
+    with which nothing is dropped.
     Raises ValueError for heads that the ranks do not divide.
     """
     ranks, heads, few = group.size(), q.shape[1], k.shape[1]
@@ -95,10 +102,14 @@ def ulysses(
     if few % ranks:
         k, v = (x.repeat_interleave(ranks // few, dim=1) for x in (k, v))
     q, k, v = (_Swap.apply(x, group, True) for x in (q, k, v))
-    out = scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    if slopes is None:
+        out = scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+    else:
+        own = slopes.chunk(ranks)[dist.get_rank(group)]
+        out = _in_ring(q, k, v, scale, _Ring(None, 1), own)
     swapped: Tensor = _Swap.apply(out, group, False)
     return swapped
 
@@ -106,16 +117,35 @@ def ulysses(
 # -- ring --
 
 
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Scores of some queries and keys of a block.
+
+    first: the first query in its piece, if queries and keys are of one piece, else None.
+    at: position of the first key in the sequence.
+    """
+
+    queries: slice
+    keys: slice
+    first: int | None
+    at: int
+
+
 class _Ring:
     """Order in which ranks pass blocks: around `inner` neighbours, then to the next such group.
 
-    With inner = P that is one ring.
+    With inner = P that is one ring. group: None is a ring of one rank, which has all tokens in
+    order.
     """
 
     def __init__(self, group: Any, inner: int) -> None:
         self.group, self._inner = group, inner
-        self.ranks: int = group.size()
-        self.me: int = dist.get_rank(group)
+        self.ranks: int = 1 if group is None else group.size()
+        self.me: int = 0 if group is None else dist.get_rank(group)
+
+    def pieces(self, rank: int) -> tuple[int, ...]:
+        """Numbers of the pieces of the sequence that a rank has, in its order."""
+        return (0,) if self.ranks == 1 else (rank, 2 * self.ranks - 1 - rank)
 
     def owner(self, step: int, rank: int | None = None) -> int:
         """Rank whose block `rank` (None: this one) has after `step` passes."""
@@ -135,6 +165,8 @@ class _Ring:
 
     def home(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send each block's tensors to its owner after the last pass, and wait for this rank's."""
+        if self.ranks == 1:
+            return list(tensors)
         last = self.ranks - 1
         to = self.owner(last)
         of = next(rank for rank in range(self.ranks) if self.owner(last, rank) == self.me)
@@ -149,21 +181,18 @@ class _Ring:
         receives = [dist.P2POp(dist.irecv, x, of, self.group) for x in found]
         return found, dist.batch_isend_irecv([*sends, *receives])
 
-    def tiles(self, other: int, half: int) -> Iterator[tuple[slice, slice, int | None]]:
-        """Tiles of scores that causality leaves: (queries, keys, first query or None).
-
-        The first query is counted in its piece, and given where queries and keys are of one piece.
-        half: tokens of a piece.
-        """
-        for a, mine in enumerate((self.me, 2 * self.ranks - 1 - self.me)):
-            for b, theirs in enumerate((other, 2 * self.ranks - 1 - other)):
-                for begin in range(0, half, QUERIES) if mine >= theirs else ():
-                    end = min(begin + QUERIES, half)
-                    seen = end if mine == theirs else half
-                    yield (
-                        slice(a * half + begin, a * half + end),
-                        slice(b * half, b * half + seen),
+    def tiles(self, other: int, size: int) -> Iterator[_Tile]:
+        """Tiles of scores that causality leaves. size: tokens of a piece."""
+        for a, mine in enumerate(self.pieces(self.me)):
+            for b, theirs in enumerate(self.pieces(other)):
+                for begin in range(0, size, QUERIES) if mine >= theirs else ():
+                    end = min(begin + QUERIES, size)
+                    seen = end if mine == theirs else size
+                    yield _Tile(
+                        slice(a * size + begin, a * size + end),
+                        slice(b * size, b * size + seen),
                         begin if mine == theirs else None,
+                        theirs * size,
                     )
 
 
@@ -174,28 +203,40 @@ def ended(passed: tuple[list[Tensor], list[Any]]) -> list[Tensor]:
     return found
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, begin: int | None) -> Tensor:
-    scores = (q.float() @ k.float().transpose(-1, -2)) * scale
-    if begin is not None:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-        scores = scores.masked_fill(hidden.triu(begin + 1), -torch.inf)
-    return scores
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """How scores follow from queries and keys. slopes: [K, H / K, 1, 1] fp32, or None."""
+
+    scale: float
+    slopes: Tensor | None
+
+    def scores(self, q: Tensor, k: Tensor, tile: _Tile) -> Tensor:
+        """Scores of one tile [B, K, H / K, queries, keys] in fp32, -inf where causality hides."""
+        scores = (q.float() @ k.float().transpose(-1, -2)) * self.scale
+        if self.slopes is not None:
+            keys = torch.arange(tile.at, tile.at + k.shape[-2], device=k.device)
+            scores += self.slopes * keys
+        if tile.first is not None:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+            scores = scores.masked_fill(hidden.triu(tile.first + 1), -torch.inf)
+        return scores
 
 
 class _RingAttention(Function):
     """Ring attention: q [B, K, H / K, s, D]; k, v [B, K, 1, s, D] -> like q."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, ring: _Ring) -> Tensor:
-        half = q.shape[-2] // 2
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: _Scoring, ring: _Ring) -> Tensor:
+        size = q.shape[-2] // len(ring.pieces(ring.me))
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         lse = out.new_full(q.shape[:-1], -torch.inf)
         there = [k, v]
         for step in range(ring.ranks):
             # begun before computing, so that the next block travels meanwhile
             passed = ring.begin(there, step) if step < ring.ranks - 1 else (there, [])
-            for rows, cols, begin in ring.tiles(ring.owner(step), half):
-                scores = _scores(q[..., rows, :], there[0][..., cols, :], scale, begin)
+            for tile in ring.tiles(ring.owner(step), size):
+                rows, cols = tile.queries, tile.keys
+                scores = how.scores(q[..., rows, :], there[0][..., cols, :], tile)
                 of_block = scores.logsumexp(-1)
                 # earlier sums are rescaled to the new log-sum-exp, so no block is needed twice
                 new = torch.logaddexp(lse[..., rows], of_block)
@@ -205,13 +246,14 @@ class _RingAttention(Function):
                 lse[..., rows] = new
             there = ended(passed)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale, ctx.ring = scale, ring
+        ctx.how, ctx.ring = how, ring
         return out.to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        scale, ring, half = ctx.scale, ctx.ring, q.shape[-2] // 2
+        how, ring = ctx.how, ctx.ring
+        size = q.shape[-2] // len(ring.pieces(ring.me))
         grad = grad.float()
         delta = (grad * out).sum(-1)
         dq = torch.zeros_like(out)
@@ -219,12 +261,13 @@ class _RingAttention(Function):
         for step in range(ring.ranks):
             is_last = step == ring.ranks - 1
             passed = (there, []) if is_last else ring.begin(there, step)
-            for rows, cols, begin in ring.tiles(ring.owner(step), half):
+            for tile in ring.tiles(ring.owner(step), size):
+                rows, cols = tile.queries, tile.keys
                 of_q, of_k, of_v = q[..., rows, :], there[0][..., cols, :], there[1][..., cols, :]
-                weights = (_scores(of_q, of_k, scale, begin) - lse[..., rows, None]).exp()
+                weights = (how.scores(of_q, of_k, tile) - lse[..., rows, None]).exp()
                 arrived = grad[..., rows, :]
                 ds = arrived @ of_v.float().transpose(-1, -2) - delta[..., rows, None]
-                ds = ds.mul_(weights).mul_(scale)
+                ds = ds.mul_(weights).mul_(how.scale)
                 dq[..., rows, :] += ds @ of_k.float()
                 grads[0][..., cols, :] += _over_heads(ds, of_q.float())
                 grads[1][..., cols, :] += _over_heads(weights, arrived)
@@ -240,12 +283,23 @@ def _over_heads(a: Tensor, b: Tensor) -> Tensor:
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, group: Any, inner: int
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, group: Any, inner: int,
+    slopes: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal ring attention, [B, H, s, D], with tokens in the order of `positions`. Collective.
+
+    slopes: [H] of ALiBi.
+    """
+    return _in_ring(q, k, v, scale, _Ring(group, inner), slopes)
+
+
+def _in_ring(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, ring: _Ring, slopes: Tensor | None
 ) -> Tensor:
-    """Causal ring attention, [B, H, s, D], with tokens in the order of `positions`. Collective."""
     few = k.shape[1]
     grouped = q.unflatten(1, (few, -1))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    ring = _Ring(group, inner)
-    out: Tensor = _RingAttention.apply(grouped, k[:, :, None], v[:, :, None], scale, ring)
+    if slopes is not None:
+        slopes = slopes.float().view(few, -1, 1, 1)
+    how = _Scoring(q.shape[-1] ** -0.5 if scale is None else scale, slopes)
+    out: Tensor = _RingAttention.apply(grouped, k[:, :, None], v[:, :, None], how, ring)
     return out.flatten(1, 2)

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from .styles import Divided
+from .styles import ClonedRowwise, Conv1DRowwise, Divided, FusedColwise
 
 TIME = 1  # the dimension of the sequence
 _PART, _WHOLE = Shard(TIME), Replicate()
@@ -41,14 +41,18 @@ def in_sequence(
     around: list[tuple[str, ParallelStyle]] = []
     for layer in layers:
         # what a layer itself reads the shape of is a DTensor, which has that of the whole
-        children = model.get_submodule(layer).named_children()
-        local = not any(f"{layer}.{name}" in styles for name, _ in children)
-        around += _between(model, styles, layer, local=local)
+        around += _between(model, styles, layer, local=not _splits_children(model, styles, layer))
     for stage in stages or [model]:
         here = {id(module) for module in stage.modules()}
         mine = [layer for layer in layers if id(model.get_submodule(layer)) in here]
         around += [(mine[0], _Hooked(_part)), (mine[-1], _Hooked(_whole, gives=True))]
     return around
+
+
+def _splits_children(model: nn.Module, styles: Mapping[str, ParallelStyle], layer: str) -> bool:
+    """Whether a layer calls split layers itself, not modules that have some."""
+    names = [f"{layer}.{name}" for name, _ in model.get_submodule(layer).named_children()]
+    return any(name in styles and not isinstance(styles[name], Divided) for name in names)
 
 
 def _between(
@@ -107,12 +111,16 @@ def _of_parts(name: str, style: ParallelStyle, *, alone: bool) -> ParallelStyle:
     """Style of a split layer between parts. `alone`: no module around it gathers its input."""
     if isinstance(style, RowwiseParallel):
         (layout,) = style.input_layouts
-        return _Rows(input_layouts=layout, output_layouts=_PART)
+        rows = _ClonedRows if isinstance(style, ClonedRowwise) else _Rows
+        return rows(input_layouts=layout, output_layouts=_PART)
     if isinstance(style, ColwiseParallel):
         (layout,) = style.output_layouts
         kind = _Columns if alone else ColwiseParallel
         return kind(input_layouts=_PART if alone else _WHOLE, output_layouts=layout)
-    if isinstance(style, (SequenceParallel, Divided)):
+    if isinstance(style, Conv1DRowwise):
+        return Conv1DRowwise(gives_part=True)
+    is_fused = isinstance(style, FusedColwise) and not alone  # which gathers nothing itself
+    if is_fused or isinstance(style, (SequenceParallel, Divided)):
         return style
     raise ValueError(
         f"the plan splits {name} by a {type(style).__name__}, in a layer whose sequence is split; "
@@ -132,6 +140,12 @@ class _Rows(RowwiseParallel):
     @staticmethod
     def _prepare_output_fn(layouts: Any, local: Any, mod: Any, x: Any, mesh: Any) -> Any:
         return RowwiseParallel._prepare_output_fn((_part_of(x),), local, mod, x, mesh)
+
+
+class _ClonedRows(_Rows):
+    @staticmethod
+    def _prepare_output_fn(layouts: Any, local: Any, mod: Any, x: Any, mesh: Any) -> Any:
+        return _Rows._prepare_output_fn(layouts, local, mod, x, mesh).clone()
 
 
 class _Columns(ColwiseParallel):

@@ -9,9 +9,11 @@ token may be another rank's. The loss is the mean over all tokens, on every rank
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,11 @@ from .cut import TransformerStage
 MODES = ("all_to_all", "ring_attn")
 _CAUSAL = ("ForCausalLMLoss", "loss_of_head")  # transformers', and `chunk_loss`'s
 _NAME = "gemini_shared_sequence"
+_OF_BLOOM = "BloomAttention"
+_WANTED = (
+    "expected a model whose layers all compute it by transformers' AttentionInterface, or BLOOM. "
+    "Others see this rank's tokens alone: use enable_sequence_parallelism with 'split_gather'"
+)
 # transformers calls attention as one function for all models, which finds its model's object here
 _shared: weakref.WeakKeyDictionary[nn.Module, SharedSequence] = weakref.WeakKeyDictionary()
 
@@ -77,6 +84,12 @@ def check_shareable(model: Any) -> None:
             f"{type(model).__name__} has its sequences split; expected a causal language model of "
             "transformers, whose attention and loss can be those of a part"
         )
+    own = any(type(module).__name__ == _OF_BLOOM for module in model.modules())
+    if not own and not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"{type(model).__name__} computes its attention itself, and its sequences are split; "
+            f"{_WANTED}"
+        )
     if getattr(config, "attention_chunk_size", None):
         raise ValueError(
             f"{type(model).__name__} attends within chunks (attention_chunk_size), and its "
@@ -100,6 +113,8 @@ class SharedSequence:
         """Hook a model, or a stage of it. These hooks run first, so that others see parts."""
         for module in model.modules():
             _shared[module] = self
+            if type(module).__name__ == _OF_BLOOM:
+                _attend_with_slopes(module, model.config.num_attention_heads)
         if isinstance(model, TransformerStage):
             take, gives = self._begin, vars(model).get("gives", lambda output: output)
             vars(model)["gives"] = lambda output: self.given(gives(output))
@@ -244,10 +259,7 @@ class SharedSequence:
         layers = model.depth if isinstance(model, TransformerStage) else layers
         if self._calls < layers:
             raise ValueError(
-                f"{self._name} called attention {self._calls} times in {layers} layers; "
-                "expected a model whose layers all compute it by transformers' AttentionInterface. "
-                "Others see this rank's tokens alone: use enable_sequence_parallelism with "
-                "'split_gather'"
+                f"{self._name} called attention {self._calls} times in {layers} layers; {_WANTED}"
             )
 
     def given(self, output: Any) -> Any:
@@ -270,9 +282,10 @@ class SharedSequence:
         return type(output)(**found)
 
     def attend(
-        self, module: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, kwargs: Any
-    ) -> Tensor:
-        """Attention of this rank's tokens, [B, H, s, D]. Collective.
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, kwargs: Any,
+        slopes: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of this rank's tokens, [B, H, s, D]. Collective. slopes: [H] of ALiBi.
 
         Raises ValueError for attention to something else than all tokens before.
         """
@@ -288,14 +301,17 @@ class SharedSequence:
                 f"{type(module).__name__} has {what}, and its sequence of {self._length} is split; "
                 "expected attention to all tokens before, and no more"
             )
-        if not ring:
-            return ulysses(q, k, v, scale, dropout, self._group)
-        if dropout:
+        if dropout and (ring or slopes is not None):
+            where, other = "in a ring", ", or sequence_parallelism_mode='all_to_all'"
+            where, other = (where, other) if slopes is None else ("and adds alibi", "")
             raise ValueError(
-                f"{type(module).__name__} drops {dropout} of its attention, in a ring; expected 0: "
-                "attention_dropout=0.0 in the config, or sequence_parallelism_mode='all_to_all'"
+                f"{type(module).__name__} drops {dropout} of its attention, {where}; expected 0: "
+                f"attention_dropout=0.0 in the config{other}"
             )
-        return ring_attention(q, k, v, scale, self._group, self._asked.inner or self._ranks)
+        if not ring:
+            return ulysses(q, k, v, scale, dropout, self._group, slopes)
+        inner = self._asked.inner or self._ranks
+        return ring_attention(q, k, v, scale, self._group, inner, slopes)
 
 
 def _attention(
@@ -305,6 +321,41 @@ def _attention(
     """Attention function with the signature of transformers' interface."""
     out = _shared[module].attend(module, query, key, value, scaling, kwargs)
     return out.transpose(1, 2).contiguous(), None
+
+
+# -- BLOOM, whose attention is no function of transformers' interface --
+
+
+def _attend_with_slopes(module: Any, heads: int) -> None:
+    """Make an attention of BLOOM's compute with a part of the sequence. heads: of all ranks of tp.
+
+    The model's `alibi` counts the keys of this rank from 0, so the module gets slopes in its place,
+    [B * H, 1, 1] in fp32, of which a split module takes those of its own heads.
+    """
+    made = vars(sys.modules[type(module).__module__])["build_alibi_tensor"]
+    slopes = made(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)[:, :, 1:]
+
+    def given(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        hidden = args[0]
+        return args, kwargs | {"alibi": slopes.to(hidden.device).repeat(len(hidden), 1, 1)}
+
+    # before the hook of a split module, which cuts alibi
+    module.register_forward_pre_hook(given, with_kwargs=True, prepend=True)
+    module.forward = partial(_of_bloom, module)
+
+
+def _of_bloom(
+    module: Any, hidden: Tensor, residual: Tensor, alibi: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Forward of BLOOM's attention; alibi: slopes [B * H, 1, 1]."""
+    q, k, v = module._reshape(module.query_key_value(hidden))
+    dropout = module.attention_dropout.p if module.training else 0.0
+    out = _shared[module].attend(
+        module, q, k, v, module.inv_norm_factor, {"dropout": dropout},
+        alibi[: module.num_heads, 0, 0],
+    )  # fmt: skip
+    out = module.dense(out.transpose(1, 2).flatten(2))
+    return residual + nn.functional.dropout(out, module.hidden_dropout, module.training), None
 
 
 class _Mean(Function):

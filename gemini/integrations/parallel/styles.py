@@ -166,12 +166,19 @@ def of_parts(module: Any) -> Iterator[None]:
 
 
 class Conv1DRowwise(ParallelStyle):
-    """Style that gives each rank 1/T of a Conv1D's rows: split input, summed output."""
+    """Style that gives each rank 1/T of a Conv1D's rows: split input, summed output.
+
+    gives_part: each rank gets its part of the summed rows [..., rows, out], and not all of them.
+    """
+
+    def __init__(self, *, gives_part: bool = False) -> None:
+        super().__init__()
+        self._gives_part = gives_part
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replace(module, "weight", device_mesh, 0)
         replicate(module, "bias", device_mesh)
-        module.forward = partial(_rows, module, device_mesh)
+        module.forward = partial(_rows, module, device_mesh, gives_part=self._gives_part)
         return module
 
 
@@ -289,7 +296,12 @@ def _columns(
     return DTensor.from_local(y, mesh, [Shard(-1)], run_check=False).full_tensor() if gathers else y
 
 
-def _rows(module: Any, mesh: DeviceMesh, x: Tensor) -> Tensor:
-    y = summed(x @ module.weight.to_local(), mesh)
-    whole: Tensor = y + module.bias.to_local()
-    return whole
+def _rows(module: Any, mesh: DeviceMesh, x: Tensor, *, gives_part: bool) -> Tensor:
+    y = x @ module.weight.to_local()
+    if not gives_part:
+        whole: Tensor = summed(y, mesh) + module.bias.to_local()
+        return whole
+    placed = DTensor.from_local(y, mesh, [Partial()], run_check=False)
+    # a rank adds the bias to its own rows, so the bias's gradients are summed over ranks
+    part: Tensor = placed.redistribute(placements=[Shard(y.dim() - 2)]).to_local()
+    return part + entering(module.bias, mesh)

@@ -40,9 +40,16 @@ class Ignored:
     DATA = "there is data parallelism alone"
     FLASH = "models that call torch's scaled_dot_product_attention have it"
     JIT = "nothing is compiled; call .compile() on the blocks of the model"
+    OVERLAP = (
+        "a ring passes keys on while it computes in any case; torch overlaps the collectives of "
+        "split layers with matrix products in code compiled for GPUs alone"
+    )
 
 
 TENSOR = Case(lambda own: own.tp_size > 1, "it is for tp_size above 1")
+SEQUENCE = Case(
+    lambda own: own.enable_sequence_parallelism, "it is for enable_sequence_parallelism=True"
+)
 UNSPLIT = Case(
     lambda own: own.tp_size == 1, "experts are split whole, of layers that are: it is for tp_size=1"
 )

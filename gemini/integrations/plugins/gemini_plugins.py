@@ -17,7 +17,15 @@ from gemini.integrations.parts import precision_of
 from gemini.memtracer.trace import Trace
 from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement
 
-from .engine_plugin import TENSOR, UNSPLIT, EnginePlugin, Ignored, Parallelism, parse_named
+from .engine_plugin import (
+    SEQUENCE,
+    TENSOR,
+    UNSPLIT,
+    EnginePlugin,
+    Ignored,
+    Parallelism,
+    parse_named,
+)
 from .float8 import FLOAT8
 from .lora import add_lora_params
 
@@ -94,7 +102,7 @@ class GeminiPlugin(EnginePlugin):
     enable_flash_attention: bool = option(False, ignored=Ignored.FLASH)
     enable_sequence_parallelism: bool = option(False, only=TENSOR)
     enable_jit_fused: bool = option(False, ignored=Ignored.JIT)
-    enable_sequence_overlap: bool = option(False, absent=True)
+    enable_sequence_overlap: bool = option(False, only=SEQUENCE, ignored=Ignored.OVERLAP)
     enable_async_reduce: bool = option(True, ignored="reductions always overlap the backward")
     use_fp8: bool = option(False, only=FLOAT8)
     verbose: bool = False

@@ -23,7 +23,15 @@ from gemini.integrations.parts import accept
 from gemini.placement.policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
 from gemini.runtime.pipeline.together import together_of
 
-from .engine_plugin import TENSOR, UNSPLIT, EnginePlugin, Ignored, Parallelism, made_ours
+from .engine_plugin import (
+    SEQUENCE,
+    TENSOR,
+    UNSPLIT,
+    EnginePlugin,
+    Ignored,
+    Parallelism,
+    made_ours,
+)
 from .float8 import FLOAT8
 from .gemini_plugins import LowLevelZeroPlugin
 from .plugin import params_of
@@ -42,9 +50,6 @@ SHARDED = Case(
     "it is for shards, and zero_stage=0 has replicas alone",
 )
 PIPELINE = Case(lambda own: own.pp_size > 1, "it is for pp_size above 1")
-SEQUENCE = Case(
-    lambda own: own.enable_sequence_parallelism, "it is for enable_sequence_parallelism=True"
-)
 SPLITS = Case(
     lambda own: own.tp_size > 1 or own.sequence_parallelism_mode in MODES,
     "it is for tp_size above 1, or for sequence_parallelism_mode='all_to_all' or 'ring_attn'",
@@ -113,7 +118,7 @@ class HybridParallelPlugin(EnginePlugin):
     enable_jit_fused: bool = option(False, ignored=Ignored.JIT)
     enable_sequence_parallelism: bool = option(False, only=SPLITS)
     sequence_parallelism_mode: str | None = option(None, only=SEQUENCE)
-    enable_sequence_overlap: bool = option(False, absent=True)
+    enable_sequence_overlap: bool = option(False, only=SEQUENCE, ignored=Ignored.OVERLAP)
     parallel_output: bool = option(True, only=SPLITS)
     num_microbatches: int | None = size(None, only=PIPELINE)
     microbatch_size: int | None = size(None, only=PIPELINE)

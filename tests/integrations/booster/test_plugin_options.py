@@ -135,8 +135,10 @@ def test_every_option_is_read_by_its_table_the_engine_or_the_plugin(plugin):
 
 def test_the_docstring_of_a_plugin_says_what_its_table_refuses():
     text = HybridParallelPlugin.__doc__
-    assert "    sequence_parallelism_mode: it is for enable_sequence_parallelism=True.\n" in text
-    assert "    enable_sequence_overlap: not there yet.\n" in text
+    only = "sequence_parallelism_mode, enable_sequence_overlap: it is for enable_sequence_paral"
+    assert f"    {only}lelism=True.\n" in text
+    assert "    enable_sequence_overlap: changes nothing: a ring passes keys on while" in text
+    assert "    fp8_communication: not there yet.\n" in TorchDDPPlugin.__doc__
     assert "max_scale: a loss scale is for precision='fp16', and not for others." in text
     assert "    overlap_p2p: changes nothing: torch's schedules wait for a message" in text
 

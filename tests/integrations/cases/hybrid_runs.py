@@ -76,6 +76,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0,
          "attention_dropout": 0.0},
     ),
+    "BLOOM post": (
+        "BloomForCausalLM",
+        {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0,
+         "attention_dropout": 0.0, "apply_residual_connection_post_layernorm": True},
+    ),
     "GPT-J": (
         "GPTJForCausalLM",
         {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4,
@@ -109,6 +114,7 @@ SHARED = {
     "Qwen2-MoE long shared": ("Qwen2MoeForCausalLM", KINDS["Qwen2-MoE"][1] | FOUR),
     "GPT-2 shared": ("GPT2LMHeadModel", GPT2),
     "Qwen2-MoE shared": KINDS["Qwen2-MoE"],
+    "BLOOM shared": KINDS["BLOOM"],
 }
 SHARED_TIME = 16
 # fp32: other orders of sums, of micro-batches and ranks, and of what is split

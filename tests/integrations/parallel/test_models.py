@@ -27,9 +27,14 @@ from tests.support.said import said
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.ci
-DROPPED = ("Llama", "Llama tied, 4", "GPT-2 dropped")  # all but the last are split elsewhere
+# all but the last are split elsewhere
+DROPPED = ("Llama", "Llama tied, 4", "BLOOM post", "GPT-2 dropped")
 SPLIT = {"tp_size": 2, "pp_size": 1, "zero_stage": 1}
 SEQUENCE = {"plugin": GeminiPlugin, "tp_size": 2, "enable_sequence_parallelism": True}
+GATHERED = SPLIT | {
+    "enable_sequence_parallelism": True,
+    "sequence_parallelism_mode": "split_gather",
+}
 ALL = {
     2: [
         *((f"{kind} split", kind, SPLIT) for kind in KINDS if kind not in DROPPED),
@@ -39,6 +44,7 @@ ALL = {
         ),
         ("ZeRO-3, chunked loss", "Llama", {"plugin": GeminiPlugin, "tp_size": 2, "tokens": 5}),
         *((f"{kind} sequence", kind, SEQUENCE) for kind in ("Llama tied", "Qwen3", "BERT", "OPT")),
+        *((f"{kind} sequence", kind, SEQUENCE) for kind in ("GPT-2 tied", "Falcon", "BLOOM post")),
         ("Mixtral shared out", "Mixtral", {"tp_size": 1, "pp_size": 1, "ep_size": 2}),
     ],
     4: [
@@ -53,6 +59,9 @@ ALL = {
         ),
         ("Qwen3-MoE shared out", "Qwen3-MoE", {"plugin": GeminiPlugin, "ep_size": 2}),
         ("Mixtral shared out in stages", "Mixtral", CUT | {"ep_size": 2}),
+        ("GPT-2 sequence, data", "GPT-2", GATHERED),
+        ("BLOOM sequence in stages", "BLOOM", GATHERED | BOTH),
+        ("BERT sequence, data", "BERT", GATHERED),
     ],
 }
 CASES = {ranks: cases[::2] for ranks, cases in ALL.items()}  # the others: tests/deep/meshes/
@@ -164,13 +173,19 @@ def test_a_head_computes_a_multiple_of_words_and_has_those_that_there_are():
 def dropped(rank, folder):
     """Ranks that were seeded otherwise, and a model that drops activations."""
     torch.manual_seed(rank)
-    run = Run("GPT-2 dropped", **SPLIT)
-    run.train(steps=2)
-    kept = [run.model.module.transformer.ln_f.weight.clone(), run.model.digest()]
-    run.optimizer.close()
-    return kept
+    found = []
+    for options in (SPLIT, GATHERED):
+        run = Run("GPT-2 dropped", **options)
+        run.train(steps=2)
+        found.append((run.model.module.transformer.ln_f.weight.clone(), run.model.digest()))
+        run.optimizer.close()
+    ids = torch.arange(4, 15)[None]  # whose length two ranks do not divide
+    return found, said(lambda: run.model(input_ids=ids))
 
 
 def test_what_is_not_split_is_dropped_alike(tmp_path):
-    (weight, digest), (other, other_digest) = run_ranks(dropped, 2, str(tmp_path), processes=True)
-    assert torch.equal(weight, other) and digest == other_digest
+    results = run_ranks(dropped, 2, str(tmp_path), processes=True)
+    (first, text), (other, _) = results
+    for (weight, digest), (of_other, other_digest) in zip(first, other, strict=True):
+        assert torch.equal(weight, of_other) and digest == other_digest
+    assert "a sequence of 11 is split over 2 ranks; expected a length that they divide" in text

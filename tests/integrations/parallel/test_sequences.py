@@ -37,6 +37,8 @@ SHARED = {
         "Llama",
         RING | {"tp_size": 1, "sp_size": 2, "extra_dp_size": 2, "precision": "bf16", "tokens": 7},
     ),
+    "alibi, tp": ("BLOOM", ULYSSES | {"tp_size": 2, "sp_size": 2}),
+    "alibi, ring in stages": ("BLOOM", RING | STAGES),
     "ring in stages, zbv, chunked": ("Llama long", RING | STAGES | ZBV | {"tokens": 5}),
 }  # fmt: skip
 CASES = {4: [(name, f"{kind} shared", options) for name, (kind, options) in SHARED.items()]}
@@ -106,27 +108,51 @@ def test_stages_give_what_the_model_gives_and_refuse_at_all_places_what_they_can
 # -- attention alone --
 
 BATCH, TIME, WIDTH = 2, 24, 5
-HEADS = {"ring": (6, 3, 4), "inner": (6, 3, 2), "ulysses": (4, 2, 0)}  # heads, of keys, inner
+# heads, of keys, inner, whether scores have slopes of ALiBi
+HEADS = {
+    "ring": (6, 3, 4, False),
+    "inner": (6, 3, 2, False),
+    "ulysses": (4, 2, 0, False),
+    "ring, slopes": (6, 3, 2, True),
+    "ulysses, slopes": (8, 4, 0, True),
+}
 
 
 def attended(rank, name):
     """(output, gradients of queries, keys and values) of this rank's tokens."""
-    heads, few, inner = HEADS[name]
+    heads, few, inner, biased = HEADS[name]
     group = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)).get_group()
     own = attention.positions(bool(inner), TIME, rank, 4)
     q, k, v, grad = (x[:, :, own] for x in drawn(heads, few))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    slopes = slopes_of(heads) if biased else None
     if inner:
-        out = attention.ring_attention(*leaves, 0.3, group, inner)
+        out = attention.ring_attention(*leaves, 0.3, group, inner, slopes)
     else:
-        out = attention.ulysses(*leaves, 0.3, 0.0, group)
+        out = attention.ulysses(*leaves, 0.3, 0.0, group, slopes)
     out.backward(grad)
     return [own, out.detach(), *(x.grad for x in leaves)]
 
 
-def drawn(heads, few):
+def drawn(heads, few, time=TIME):
     draw = torch.Generator().manual_seed(1)
-    return [torch.randn(BATCH, n, TIME, WIDTH, generator=draw) for n in (heads, few, few, heads)]
+    return [torch.randn(BATCH, n, time, WIDTH, generator=draw) for n in (heads, few, few, heads)]
+
+
+def slopes_of(heads):
+    return torch.linspace(0.1, 0.9, heads)
+
+
+def whole(heads, few, biased, time=TIME):
+    """torch's attention: (output, gradients of queries, keys and values) of all tokens."""
+    q, k, v, grad = drawn(heads, few, time)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    bias = torch.full((time, time), -torch.inf).triu(1)
+    if biased:
+        bias = bias + slopes_of(heads)[:, None, None] * torch.arange(time)
+    out = scaled_dot_product_attention(*leaves, attn_mask=bias, scale=0.3, enable_gqa=True)
+    out.backward(grad)
+    return [out.detach(), *(x.grad for x in leaves)]
 
 
 @pytest.mark.one_process("what is sent is counted in this process")
@@ -155,20 +181,27 @@ def test_attention_of_parts_is_that_of_the_whole_and_sends_what_the_formula_says
             lambda ops: sum(one.tensor.nbytes for one in ops if one.op is dist.isend),
         ),
     )  # fmt: skip
-    heads, few, inner = HEADS[name]
-    q, k, v, grad = drawn(heads, few)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    want = scaled_dot_product_attention(*leaves, is_causal=True, scale=0.3, enable_gqa=True)
-    want.backward(grad)
+    heads, few, inner, biased = HEADS[name]
+    want = whole(heads, few, biased)
     for own, *parts in run_ranks(attended, 4, name):
-        whole = [want.detach(), *(x.grad for x in leaves)]
-        for part, x in zip(parts, whole, strict=True):
+        for part, x in zip(parts, want, strict=True):
             assert torch.allclose(part, x[:, :, own], rtol=1e-5, atol=2e-6)
     own = BATCH * TIME // 4 * WIDTH * 4  # bytes of one head
     of_rank = 2 * (2 * heads + 2 * 4) * own * 3 // 4  # two heads of keys are four for four ranks
     if inner:
         of_rank = few * own * (2 * 3 + 2 * 3 + 2 * 4)
     assert sum(sent) == 4 * of_rank
+
+
+def of_three(rank):
+    group = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",)).get_group()
+    q, k, v, _ = (x[:, :, 3 * rank : 3 * rank + 3] for x in drawn(3, 3, 9))
+    return attention.ulysses(q, k, v, 0.3, 0.0, group, slopes_of(3))
+
+
+def test_slopes_need_no_even_length_where_heads_are_exchanged():
+    want, *_ = whole(3, 3, True, 9)
+    assert torch.allclose(torch.cat(run_ranks(of_three, 3), 2), want, rtol=1e-5, atol=2e-6)
 
 
 def test_ranks_of_a_ring_have_as_much_to_do():
@@ -190,7 +223,8 @@ def refusals(rank):
         vars(model.config).update(changes)
         for module in model.modules():
             if dropout and hasattr(module, "attention_dropout"):
-                module.attention_dropout = dropout
+                own = isinstance(module.attention_dropout, torch.nn.Module)
+                module.attention_dropout = torch.nn.Dropout(dropout) if own else dropout
         share_sequence(model, mesh, SequenceParallel(mode))
         return model
 
@@ -212,9 +246,12 @@ def refusals(rank):
         asked({"attention_mask": right}),
         asked({"position_ids": torch.arange(8)[None] % 4}),
         asked({"return_dict": False}),
-        asked({}, "BLOOM"),
+        said(shared, "Falcon"),
+        asked({}, changes={"num_hidden_layers": 3}),
         asked({}, "Mistral", changes={"sliding_window": 4}),
         asked({}, changes={"dropout": 0.1}),
+        asked({}, "BLOOM", "all_to_all", changes={"dropout": 0.1}),
+        asked({"attention_mask": left}, "BLOOM"),
     ]
 
 
@@ -228,9 +265,12 @@ def test_what_would_be_wrong_is_refused():
         "expected zeros on the right of each row alone, where labels are -100",
         "position_ids of a split sequence count from token to token; expected one document",
         "LlamaForCausalLM gives a tuple; expected what has names",
-        "BloomForCausalLM called attention 0 times in 2 layers",
+        "FalconForCausalLM computes its attention itself, and its sequences are split; expected a",
+        "LlamaForCausalLM called attention 2 times in 3 layers; expected a model whose layers all",
         "MistralAttention has sliding_window, and its sequence of 8 is split",
         "drops 0.1 of its attention, in a ring; expected 0",
+        "BloomAttention drops 0.1 of its attention, and adds alibi; expected 0",
+        "expected zeros on the right of each row alone, where labels are -100",
     ]
     for found in run_ranks(refusals, 2):
         for text, one in zip(texts, found, strict=True):
