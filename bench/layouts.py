@@ -42,7 +42,7 @@ from gemini.layouts.search import Found, search
 from gemini.memtracer.monitor import process_peak_rss_bytes, resident_bytes
 from gemini.optim import HybridAdam
 from gemini.plan.models import maker
-from gemini.units import GIB
+from gemini.units import GIB, MIB
 
 TINY = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512}  # fmt: skip
@@ -157,11 +157,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for layout in layouts:
             ranks = run_ranks(trained, args.ranks, args.model, found, layout, args.steps, processes=True)
             rows[layout].append(ranks)
-            spent = max(statistics.median(one["seconds"]) for one in ranks)
-            print(f"{spent:.2f} s, predicted {_price(found, layout).total:.2f}: {layout}", flush=True)
-    result = summary(found, rows)
-    for line in lines(result):
-        print(line)
+            print(line_of(row_of(found, layout, [ranks])), flush=True)
+    result = summary([row_of(found, layout, rounds) for layout, rounds in rows.items()])
+    print(f"chosen / best {result['chosen / best']:.2f}, tau {result['tau']:.2f}, "
+          f"memory within {result['memory within']:.0%}")  # fmt: skip
     if args.json:
         write_result(args.json, result | {"cluster": asdict(cluster)})
     return 0
@@ -171,37 +170,35 @@ def _price(found: Found, layout: Layout) -> Any:
     return next(one.price for one in found.ranked if one.layout == layout)
 
 
-def summary(found: Found, rows: dict[Layout, list[list[dict[str, Any]]]]) -> dict[str, Any]:
-    """Rows, fastest first by prediction, and what is asked of them."""
-    table = []
-    for layout, rounds in rows.items():
-        price = _price(found, layout)
-        seconds = statistics.median(
-            max(statistics.median(one["seconds"]) for one in ranks) for ranks in rounds
-        )
-        peak = statistics.median(max(one["peak"] for one in ranks) for ranks in rounds)
-        table.append({
-            "layout": str(layout), "predicted_seconds": price.total, "seconds": seconds,
-            "predicted_bytes": price.peak, "bytes": peak, "memory": peak / price.peak,
-            "parts": dict(price.seconds), "nbytes": dict(price.nbytes),
-        })  # fmt: skip
+def row_of(found: Found, layout: Layout, rounds: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
+    """What was measured of a layout, beside its price."""
+    price = _price(found, layout)
+    seconds = statistics.median(
+        max(statistics.median(one["seconds"]) for one in ranks) for ranks in rounds
+    )
+    peak = statistics.median(max(one["peak"] for one in ranks) for ranks in rounds)
+    return {
+        "layout": str(layout), "predicted_seconds": price.total, "seconds": seconds,
+        "predicted_bytes": price.peak, "bytes": peak, "memory": peak / price.peak,
+        "parts": dict(price.seconds), "nbytes": dict(price.nbytes),
+    }  # fmt: skip
+
+
+def summary(table: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is asked of rows that are sorted by prediction."""
     best = min(row["seconds"] for row in table)
     return {
-        "rows": table, "chosen / best": table[0]["seconds"] / best,
+        "rows": list(table), "chosen / best": table[0]["seconds"] / best,
         "tau": tau([(row["predicted_seconds"], row["seconds"]) for row in table]),
         "memory within": max(abs(row["memory"] - 1) for row in table),
     }  # fmt: skip
 
 
-def lines(result: dict[str, Any]) -> Iterator[str]:
-    """Table in lines, and the figures."""
-    for row in result["rows"]:
-        yield (
-            f"{row['predicted_seconds']:6.2f} {row['seconds']:6.2f} s  "
-            f"{row['predicted_bytes'] / 2**20:6.0f} {row['bytes'] / 2**20:6.0f} MiB  {row['layout']}"
-        )
-    yield f"chosen / best {result['chosen / best']:.2f}, tau {result['tau']:.2f}, " + (
-        f"memory within {result['memory within']:.0%}"
+def line_of(row: dict[str, Any]) -> str:
+    """Predicted and measured seconds and memory."""
+    return (
+        f"{row['predicted_seconds']:6.2f} {row['seconds']:6.2f} s  "
+        f"{row['predicted_bytes'] / MIB:6.0f} {row['bytes'] / MIB:6.0f} MiB  {row['layout']}"
     )
 
 

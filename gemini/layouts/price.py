@@ -6,7 +6,8 @@ F forward, B backward of a place for one micro-batch
 
 Pipelines take those schedules of torch that the plugins run. With equal places 1F1B takes
 (m + p - 1)(F + B), the interleaved one (m + (p - 1) / v)(F + B): Narayanan et al., arXiv 2104.04473,
-section 2.2. A zero-bubble V fills its bubble with gradients of weights: Qi et al., arXiv 2401.10241.
+section 2.2. In torch's zero-bubble V, where half of B are gradients of weights, (p - 1) B / 4 are left
+of the bubble from m = 2 p on, and twice that below. A test runs torch's own orders of actions.
 """
 
 from __future__ import annotations
@@ -150,7 +151,8 @@ class Pricing:
             return {name: m * seconds for name, seconds in place.items()}
         each = sum(place.values())
         slowest = each + head  # the last place
-        fill = self._bubble(each, head)
+        pairs = (self._layer(), self._tensor(), self._sequence(), self._experts())
+        fill = self._bubble(*(self.layers * sum(one[way] for one in pairs) for way in (0, 1)))
         work = m * (each + head / layout.pp)  # of a place, on average
         wait = m * slowest + fill - work
         if self.cluster.burst > 1:  # a rank that waits leaves its cores to the others
@@ -165,16 +167,13 @@ class Pricing:
             "compute": m * (place["compute"] + head / layout.pp), "bubble": wait, "messages": sends,
         }  # fmt: skip
 
-    def _bubble(self, each: float, head: float) -> float:
-        """Seconds in which the slowest place waits for its first and last micro-batches."""
+    def _bubble(self, forward: float, backward: float) -> float:
+        """Seconds in which a place waits: forward and backward are its own, of a micro-batch."""
         layout = self.layout
-        fill = (layout.pp - 1) * each / layout.chunks
-        if layout.style == ZBV:  # F, B and W of a stage are about as long: F + B - 2 W is left
-            forward, backward = self._layer()
-            weight = backward / 2 if not layout.recompute else (backward - forward) / 2
-            share = max(0.0, forward + backward - 2 * weight) / (forward + backward)
-            return fill * share * 0.5
-        return fill
+        if layout.style == ZBV:  # gradients of weights fill what they can: all, with more to do
+            share = 4 if layout.micro_batches >= 2 * layout.pp else 2
+            return (layout.pp - 1) * backward / share
+        return (layout.pp - 1) * (forward + backward) / layout.chunks
 
     @cached_property
     def _numels(self) -> tuple[float, float, float]:

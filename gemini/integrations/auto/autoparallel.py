@@ -55,6 +55,7 @@ class AutoParallelPlugin(HybridParallelPlugin):
             recompute.gradient_checkpointing_enable({"use_reentrant": False})
 
 
+@by_name
 def autoparallelize(
     model: nn.Module, batch: Any, *, devices: int | None = None,
     machine: Cluster | Hardware | str | None = None, precision: str = "bf16",

@@ -1,0 +1,244 @@
+"""Layouts that `autoparallelize` finds: each is one that the plugin takes, and trains as one process."""
+
+import threading
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from bench.shared.workers import run_ranks
+from gemini import autoparallelize
+from gemini.integrations import Booster
+from gemini.integrations.auto.autoparallel import AutoParallelPlugin, boosted, options_of
+from gemini.integrations.auto.machines import cluster_here, cluster_named
+from gemini.integrations.auto.shapes import shape_of
+from gemini.layouts.cluster import Cluster, Link
+from gemini.layouts.layout import INTERLEAVED, PLANNED, RING, ULYSSES, Layout, Step, meshes_of, runs_of
+from gemini.layouts.search import search
+from gemini.units import GIB
+from tests.integrations.cases.hybrid_runs import Run, check_trained, made
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.ci
+LINK = Link(1e-5, 1e10)
+CLUSTER = Cluster(4, 8, 8 * GIB, 8 * GIB, 1e12, 5e11, 1e10, LINK, LINK, 1e10, 1e10)
+LAYERS = 4  # of the kind that is shared
+OF_RUN = ("tp_size", "pp_size", "sp_size")
+
+
+def options(**sizes):
+    """Of a run of this layout, at which sequences are not shared unless it says so."""
+    found = options_of(Layout(**sizes), LAYERS, CLUSTER)
+    found.pop("num_microbatches", None)
+    return found | {"sp_size": found.get("sp_size", 1)}
+
+
+KIND = "Llama long shared"
+CASES = {
+    2: [
+        ("stage 3", KIND, options(data=2, zero="3")),
+        ("stage 3 of shared sequences", KIND, options(sp=2, sp_mode=RING, zero="3")),
+        ("planned stages", KIND, options(pp=2, zero=PLANNED)),
+    ],
+    4: [
+        ("planned, split", "Llama", options(data=2, tp=2, in_sequence=True, zero=PLANNED)),
+        (
+            "stages of stage 3, shared", KIND,
+            options(pp=2, style=INTERLEAVED, chunks=2, sp=2, sp_mode=ULYSSES, zero="3"),
+        ),
+        ("replicas of stage 3", KIND, options(data=4, replicas=2, zero="3")),
+    ],
+}  # fmt: skip
+
+
+def test_a_layout_trains_as_one_process(found, ranks, case):
+    check_trained(found[ranks], case)
+
+
+def tiny():
+    """Llama of four layers, whose heads two ranks can divide, on the meta device."""
+    with torch.device("meta"):
+        return made_empty()
+
+
+def made_empty():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=96,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+def test_the_plugin_takes_every_layout_that_is_priced(ranks):
+    shape, cluster = shape_of(tiny(), seq=24), replace(CLUSTER, ranks=ranks)
+    step = Step(24, 24)
+    seen = [run for mesh in meshes_of(shape, cluster, step) for run in runs_of(mesh, shape)]
+    assert {run.zero for run in seen} >= {"1", PLANNED}
+    for layout in seen:
+        plugin = AutoParallelPlugin(precision="bf16", **options_of(layout, shape.layers, cluster))
+        places = {plugin.sizes.data_place(rank, ranks) for rank in range(ranks)}
+        assert places == {(i, layout.data) for i in range(layout.data)}, layout
+        for role, stride in layout.stride.items():
+            assert ranks == 1 or stride < ranks or getattr(layout, role) == 1, layout
+
+
+def names_of(mesh_sizes, ranks):
+    return dict(mesh_sizes.dims(ranks))
+
+
+def test_neighbours_are_those_that_the_price_takes_them_for():
+    layout = Layout(data=4, replicas=2, tp=2, pp=2, style="1f1b", batch=1, micro_batches=2)
+    plugin = AutoParallelPlugin(precision="bf16", **options_of(layout, LAYERS, CLUSTER))
+    dims = list(names_of(plugin.sizes, layout.ranks))
+    sizes = names_of(plugin.sizes, layout.ranks)
+    stride = 1
+    for name in reversed(dims):
+        mine = {"shard": "data", "replicate": "replicas", "cp": "sp"}.get(name, name)
+        assert layout.stride[mine] == stride, name
+        stride *= sizes[name]
+
+
+def on_rank(rank, clusters):
+    """The losses of a step in the layout found for each, and what was found."""
+    found = {}
+    for name, cluster in clusters.items():
+        given = {}
+
+        def plugin(cluster=cluster, given=given, **options):
+            inputs = torch.zeros(8, 16, dtype=torch.int64)
+            given["plugin"] = autoparallelize(
+                tiny(), {"input_ids": inputs}, machine=cluster, recompute=True, **options
+            )
+            return given["plugin"]
+
+        run = Run(KIND, plugin=plugin)
+        run.train(1)
+        layout = given["plugin"].layout
+        found[name] = layout, run.said[0][0], given["plugin"].explain()
+        run.optimizer.close()
+    return found
+
+
+def test_it_is_boosted_as_usual_and_computes_again_what_it_was_priced_with():
+    slow = Link(1e-5, 1e3)
+    clusters = {
+        "as one": replace(CLUSTER, ranks=2, inside=slow, across=slow),
+        "apart": replace(CLUSTER, ranks=2, device_bytes=140_000),
+    }
+    of_ranks = run_ranks(on_rank, 2, clusters)
+    for name in clusters:
+        (layout, norm, told), (other, theirs, _) = (found[name] for found in of_ranks)
+        assert layout == other and norm == theirs  # by all ranks
+        assert layout.recompute and str(layout) in told
+    layouts = [of_ranks[0][name][0] for name in clusters]
+    assert layouts[0] != layouts[1]
+    norms = [of_ranks[0][name][1] for name in clusters]
+    assert norms[0] > 0
+
+
+def test_options_that_a_layout_decides_are_refused():
+    ids = {"input_ids": torch.zeros(8, 16, dtype=torch.int64)}
+    find = partial(autoparallelize, tiny(), ids, machine=CLUSTER)
+    with pytest.raises(ValueError, match=r"tp_size in autoparallelize\(\); expected none"):
+        find(tp_size=2)
+    with pytest.raises(ValueError, match="tp_sizes in autoparallelize"):
+        find(tp_sizes=2)
+    with pytest.raises(ValueError, match="devices=8 with a machine of 4 ranks"):
+        find(devices=8)
+    with pytest.raises(ValueError, match="fits in no layout"):
+        autoparallelize(tiny(), ids, machine=replace(CLUSTER, device_bytes=1000, host_bytes=1000))
+    with pytest.raises(ValueError, match="no tensor"):
+        autoparallelize(tiny(), {}, machine=CLUSTER)
+    assert find(max_norm=2.0).max_norm == 2.0
+
+
+def test_a_card_is_named_with_its_links():
+    found = autoparallelize(
+        tiny(), torch.zeros(64, 16, dtype=torch.int64), machine="h100", devices=16
+    ).found
+    assert found.cluster == cluster_named("h100", 16)
+    assert found.cluster.inside.bytes_per_s > 5 * found.cluster.across.bytes_per_s
+    with pytest.raises(ValueError, match="--gpu h1000"):
+        cluster_named("h1000", 8)
+
+
+def test_shapes_count_all_parameters_and_change_no_model():
+    for kind in ("Llama", "GPT-2 tied", "Qwen2-MoE", "BERT", "OPT", "BLOOM", "Gemma", "Falcon", "T5", "ViT"):
+        model = made(kind)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        inputs = {"input_ids": torch.ones(2, 8, dtype=torch.int64)}
+        if kind == "ViT":
+            inputs = {"pixel_values": torch.ones(2, 3, 16, 16)}
+        shape = shape_of(model, inputs | ({"decoder_input_ids": inputs["input_ids"]} if kind == "T5" else {}), seq=8)
+        assert shape.numel == sum(p.numel() for p in model.parameters()), kind
+        assert shape.saved.whole >= 0 and shape.saved.total > 0, kind
+        assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+    assert shape_of(made("Qwen2-MoE"), seq=8).can >= {"ep", "tp", "pp", "sp"}
+    assert "sp" not in shape_of(made("BERT"), seq=8).can
+    assert shape_of(made("T5"), inputs, seq=8).can == frozenset() if kind == "T5" else True
+
+
+def test_split_layers_save_what_the_plugin_splits():
+    """Of Llama, per token: two norms see whole rows; queries, keys, values and the MLP are split."""
+    shape = shape_of(tiny(), seq=24)
+    half = shape.saved.of_rank(2, in_sequence=False)
+    assert half == pytest.approx(shape.saved.whole + shape.saved.split / 2)
+    products = 2 * (32 + 16 + 16 + 32 + 3 * 48)  # what 16-bit products are given
+    assert shape.saved.split >= products
+    assert shape.reduces == (2, 5)  # torch's styles reduce the input's gradient of each product
+    assert shape.split_numel == 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48
+
+
+class Convolved(nn.Module):
+    """An image network, as ResNets are: with no config, and no plan of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.body(x).mean((2, 3)))
+
+
+def auto(rank):
+    """The page's loop, on the documents' two kinds of models."""
+    torch.manual_seed(0)
+    images, tokens = torch.randn(8, 3, 12, 12), torch.randint(0, 96, (8, 16))
+    found = []
+    for model, samples in ((Convolved(), {"x": images}), (made("GPT-2"), {"input_ids": tokens})):
+        model = boosted(model, samples)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        del optimizer
+        mine = {name: value.tensor_split(2)[rank] for name, value in samples.items()}
+        out = model(**mine)
+        out = getattr(out, "logits", out)
+        out.float().pow(2).mean().backward()
+        found.append(float(model.engine.gradient_norm()) if hasattr(model.engine, "gradient_norm") else 1.0)
+    return found
+
+
+def test_the_old_name_returns_the_model_in_its_layout():
+    for found in run_ranks(auto, 2):
+        assert all(norm > 0 for norm in found)
+
+
+def measured(rank):
+    return cluster_here(), threading.active_count()
+
+
+def test_ranks_agree_on_what_they_measured():
+    (one, _), (two, _) = run_ranks(measured, 2)
+    assert one == two and one.ranks == 2
+    assert one.flops > 0 and one.inside.bytes_per_s > 0 and one.overlap == 0
+
+
+def test_the_best_of_equal_layouts_has_the_fewest_dimensions():
+    shape = shape_of(tiny(), seq=24)
+    alone = search(shape, replace(CLUSTER, ranks=1), Step(1, 24))
+    assert alone.best.layout == Layout(zero="1", batch=1)
