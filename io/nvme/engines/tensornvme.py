@@ -41,7 +41,7 @@ from typing import Any
 from gemini.nvme.files.file import OpenFile
 from gemini.tickets import Done, Ticket
 
-from ..errors import NvmeError, check_process, transfer_error
+from ..errors import NvmeError, cause_of, check_process, transfer_error
 from ..layout import crc32
 from . import Transfer
 from .threads import ThreadEngine
@@ -52,6 +52,8 @@ MOST_BYTES = 1 << 30  # of one submission; the kernel cuts at 2 GiB less a page
 AGAIN = frozenset({-errno.ECANCELED, -errno.EINTR})
 
 _RESULT = re.compile(r"^\s*\d+: user_data:\d+, res:(-?\d+)", re.MULTILINE)
+_libc = ctypes.CDLL(None, use_errno=True)
+_IO_URING_SETUP = 425  # on every architecture but alpha
 _making = threading.Lock()  # of writers: each is told from the others by the ring that came
 
 
@@ -63,6 +65,20 @@ def rings() -> set[int]:
             if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[io_uring]":
                 found.add(int(name))
     return found
+
+
+def check_rings() -> None:
+    """Raise NvmeError if this process may have no ring: tensornvme would use one all the same, and
+    end the process."""
+    parameters = ctypes.create_string_buffer(120)  # struct io_uring_params
+    ring = _libc.syscall(_IO_URING_SETUP, 1, parameters)
+    if ring < 0:
+        raise NvmeError(
+            f"tensornvme needs io_uring, which this system refuses "
+            f"({cause_of(ctypes.get_errno())}): "
+            'use NvmeConfig(engine="threads")'
+        )
+    os.close(ring)
 
 
 def result_in(said: str) -> int | None:
@@ -91,12 +107,14 @@ class Lane:
     Raises NvmeError if the writer has no ring (its backend is not io_uring).
     """
 
+    _fd = -1
+    _writer: Any = None
+
     def __init__(self, writer_class: Any) -> None:
         self._idle = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         self._fd = os.dup(self._idle)
         self._pid = os.getpid()
         self._held: object = None  # memory that is being written
-        self._writer: Any = None
         with _making:
             before = rings()
             self._writer = writer_class(self._fd, 1, "uring")
@@ -119,7 +137,8 @@ class Lane:
 
     def result(self, milliseconds: int | None) -> int | None:
         """Wait so long (None: until it ends) for the write: bytes, an errno below zero, or None if
-        it is under way."""
+        it is under way. Raises NvmeError in a forked child, which would take its parent's."""
+        check_process(self._pid)
         if not self._poll.poll(milliseconds):
             return None
         found = uncollected_result(self._ring)
@@ -209,9 +228,7 @@ class Write:
         transfer, lane, self._lane = self._transfer, self._lane, None
         if code is not None:
             path, nbytes = str(transfer.file.path), transfer.buffer.nbytes
-            self._error = transfer_error(
-                "write", path, transfer.offset, nbytes, code, self._done
-            )
+            self._error = transfer_error("write", path, transfer.offset, nbytes, code, self._done)
         self._engine.take_back(lane, self)
         # a store keeps tickets until the next commit: they let go of memory, file and engine
         del self._engine, self._transfer
@@ -236,6 +253,7 @@ class TensorNvmeEngine:
                     "tensornvme with an AsyncFileWriter is not installed; the release 0.1.0 has "
                     "none, its repository does"
                 ) from error
+        check_rings()
         self._pid = os.getpid()
         self._writer_class = writer_class
         self._lock = threading.Lock()
@@ -258,11 +276,12 @@ class TensorNvmeEngine:
 
     def close(self) -> None:
         """Wait for transfers under way; in a forked child, which has none, for nothing."""
-        if os.getpid() == self._pid:
-            for write in list(self._under_way):
-                with suppress(NvmeError):
-                    write.wait()
-            self._threads.close()
+        if os.getpid() != self._pid:
+            return
+        for write in list(self._under_way):
+            with suppress(NvmeError):
+                write.wait()
+        self._threads.close()
         with self._lock:
             free, self._free = self._free, []
         for lane in free:
