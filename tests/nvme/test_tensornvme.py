@@ -1,4 +1,4 @@
-"""tensornvme's engine: ends of writes as its ring has them, over a double and the package itself."""
+"""tensornvme's engine: ends of writes as its ring has them, over a double and the package."""
 
 import errno
 import json
