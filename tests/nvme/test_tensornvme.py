@@ -172,6 +172,12 @@ def test_more_writes_than_lanes_wait_for_the_oldest(engine, disk, file, monkeypa
     assert len({ticket.wait() for ticket in tickets[1:]}) == 2
 
 
+def test_memory_that_is_not_the_callers_to_write_takes_no_lane(engine, disk, file):
+    with pytest.raises(TypeError, match="not writable"):
+        engine.write(Transfer(file, 0, memoryview(bytes(NBYTES)), False))
+    engine.close()  # waits for nothing
+
+
 def test_no_file_stays_open_and_no_lane_is_made_twice(engine, disk, file):
     """A lane has a descriptor of its own: a file that is closed with a write under way is closed
     when that ends, and a descriptor of the same number gets none of it."""

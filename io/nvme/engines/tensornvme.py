@@ -22,7 +22,9 @@ view of its ring has them:
   aimed (`dup2`) at the file of each write, and at /dev/null between writes: then no file stays
   open, or locked, for it.
 
-So a lane, a writer whose ring has one entry, does one write at a time.
+So a lane, a writer whose ring has one entry, does one write at a time. One thing stays unseen: a
+submission that the kernel refuses, for want of memory for it, is dropped without a result, and its
+ticket does not end.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from ..layout import crc32
 from . import Transfer
 from .threads import ThreadEngine
 
-MOST_LANES = 64  # writes at a time; each has two descriptors
+MOST_LANES = 64  # writes at a time; each has three descriptors
 MOST_BYTES = 1 << 30  # of one submission; the kernel cuts at 2 GiB less a page
 # The kernel drops work that a thread queued and did not live to see.
 AGAIN = frozenset({-errno.ECANCELED, -errno.EINTR})
@@ -100,6 +102,14 @@ def uncollected_result(ring: int) -> int:
     )
 
 
+Memory = ctypes.Array[ctypes.c_char]
+
+
+def memory_of(buffer: memoryview) -> Memory:
+    """Memory of a writable buffer, which stays while this does. Raises TypeError for others."""
+    return (ctypes.c_char * buffer.nbytes).from_buffer(buffer)
+
+
 class Lane:
     """Writer of one write at a time, which its owner's lock guards.
 
@@ -113,7 +123,7 @@ class Lane:
         self._idle = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         self._fd = os.dup(self._idle)
         self._pid = os.getpid()
-        self._held: object = None  # memory that is being written
+        self._held: Memory | None = None  # what is being written
         with _making:
             before = rings()
             self._writer = writer_class(self._fd, 1, "uring")
@@ -127,12 +137,13 @@ class Lane:
         self._poll = select.poll()
         self._poll.register(self._ring, select.POLLIN)
 
-    def begin(self, fd: int, memory: memoryview, offset: int) -> None:
-        """Begin to write into a file. Raises OSError if its descriptor is closed."""
+    def begin(self, fd: int, memory: Memory, start: int, offset: int) -> None:
+        """Begin to write memory from `start` on, `MOST_BYTES` at most, at `offset` of a file.
+        Raises OSError if its descriptor is closed."""
         os.dup2(fd, self._fd, inheritable=False)
-        held = (ctypes.c_char * memory.nbytes).from_buffer(memory)
-        self._held = held
-        self._writer.write(ctypes.addressof(held), memory.nbytes, offset)
+        self._held = memory
+        nbytes = min(len(memory) - start, MOST_BYTES)
+        self._writer.write(ctypes.addressof(memory) + start, nbytes, offset)
 
     def result(self, milliseconds: int | None) -> int | None:
         """Wait so long (None: until it ends) for the write: bytes, an errno below zero, or None if
@@ -168,14 +179,16 @@ class Write:
 
     def __init__(self, engine: TensorNvmeEngine, transfer: Transfer, checksum: Ticket[int]) -> None:
         self._engine, self._transfer, self._checksum = engine, transfer, checksum
+        self._memory = memory_of(transfer.buffer)
         self._lane: Lane | None = None  # while under way
         self._done = 0  # bytes
         self._error: NvmeError | None = None
         self._lock = threading.Lock()
 
     def begin(self, lane: Lane) -> None:
-        self._lane = lane
-        self._submit()
+        with self._lock:
+            self._lane = lane
+            self._submit()
 
     def ready(self) -> bool:
         if not self._lock.acquire(blocking=False):
@@ -199,9 +212,8 @@ class Write:
         """Write what is left, or end with an error."""
         assert self._lane is not None
         transfer, done = self._transfer, self._done
-        left = transfer.buffer[done : done + MOST_BYTES]
         try:
-            self._lane.begin(transfer.file.fd, left, transfer.offset + done)
+            self._lane.begin(transfer.file.fd, self._memory, done, transfer.offset + done)
         except OSError as error:
             self._end(error.errno or 0)
 
@@ -213,7 +225,7 @@ class Write:
         if result is None:
             return False
         self._done += max(result, 0)
-        if self._done == self._transfer.buffer.nbytes:
+        if self._done == len(self._memory):
             self._end()
         elif result > 0 or result in AGAIN:
             self._submit()
@@ -230,7 +242,7 @@ class Write:
             self._error = transfer_error("write", path, transfer.offset, nbytes, code, self._done)
         self._engine.take_back(lane, self)
         # a store keeps tickets until the next commit: they let go of memory, file and engine
-        del self._engine, self._transfer
+        del self._engine, self._transfer, self._memory
 
 
 class TensorNvmeEngine:
@@ -308,7 +320,7 @@ class TensorNvmeEngine:
     def _try(lane: Lane) -> None:
         """One byte into /dev/null. Raises NvmeError if the kernel does not list its end."""
         with Path(os.devnull).open("wb") as null:
-            lane.begin(null.fileno(), memoryview(bytearray(1)), 0)
+            lane.begin(null.fileno(), memory_of(memoryview(bytearray(1))), 0, 0)
             lane.result(None)
 
 
