@@ -88,6 +88,20 @@ def test_memory_is_whole_aligned_buffers_of_the_caller(engine, disk, file):
     assert file.path.read_bytes() == bytes(NBYTES)
 
 
+def test_a_ticket_is_not_ready_before_its_checksum(engine, disk, file, monkeypatch):
+    may_go = threading.Event()
+    real = tensornvme._checksum
+    monkeypatch.setattr(tensornvme, "_checksum", lambda *piece: may_go.wait() and real(*piece))
+    (view,), (ticket,) = begun(engine, file, 1)
+    disk.under_way[0].end(NBYTES)
+    try:
+        assert not ticket.ready()
+    finally:
+        may_go.set()
+    until(ticket.ready)
+    assert ticket.wait() == checksum_of(view)
+
+
 def test_a_write_that_fails_says_so_at_its_ticket_alone(engine, disk, file):
     views, tickets = begun(engine, file, 3)
     disk.under_way[NBYTES].end(-errno.EIO)
@@ -136,6 +150,7 @@ def test_part_of_a_write_that_stops_says_after_how_much(result, kind, cause, eng
 def test_a_write_beyond_a_submission_is_several(engine, disk, file, monkeypatch):
     monkeypatch.setattr(tensornvme, "MOST_BYTES", 2 * PAGE_BYTES)
     (view,), (ticket,) = begun(engine, file, 1)
+    assert disk.under_way[0].nbytes == 2 * PAGE_BYTES
     disk.at_once = True
     disk.under_way[0].end(2 * PAGE_BYTES)
     assert ticket.wait() == checksum_of(view)
@@ -226,7 +241,8 @@ def in_a_child(engine, ticket, transfer):
 def test_a_forked_child_takes_no_result_of_its_parent(engine, disk, file):
     (view,), (ticket,) = begun(engine, file, 1)
     disk.under_way[0].end(NBYTES)  # the child finds it in the memory that both have
-    said = in_a_child(engine, ticket, Transfer(file, 0, view, True))
+    with engine._lock:  # as of another thread, which the child does not have
+        said = in_a_child(engine, ticket, Transfer(file, 0, view, True))
     assert len(said) == 3 and all("forked process" in line for line in said)
     assert ticket.wait() == checksum_of(view)
 
