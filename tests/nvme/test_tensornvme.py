@@ -90,8 +90,8 @@ def test_memory_is_whole_aligned_buffers_of_the_caller(engine, disk, file):
 
 def test_a_ticket_is_not_ready_before_its_checksum(engine, disk, file, monkeypatch):
     may_go = threading.Event()
-    real = tensornvme._checksum
-    monkeypatch.setattr(tensornvme, "_checksum", lambda *piece: may_go.wait() and real(*piece))
+    real = tensornvme.piece_checksum
+    monkeypatch.setattr(tensornvme, "piece_checksum", lambda *at: may_go.wait() and real(*at))
     (view,), (ticket,) = begun(engine, file, 1)
     disk.under_way[0].end(NBYTES)
     try:
@@ -238,13 +238,25 @@ def in_a_child(engine, ticket, transfer):
     return json.loads(os.read(receiver, 1 << 16))
 
 
-def test_a_forked_child_takes_no_result_of_its_parent(engine, disk, file):
-    (view,), (ticket,) = begun(engine, file, 1)
+def test_a_forked_child_takes_no_result_of_its_parent(disk, file):
+    """Also where another thread of the parent, which the child does not have, is making a lane."""
+    said = []
+
+    def forking(*arguments):
+        if not disk.at_once:
+            said.append(in_a_child(engine, tickets[0], Transfer(file, 0, views[0], True)))
+            disk.at_once = True
+        return disk.writer(*arguments)
+
+    engine = TensorNvmeEngine(forking)
+    disk.at_once = False
+    views, tickets = begun(engine, file, 1)
     disk.under_way[0].end(NBYTES)  # the child finds it in the memory that both have
-    with engine._lock:  # as of another thread, which the child does not have
-        said = in_a_child(engine, ticket, Transfer(file, 0, view, True))
-    assert len(said) == 3 and all("forked process" in line for line in said)
-    assert ticket.wait() == checksum_of(view)
+    other = engine.write(Transfer(file, NBYTES, views[0], True))
+    assert len(said[0]) == 3 and all("forked process" in line for line in said[0])
+    assert [tickets[0].wait(), other.wait()] == [checksum_of(views[0])] * 2
+    engine.close()
+    assert disk.stuck == []
 
 
 def test_a_store_of_the_double_has_the_bytes_of_threads(disk, tmp_path):
@@ -302,12 +314,7 @@ def test_a_backend_without_a_ring_is_refused(disk, monkeypatch):
 
 
 def test_a_system_without_io_uring_is_refused_before_the_package_ends_the_process(monkeypatch):
-    class Refusing:
-        def syscall(self, *_):
-            tensornvme.ctypes.set_errno(errno.EPERM)
-            return -1
-
-    monkeypatch.setattr(tensornvme, "_libc", Refusing())
+    monkeypatch.setattr(tensornvme, "set_up_ring", lambda: -errno.EPERM)
     with pytest.raises(nvme.NvmeError, match=r"this system refuses \(EPERM, "):
         TensorNvmeEngine(lambda *_: pytest.fail("a writer was made"))
 

@@ -68,15 +68,20 @@ def rings() -> set[int]:
     return found
 
 
+def set_up_ring() -> int:
+    """Descriptor of a ring of one entry, or an errno below zero."""
+    parameters = ctypes.create_string_buffer(120)  # struct io_uring_params
+    ring = int(_libc.syscall(_IO_URING_SETUP, 1, parameters))
+    return -ctypes.get_errno() if ring < 0 else ring
+
+
 def check_rings() -> None:
     """Raise NvmeError if this process may have no ring: tensornvme would use one all the same, and
     end the process."""
-    parameters = ctypes.create_string_buffer(120)  # struct io_uring_params
-    ring = _libc.syscall(_IO_URING_SETUP, 1, parameters)
+    ring = set_up_ring()
     if ring < 0:
         raise NvmeError(
-            f"tensornvme needs io_uring, which this system refuses "
-            f"({cause_of(ctypes.get_errno())}): "
+            f"tensornvme needs io_uring, which this system refuses ({cause_of(-ring)}): "
             'use NvmeConfig(engine="threads")'
         )
     os.close(ring)
@@ -281,7 +286,7 @@ class TensorNvmeEngine:
         check_process(self._pid)
         checksum: Ticket[int] = Done(0)
         if transfer.checksums:
-            checksum = self._threads.submit(_checksum, transfer)
+            checksum = self._threads.submit(piece_checksum, transfer)
         write = Write(self, transfer, checksum)
         write.begin(self._lane_for(write))
         return write
@@ -324,5 +329,6 @@ class TensorNvmeEngine:
             lane.result(None)
 
 
-def _checksum(transfer: Transfer, start: int, end: int) -> int:
+def piece_checksum(transfer: Transfer, start: int, end: int) -> int:
+    """Checksum of a part of what is written."""
     return crc32(transfer.buffer[start:end])
