@@ -22,8 +22,8 @@ PROBE_BYTES = 64 << 20
 TRANSFER_BYTES = 8 << 20
 BUFFERS = 4
 
-ENGINES: dict[str, Callable[[Path], Engine]] = {
-    "threads": lambda folder: ThreadEngine(),
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "threads": ThreadEngine,
     "tensornvme": TensorNvmeEngine,
 }
 
@@ -57,7 +57,7 @@ def probe(
     path = check_folder(folder, allow_ram=allow_ram)
     (file,) = create_files([path], [PROBE_BYTES], label="probe-")
     try:
-        made = make_engine(engine, path)
+        made = make_engine(engine)
         try:
             return _measure(made, file, seconds)
         finally:
@@ -66,14 +66,11 @@ def probe(
         remove_files([file])
 
 
-def make_engine(name: str, folder: Path) -> Engine:
-    """Engine of a name; `folder` is for one that keeps a file of its own.
-
-    Raises ValueError for an unknown name, NvmeError where the engine is refused.
-    """
+def make_engine(name: str) -> Engine:
+    """Engine of a name. Raises ValueError for an unknown one, NvmeError where it is refused."""
     if name not in ENGINES:
         raise ValueError(f"nvme engine {name!r} is unknown; expected one of {sorted(ENGINES)}")
-    return ENGINES[name](folder)
+    return ENGINES[name]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,7 @@ def measure_disks(folders: Sequence[Path], engine: str | Engine, *, allow_ram: b
             probe(folder, engine, seconds=seconds, allow_ram=allow_ram).mixed for folder in folders
         ]
         log.info("disks %s with engine %s", dict(zip(folders, weights, strict=True)), engine)
-    return Disks(folders, weights, make_engine(engine, folders[0]))
+    return Disks(folders, weights, make_engine(engine))
 
 
 def _measure(engine: Engine, file: OpenFile, seconds: float) -> Speed:

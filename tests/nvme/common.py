@@ -13,9 +13,9 @@ import nvme
 ENGINES = ["threads", "tensornvme"]
 
 
-def engine_or_skip(name, folder):
+def engine_or_skip(name):
     try:
-        return nvme.make_engine(name, folder)
+        return nvme.make_engine(name)
     except nvme.NvmeError as error:
         pytest.skip(f"engine {name}: {error}")
 

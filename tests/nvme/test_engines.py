@@ -22,7 +22,7 @@ SIZES = [1, 4095, 4096, 5000, (1 << 20) + 1, 4 << 20, (4 << 20) + 1, (9 << 20) +
 
 @pytest.fixture(params=ENGINES)
 def engine(request, tmp_path):
-    return engine_or_skip(request.param, tmp_path)
+    return engine_or_skip(request.param)
 
 
 def round_trips(store, pool, blocks):
@@ -148,7 +148,7 @@ def test_the_probe_measures_and_leaves_nothing(tmp_path):
 
 def test_an_unknown_engine_is_named(tmp_path):
     with pytest.raises(ValueError, match="'magic' is unknown"):
-        nvme.make_engine("magic", tmp_path)
+        nvme.make_engine("magic")
 
 
 def thin(fd, buffers, offset):
@@ -186,7 +186,7 @@ def test_a_block_of_more_than_2_gib_round_trips(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ENGINES)
 def test_places_beyond_4_gib_are_where_they_are(name, tmp_path):
     """In a file with holes."""
-    engine = engine_or_skip(name, tmp_path)
+    engine = engine_or_skip(name)
     (file,) = nvme.files.file.create_files([tmp_path], [PAGE_BYTES])
     pool, nbytes = BufferPool(1, (5 << 20) + PAGE_BYTES), (5 << 20) + PAGE_BYTES
     view = pool.take().view

@@ -316,7 +316,7 @@ def use_in_a_child(store, pool):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_forked_child_is_refused_at_once_and_the_parent_goes_on(name, tmp_path):
-    store = BlockStore([tmp_path], ONE, engine=engine_or_skip(name, tmp_path))
+    store = BlockStore([tmp_path], ONE, engine=engine_or_skip(name))
     pool = BufferPool(2, 5000)
     write(store, pool, 0, 1)
     store.commit(1)

@@ -286,9 +286,7 @@ def test_a_store_that_is_dropped_ends_its_threads_and_removes_its_files(engine, 
     import threading
 
     before = set(threading.enumerate())
-    store = BlockStore(
-        [tmp_path], StoreLayout.plan("d", [5000]), engine=engine_or_skip(engine, tmp_path)
-    )
+    store = BlockStore([tmp_path], StoreLayout.plan("d", [5000]), engine=engine_or_skip(engine))
     pool = BufferPool(1, 5000)
     write(store, pool, 0, 3)
     del store

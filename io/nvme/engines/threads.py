@@ -59,15 +59,16 @@ class ThreadEngine:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="nvme")
 
     def read(self, transfer: Transfer) -> Ticket[int]:
-        return self._submit(_read_piece, transfer)
+        return self.submit(_read_piece, transfer)
 
     def write(self, transfer: Transfer) -> Ticket[int]:
-        return self._submit(_write_piece, transfer)
+        return self.submit(_write_piece, transfer)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
-    def _submit(self, work: Callable[[Transfer, int, int], int], transfer: Transfer) -> Ticket[int]:
+    def submit(self, work: Callable[[Transfer, int, int], int], transfer: Transfer) -> Ticket[int]:
+        """Begin `work(transfer, start, end)`, which returns a checksum, for each piece."""
         length, pieces = transfer.buffer.nbytes, []
         for start in range(0, length, PIECE_BYTES):
             end = min(start + PIECE_BYTES, length)

@@ -41,7 +41,7 @@ def state_of(optimizer):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_engine_gives_the_bits_of_memory(name, tmp_path):
-    engine_or_skip(name, tmp_path).close()
+    engine_or_skip(name).close()
     params = make_params()
     optimizer = make_optimizer(params, tmp_path, 0.6, engine=name)
     assert same(train(params, optimizer, 4), in_memory(4))

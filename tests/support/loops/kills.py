@@ -171,7 +171,7 @@ def stepped(folders: Any, steps: int) -> Iterator[tuple[int, HybridAdam]]:
         nvme_offload_fraction=float(folders is not None),
         nvme_offload_dir=folders,
         # a made one, so that two folders are not measured
-        nvme=NvmeConfig(block_numel=BLOCK, engine=nvme.make_engine("threads", Path("."))),
+        nvme=NvmeConfig(block_numel=BLOCK, engine=nvme.make_engine("threads")),
     )
     for step in range(1, steps + 1):
         param.grad = torch.randn(len(param), generator=generator)
