@@ -18,7 +18,7 @@ from gemini.integrations.parallel.cut import copies_of, shared_by, stages_of
 from gemini.integrations.parallel.pipelined import STYLES, MicrobatchSchedule, Pipelined
 from gemini.integrations.parallel.plans import TensorParallel
 from gemini.integrations.parallel.shared_sequence import MODES, SequenceParallel
-from gemini.integrations.parallel.sizes import MeshSizes
+from gemini.integrations.parallel.sizes import LAYOUTS, MeshSizes, dims_of
 from gemini.integrations.parts import accept
 from gemini.runtime.pipeline.together import together_of
 
@@ -52,6 +52,7 @@ RING = Case(
     lambda own: own.sequence_parallelism_mode == "ring_attn",
     "it is for sequence_parallelism_mode='ring_attn'",
 )
+DEPTH = Case(lambda own: own.tp_mode == "2.5d", "it is for tp_mode='2.5d'")
 _SHARDS = "updates are those of zero_stage=1, whose state is sharded"
 _OVER_TP = (None, "split_gather", "ring")
 
@@ -65,6 +66,9 @@ class HybridParallelPlugin(EnginePlugin):
     tp_size: ranks that split layers between them, by the plan that a model of transformers has, or
         by `custom_policy`: torch's styles, or the words of transformers, by names of modules. All
         of them see the same data. With it `zero_stage=0` keeps replicas, and shards nothing.
+    tp_mode: `"1d"`, or `"2d"`, `"2.5d"` with `tp_depth`, `"3d"`: the model's layers were made in
+        blocks, as `gemini.integrations.classic.blocks` has them, over the mesh of a configuration
+        with this mode. Beside data parallelism alone.
     enable_sequence_parallelism: ranks have parts of sequences. With
         `sequence_parallelism_mode="split_gather"` (None, and `"ring"`, which is the same here)
         these are the ranks of `tp_size`, between split layers. With `"all_to_all"` (heads against
@@ -161,10 +165,18 @@ class HybridParallelPlugin(EnginePlugin):
     inner_ring_size: int | None = size(None, only=RING)
     extra_dp_size: int = size(1, only=SHARDED)
     ep_size: int = size(1, only=UNSPLIT)
+    tp_mode: str = option(
+        "1d",
+        only=TENSOR,
+        valid=lambda mode: mode == "1d" or mode in LAYOUTS,
+        expected="'1d', '2d', '2.5d' or '3d'",
+    )
+    tp_depth: int = size(1, only=DEPTH)
 
     def check_together(self) -> None:
         super().check_together()
         self._check_sequence()
+        self._check_blocks()
         if self.pp_size > 1:
             self._check_pipeline()
         if self.ep_size > 1 and self.zero_stage == 0:
@@ -217,6 +229,21 @@ class HybridParallelPlugin(EnginePlugin):
             )
         if self.zero_stage == 0 and self.pp_size == 1:
             accept({f"zero_stage=0 with sp_size={self.sharing}": _SHARDS})
+
+    def _check_blocks(self) -> None:
+        if self.tp_mode == "1d":
+            return
+        dims_of(self.tp_mode, self.tp_size, self.tp_depth)
+        beside = {
+            "pp_size": self.pp_size > 1, "custom_policy": self.custom_policy is not None,
+            "enable_sequence_parallelism": self.enable_sequence_parallelism,
+        }  # fmt: skip
+        for name, given in beside.items():
+            if given:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} with tp_mode={self.tp_mode!r}; expected "
+                    "data parallelism alone beside layers in blocks, or tp_mode='1d'"
+                )
 
     def _check_pipeline(self) -> None:
         if self.zero_stage == 2:
@@ -280,12 +307,14 @@ class HybridParallelPlugin(EnginePlugin):
         return MeshSizes(
             self.tp_size, self.pp_size, self.extra_dp_size, self.sharing,
             self.ep_size, shards=SHARDED.holds(self), pp_inside=self.dp_outside,
+            blocks=() if self.tp_mode == "1d"
+            else dims_of(self.tp_mode, self.tp_size, self.tp_depth),
         )  # fmt: skip
 
     def options(self, device: torch.device) -> dict[str, Any]:
         """Options for `GeminiDDP`, with the mesh and what its ranks share."""
         layers = sequence = None
-        if self.tp_size > 1:
+        if self.tp_size > 1 and self.tp_mode == "1d":  # blocks are made as blocks
             layers = TensorParallel(
                 self.custom_policy,
                 self.enable_sequence_parallelism and self.sharing == 1,
