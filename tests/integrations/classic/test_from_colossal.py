@@ -67,7 +67,7 @@ ELSEWHERE = {
     "from colossalai.nn import HybridAdm": "did you mean colossalai.nn.optimizer.HybridAdam?",
     "import colossalai.nn.optimiser": "is no name of the documents",
     "import colossalai.inference": "a server for inference",
-    "import colossalai.nn; colossalai.nn.Linear3D(4, 4)": 'col_nn.Linear and mode="1d"',
+    "import colossalai.amp; colossalai.amp.convert_to_apex_amp()": "convert_to_amp with a mode",
     "from colossalai.builder import build_from_config; build_from_config({})": "the classes them",
     "from colossalai.engine.schedule import BaseSchedule\nclass A(BaseSchedule): pass": '"zbv"',
 }
