@@ -14,14 +14,14 @@ Elements that a rank receives for one layer, forward and backward:
     2.5d  3 (q - 1) (X / d + W) / q^2    Wang et al., Tesseract, arXiv 2105.14500
     3d    2 (q - 1) (X + W + Y) / q^3    Bian et al., Maximizing Parallelism, arXiv 2105.14450
 
-[Note: panels] The first two are SUMMA's. It broadcasts q blocks of X along a row of the mesh and q
-of W along a column for each of three products, Y = X W, dX = dY W^T and dW = X^T dY; the last two
-sum one operand in place of sending it. A ring that pipelines a broadcast of n elements to q ranks
-sends (q - 1) n in all, as a share of an all-gather does. So each is one all-gather of a panel here,
-or a reduce-scatter, and one product. The price is memory: while a product runs a rank has panels
-of (X + W) / q elements (2.5d: X / d), and SUMMA 2 (X + W) / q^2. Nothing but blocks is kept for
-backward, which gathers anew. In 3d gathered panels of (X + W) / q^2 are kept from forward to
-backward, as the paper counts: gathering them anew would be (q - 1) (X + W) / q^3 more.
+[Note: panels] The first two are SUMMA's, which computes Y = X W, dX = dY W^T and dW = X^T dY in q
+steps each. A step of the first broadcasts a block of X along each row of the mesh and one of W along
+each column; the others broadcast one operand and sum the other. A rank is the root of one of q steps
+and receives a block of n elements in the others: (q - 1) n, as in one all-gather of a panel, or one
+reduce-scatter, which is what there is here, with one product. The price is memory: while a product
+runs, a rank has panels of (X + W) / q elements (2.5d: X / d), and SUMMA 2 (X + W) / q^2. Backward
+gathers anew, so only blocks are kept for it. In 3d gathered panels of (X + W) / q^2 are kept, as the
+paper counts: gathering them anew would be (q - 1) (X + W) / q^3 more.
 
 Beside these: an all-reduce of the weight's gradient over the depth, 2 (d - 1) W / (d q^2), and of
 the bias's over the ranks that have the same block of it; in 3d two exchanges of Y / q^3 between
@@ -182,15 +182,16 @@ class BlockLinear(nn.Module):
                 f"{type(self).__name__} was given {x.shape[-1]} features; expected the {features} "
                 "of this rank's block, as split_blocks gives it"
             )
-        dtype = x.dtype
+        weight = _Shared.apply(_local(self.weight), grid.copies(grid.layout.weight))
+        bias = None
+        if self.bias is not None:
+            bias = _Shared.apply(_local(self.bias), grid.copies(self._of_bias))
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-        weight = _Shared.apply(_local(self.weight), grid.copies(grid.layout.weight))
-        y = self._product(x.to(dtype), weight.to(dtype))
-        if self.bias is None:
-            return y
-        bias: Tensor = _Shared.apply(_local(self.bias), grid.copies(self._of_bias))
-        return y + bias.to(dtype)
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        y = self._product(x, weight)
+        return y if bias is None else y + bias
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Product of the wholes from blocks; this rank's block of it. See [Note: panels]."""
