@@ -209,7 +209,7 @@ def test_what_a_rank_receives_is_what_the_papers_say(grids):
     exchanged = []
     for found in grids:
         for key, value in found.items():
-            if isinstance(key, str) or (len(grids) == 8 and key == SQUARE[:2]):
+            if isinstance(key, str):
                 continue
             for (bias, shape), (_, _, received) in value[0].items():
                 rows = torch.Size(shape).numel()
@@ -309,7 +309,8 @@ def in_a_booster(model):
 def in_shards(model):
     """Of parameters, too, on ranks that have the same blocks."""
     mesh = plugin_of(global_context.config).sizes.mesh(torch.device("cpu"))
-    model = GeminiDDP(model, mesh=mesh, placement=STAGES[3], max_norm=MAX_NORM)
+    options = {"placement_policy": STAGES[3], "max_norm": MAX_NORM, "precision": "fp32"}
+    model = GeminiDDP(model, mesh=mesh, **options)
     optimizer = HybridAdam(model.parameters(), **ADAM)
     return model, optimizer, partial(one_step, model, optimizer)
 
@@ -362,6 +363,7 @@ def runs(tmp_path_factory):
     }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("ranks", "run"), [(n, i) for n, rows in RUNS.items() for i in range(len(rows))]
 )
@@ -369,16 +371,16 @@ def test_training_in_blocks_has_losses_and_updates_of_the_plain_model(runs, rank
     losses, params = plain_training(STEPS)
     for one in runs[ranks]:
         assert one[run][0] == pytest.approx(losses, abs=CLOSE)
-        assert same(one[run][1], runs[ranks][0][run][1]) and one[run][2] == runs[ranks][0][run][2]
+        assert one[run][2] == runs[ranks][0][run][2]
     for name, value in params.items():
         whole = runs[ranks][0][run][1][name]
         assert largest(value.T if whole.dim() > 1 else value, whole) < CLOSE, name
 
 
+@pytest.mark.ci
 def test_a_checkpoint_of_whole_tensors_loads_into_another_grid(runs):
     saved = runs[4][0][-1][1]
-    for one in runs[8]:
-        assert all(same(run[3], saved) for run in one)
+    assert len(saved) > 10 and all(same(run[3], saved) for run in runs[8][0])
 
 
 # -- refusals --
@@ -390,7 +392,8 @@ def refused(rank):
         "in": said(Linear2D, 7, 4), "out": said(Linear2D, 4, 7), "mode": said(Linear3D, 8, 8),
         "gathered": said(lambda: layers.Linear(4, 4, gather_output=True)),
         "1d": said(layers.Embedding, 8, 8), "whole": said(Linear2D(8, 8), torch.ones(4, 8)),
-        "rows": said(split_blocks, torch.ones(7, 8)), "columns": said(split_blocks, torch.ones(8, 7)),
+        "rows": said(split_blocks, torch.ones(7, 8)),
+        "columns": said(split_blocks, torch.ones(8, 7)),
     }  # fmt: skip
     with ColoInitContext():
         found["later"] = said(Linear2D, 8, 8)
@@ -415,7 +418,7 @@ def test_what_cannot_be_in_blocks_is_refused_by_name():
             "columns": "dimension -1 of a tensor [8, 7]; expected a multiple of 2",
             "later": "Linear2D in a context that makes parameters later",
             "none": "no parameter is split over dimension 2d_col",
-            "ranks differ": "a layer in blocks",
+            "ranks differ": "ranks issue different collectives: as number 0, rank 0 sends whole",
             "size": "tp_size=8 for 4 ranks",
         }.items():
             assert text in found[name], (name, found[name])
@@ -439,9 +442,7 @@ def test_what_cannot_be_in_blocks_is_refused_by_name():
 )  # fmt: skip
 def test_options_of_a_plugin_without_a_meaning_are_refused(options, text):
     given = {"pp_size": 1, "precision": "fp32", "zero_stage": 1} | options
-    with pytest.raises(ValueError, match=".") as error:
-        HybridParallelPlugin(**given)
-    assert text in str(error.value)
+    assert text in said(lambda: HybridParallelPlugin(**given), error=ValueError)
 
 
 def test_dimensions_of_a_grid():
