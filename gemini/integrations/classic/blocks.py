@@ -15,13 +15,17 @@ Elements that a rank receives for one layer, forward and backward:
     3d    2 (q - 1) (X + W + Y) / q^3    Bian et al., Maximizing Parallelism, arXiv 2105.14450
 
 [Note: panels] The first two are SUMMA's, which computes Y = X W, dX = dY W^T and dW = X^T dY in q
-steps each. A step of the first broadcasts a block of X along each row of the mesh and one of W along
-each column; the others broadcast one operand and sum the other. A rank is the root of one of q steps
-and receives a block of n elements in the others: (q - 1) n, as in one all-gather of a panel, or one
-reduce-scatter, which is what there is here, with one product. The price is memory: while a product
-runs, a rank has panels of (X + W) / q elements (2.5d: X / d), and SUMMA 2 (X + W) / q^2. Backward
-gathers anew, so only blocks are kept for it. In 3d gathered panels of (X + W) / q^2 are kept, as the
-paper counts: gathering them anew would be (q - 1) (X + W) / q^3 more.
+steps each. A step of the first broadcasts a block of X along each row of the mesh and one of W
+along each column; the others broadcast one operand and sum the other. A rank is the root of one of
+q steps and receives a block of n elements in the others: (q - 1) n, as in one all-gather of a
+panel, or one reduce-scatter, which is what there is here, with one product. The price is memory:
+while a product runs, a rank has panels of (X + W) / q elements (2.5d: X / d), and SUMMA
+2 (X + W) / q^2. Backward gathers anew, so only blocks are kept for it. In 3d gathered panels of
+(X + W) / q^2 are kept, as the paper counts: gathering them anew would be (q - 1) (X + W) / q^3
+more.
+
+An MLP of I -> 4 I -> I features in 1d receives 4 (P - 1) R I / P. With P = q^2, 2d receives less
+if 15 + 24 I / R < 4 (q + 1): from 9 ranks on if R is much larger than I, from 81 on if R = I.
 
 Beside these: an all-reduce of the weight's gradient over the depth, 2 (d - 1) W / (d q^2), and of
 the bias's over the ranks that have the same block of it; in 3d two exchanges of Y / q^3 between
@@ -30,7 +34,7 @@ pairs of ranks, forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar, Self
@@ -47,6 +51,7 @@ from gemini.integrations.parts import announce, this_device
 from gemini.runtime.comm.communicator import all_gather_tensor, reduce_scatter_tensor
 
 Group = dist.ProcessGroup | None  # None: this rank alone
+Map = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,19 +237,18 @@ class Linear3D(BlockLinear):
     mode = "3d"
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        panel = _Gather.apply(x, self._grid.group("3d_input"), 0)
-        columns = _Gather.apply(weight, self._grid.group("3d_weight"), 1)
-        y: Tensor = _Sum.apply(panel @ columns, self._grid.group("3d_output"), 0)
-        partner = self._grid.partner()
-        if partner is not None:
-            y = _Exchange.apply(y, partner)
-        return y
+        group, partner = self._grid.group, self._grid.partner()
+        panel = _Mapped.apply(x, _gathered, _summed, group("3d_input"), 0)
+        columns = _Mapped.apply(weight, _gathered, _summed, group("3d_weight"), 1)
+        y: Tensor = _Mapped.apply(panel @ columns, _summed, _gathered, group("3d_output"), 0)
+        return y if partner is None else _Mapped.apply(y, _exchanged, _exchanged, partner)
 
 
 def split_blocks(x: Tensor) -> Tensor:
     """This rank's block of a tensor [R, ..., I] that all ranks of a mesh have alike.
 
     Its gradient is whole on all of them: backward is collective. Without a mesh it is `x`.
+    Until `join_blocks`, parameters of other layers would have another gradient on each rank.
     Raises ValueError for sizes that the ranks do not divide.
     """
     grid = grid_of(*LAYOUTS)
@@ -254,7 +258,7 @@ def split_blocks(x: Tensor) -> Tensor:
                 f"dimension {dim} of a tensor {[*x.shape]}; expected a multiple of "
                 f"{grid.size(*axes)}, the ranks that divide it"
             )
-    block: Tensor = _Split.apply(x, grid)
+    block: Tensor = _Mapped.apply(x, _own, _joined, grid)
     return block
 
 
@@ -264,7 +268,7 @@ def join_blocks(x: Tensor) -> Tensor:
     What follows is computed by all ranks alike, so the gradient of a block is that of its elements.
     Without a mesh it is `x`.
     """
-    whole: Tensor = _Join.apply(x, grid_of(*LAYOUTS))
+    whole: Tensor = _Mapped.apply(x, _joined, _own, grid_of(*LAYOUTS))
     return whole
 
 
@@ -344,6 +348,15 @@ def _own(x: Tensor, grid: Grid) -> Tensor:
     return x.contiguous()
 
 
+def _exchanged(x: Tensor, partner: int) -> Tensor:
+    """The block of another rank, which takes this one's."""
+    found = torch.empty_like(x, memory_format=torch.contiguous_format)
+    sent = dist.P2POp(dist.isend, x.contiguous(), partner)
+    for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, found, partner)]):
+        work.wait()
+    return found
+
+
 class _Panels(torch.autograd.Function):
     """y = x w by panels along a row and a column of a mesh. Keeps blocks alone for backward."""
 
@@ -366,56 +379,17 @@ class _Panels(torch.autograd.Function):
         return dx, dw, None, None
 
 
-class _Gather(torch.autograd.Function):
-    """Gathered blocks, whose gradients are summed."""
+class _Mapped(torch.autograd.Function):
+    """A linear map of this rank's tensor, whose gradient takes the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.along = group, dim
-        return _gathered(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Sum.apply(grads[0], *ctx.along), None, None
-
-
-class _Sum(torch.autograd.Function):
-    """Summed blocks, whose gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.along = group, dim
-        return _summed(x, group, dim)
+    def forward(ctx: Any, x: Tensor, there: Map, back: Map, *given: Any) -> Tensor:
+        ctx.back = back, there, *given
+        return there(x, *given)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Gather.apply(grads[0], *ctx.along), None, None
-
-
-class _Split(torch.autograd.Function):
-    """Own block of a tensor that all ranks have; the gradient is joined."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid) -> Tensor:
-        ctx.grid = grid
-        return _own(x, grid)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Join.apply(grads[0], ctx.grid), None
-
-
-class _Join(torch.autograd.Function):
-    """Whole tensor, of whose gradient, which all ranks have, this rank takes its block."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid) -> Tensor:
-        ctx.grid = grid
-        return _joined(x, grid)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Split.apply(grads[0], ctx.grid), None
+        return _Mapped.apply(grads[0], *ctx.back), *(None for _ in ctx.back)
 
 
 class _Shared(torch.autograd.Function):
@@ -434,23 +408,3 @@ class _Shared(torch.autograd.Function):
         for group in ctx.groups:
             dist.all_reduce(grad, group=group)
         return grad, None
-
-
-class _Exchange(torch.autograd.Function):
-    """The block of another rank, which takes this one's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, partner: int) -> Tensor:
-        ctx.partner = partner
-        found = torch.empty_like(x, memory_format=torch.contiguous_format)
-        both = [
-            dist.P2POp(dist.isend, x.contiguous(), partner),
-            dist.P2POp(dist.irecv, found, partner),
-        ]
-        for work in dist.batch_isend_irecv(both):
-            work.wait()
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Exchange.apply(grads[0], ctx.partner), None
