@@ -41,11 +41,15 @@ SHARDED = Case(
     "it is for shards, and zero_stage=0 has replicas alone",
 )
 PIPELINE = Case(lambda own: own.pp_size > 1, "it is for pp_size above 1")
+BY_PLAN = Case(
+    lambda own: own.tp_size > 1 and own.tp_mode == "1d",
+    "it is for tp_size above 1 and tp_mode='1d'",
+)
 SEQUENCE = Case(
     lambda own: own.enable_sequence_parallelism, "it is for enable_sequence_parallelism=True"
 )
 SPLITS = Case(
-    lambda own: own.tp_size > 1 or own.sequence_parallelism_mode in MODES,
+    lambda own: BY_PLAN.holds(own) or own.sequence_parallelism_mode in MODES,
     "it is for tp_size above 1, or for sequence_parallelism_mode='all_to_all' or 'ring_attn'",
 )
 RING = Case(
@@ -141,7 +145,7 @@ class HybridParallelPlugin(EnginePlugin):
     )
     overlap_communication: bool = option(LowLevelZeroPlugin.overlap_communication, only=ZERO)
     custom_policy: Any = option(
-        None, only=TENSOR, kind=Mapping,
+        None, only=BY_PLAN, kind=Mapping,
         expected="a plan: {'layers.*.up': ColwiseParallel(), ...}, or such words as 'colwise'",
     )  # fmt: skip
     pp_style: str = option("1f1b", only=PIPELINE)
@@ -154,7 +158,7 @@ class HybridParallelPlugin(EnginePlugin):
     enable_metadata_cache: bool = option(
         True, only=PIPELINE, ignored="shapes are found when they change"
     )
-    make_vocab_size_divisible_by: int = size(64, only=TENSOR)
+    make_vocab_size_divisible_by: int = size(64, only=BY_PLAN)
     dp_outside: bool = option(True, only=PIPELINE)
     overlap_p2p: bool = option(
         True, only=PIPELINE, ignored="torch's schedules wait for a message when they need it"
@@ -234,15 +238,11 @@ class HybridParallelPlugin(EnginePlugin):
         if self.tp_mode == "1d":
             return
         dims_of(self.tp_mode, self.tp_size, self.tp_depth)
-        beside = {
-            "pp_size": self.pp_size > 1, "custom_policy": self.custom_policy is not None,
-            "enable_sequence_parallelism": self.enable_sequence_parallelism,
-        }  # fmt: skip
-        for name, given in beside.items():
-            if given:
+        for name, ranks in (("pp_size", self.pp_size), ("sp_size", self.sharing)):
+            if ranks > 1:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} with tp_mode={self.tp_mode!r}; expected "
-                    "data parallelism alone beside layers in blocks, or tp_mode='1d'"
+                    f"{name}={ranks} with tp_mode={self.tp_mode!r}; expected data parallelism alone "
+                    "beside layers in blocks, or tp_mode='1d'"
                 )
 
     def _check_pipeline(self) -> None:
@@ -314,7 +314,7 @@ class HybridParallelPlugin(EnginePlugin):
     def options(self, device: torch.device) -> dict[str, Any]:
         """Options for `GeminiDDP`, with the mesh and what its ranks share."""
         layers = sequence = None
-        if self.tp_size > 1 and self.tp_mode == "1d":  # blocks are made as blocks
+        if BY_PLAN.holds(self):  # layers in blocks were made so
             layers = TensorParallel(
                 self.custom_policy,
                 self.enable_sequence_parallelism and self.sharing == 1,

@@ -436,7 +436,12 @@ def test_what_cannot_be_in_blocks_is_refused_by_name():
         ({"tp_size": 1, "tp_mode": "2d"}, "it is for tp_size above 1"),
         ({"tp_size": 4, "tp_mode": "2d", "pp_size": 2}, "pp_size=2 with tp_mode='2d'"),
         ({"tp_size": 4, "tp_mode": "2d", "enable_sequence_parallelism": True},
-         "enable_sequence_parallelism=True with tp_mode='2d'; expected data parallelism alone"),
+         "enable_sequence_parallelism=True; expected False"),
+        ({"tp_size": 4, "tp_mode": "2d", "enable_sequence_parallelism": True, "sp_size": 2,
+          "sequence_parallelism_mode": "ring_attn"},
+         "sp_size=2 with tp_mode='2d'; expected data parallelism alone"),
+        ({"tp_size": 4, "tp_mode": "2d", "ep_size": 2}, "it is for tp_size=1"),
+        ({"tp_size": 4, "tp_mode": "2d", "parallel_output": False}, "it is for tp_size above 1"),
         ({"tp_size": 4, "tp_mode": "2d", "custom_policy": {"a": "colwise"}}, "tp_mode='1d'"),
     ],
 )  # fmt: skip
