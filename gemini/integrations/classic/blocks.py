@@ -178,7 +178,7 @@ class BlockLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Block of x W + b from the block x [rows, ..., I / q]. Collective.
 
-        Raises ValueError for an input that is not cut.
+        Raises ValueError for an input that is not cut, and in 3d as `join_blocks` does.
         """
         grid = self._grid
         features = self.in_features // grid.size(grid.layout.columns)
@@ -237,6 +237,7 @@ class Linear3D(BlockLinear):
     mode = "3d"
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        _check_rows(x, self._grid)
         group, partner = self._grid.group, self._grid.partner()
         panel = _Mapped.apply(x, _gathered, _summed, group("3d_input"), 0)
         columns = _Mapped.apply(weight, _gathered, _summed, group("3d_weight"), 1)
@@ -266,9 +267,11 @@ def join_blocks(x: Tensor) -> Tensor:
     """Whole tensor [R, ..., O] of the blocks of all ranks of a mesh, on each of them. Collective.
 
     What follows is computed by all ranks alike, so the gradient of a block is that of its elements.
-    Without a mesh it is `x`.
+    Without a mesh it is `x`. Raises ValueError for blocks of unequal rows, if they are on the CPU.
     """
-    whole: Tensor = _Mapped.apply(x, _joined, _own, grid_of(*LAYOUTS))
+    grid = grid_of(*LAYOUTS)
+    _check_rows(x, grid)
+    whole: Tensor = _Mapped.apply(x, _joined, _own, grid)
     return whole
 
 
@@ -308,6 +311,24 @@ def _cut(whole: Tensor, grid: Grid, cut: Mapping[str, int]) -> nn.Parameter:
 def _local(param: Any) -> Tensor:
     local: Tensor = param.to_local() if hasattr(param, "to_local") else param
     return local
+
+
+def _check_rows(x: Tensor, grid: Grid) -> None:
+    """Raise ValueError on all ranks of a grid whose blocks have unequal rows. Collective.
+
+    On the CPU alone, where a collective of unequal sizes would end the process: on a GPU the host
+    would wait for it in every layer.
+    """
+    if grid.mesh is None or x.device.type != "cpu":
+        return
+    rows = torch.tensor([x.shape[0]])
+    for axis in grid.axes:
+        rows = _gathered(rows, grid.group(axis), 0)
+    if (rows != rows[0]).any():
+        raise ValueError(
+            f"ranks have blocks of {rows.tolist()} rows; expected as many on each, as split_blocks "
+            "gives them: drop_last=True leaves out what the ranks do not divide"
+        )
 
 
 # -- collectives, as torch differentiates them --

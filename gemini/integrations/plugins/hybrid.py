@@ -241,8 +241,8 @@ class HybridParallelPlugin(EnginePlugin):
         for name, ranks in (("pp_size", self.pp_size), ("sp_size", self.sharing)):
             if ranks > 1:
                 raise ValueError(
-                    f"{name}={ranks} with tp_mode={self.tp_mode!r}; expected data parallelism alone "
-                    "beside layers in blocks, or tp_mode='1d'"
+                    f"{name}={ranks} with tp_mode={self.tp_mode!r}; expected data parallelism "
+                    "alone beside layers in blocks, or tp_mode='1d'"
                 )
 
     def _check_pipeline(self) -> None:

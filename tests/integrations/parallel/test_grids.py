@@ -57,7 +57,8 @@ class Received(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
         if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
-            self.elements["panels"] += abs(args[0].numel() - args[1].numel())
+            kind = "panels" if args[0].is_floating_point() else "numbers of rows"
+            self.elements[kind] += abs(args[0].numel() - args[1].numel())
         elif name == "c10d::allreduce_":
             size = args[0][0].numel()
             ranks = dist.get_world_size(dist.ProcessGroup.unbox(args[1]))
@@ -162,6 +163,11 @@ def on_a_grid(rank, cases):
         found[mode, size] = rows, places()
         if mode == "2d":
             found["frozen"], found["dropped"] = frozen_parts(), dropped()
+        # a last batch, as torch.chunk cuts it
+        rows = 4 - (dist.get_rank() == 0)
+        found["unequal"] = said(
+            Linear3D(8, 8) if mode == "3d" else join_blocks, torch.ones(rows, 4)
+        )
     return found
 
 
@@ -214,6 +220,7 @@ def test_what_a_rank_receives_is_what_the_papers_say(grids):
             for (bias, shape), (_, _, received) in value[0].items():
                 rows = torch.Size(shape).numel()
                 exchanged += [received.pop("exchange", 0) / rows] if key == CUBE[:2] else []
+                assert received.pop("numbers of rows", 0) == (7 if key == CUBE[:2] else 0)
                 expected = by_the_papers(*key, bias, rows)
                 assert received == {kind: n for kind, n in expected.items() if n}, key
     # pairs of ranks of a cube: Y / q^3, forward and backward
@@ -232,6 +239,11 @@ def test_ranks_of_a_grid_drop_different_elements_and_go_on_alike(grids):
     for i, mask in enumerate(masks[:4]):
         assert set(mask.unique().tolist()) == {0.0, 2.0}
         assert not any(torch.equal(mask, other) for other in masks[:i])
+
+
+def test_blocks_of_unequal_rows_are_refused_on_all_ranks_of_a_grid(grids):
+    for found in grids[:4]:
+        assert "ranks have blocks of [3, 4" in found["unequal"]
 
 
 # -- training --
