@@ -14,6 +14,11 @@ Elements that a rank receives for one layer, forward and backward:
     2.5d  3 (q - 1) (X / d + W) / q^2    Wang et al., Tesseract, arXiv 2105.14500
     3d    2 (q - 1) (X + W + Y) / q^3    Bian et al., Maximizing Parallelism, arXiv 2105.14450
 
+The papers and the documents price the time of such transfers. A tree's broadcasts take
+log2(q) (X + W) / q for each of three products. The documents' 6 (q - 1) / q and
+3 (q - 1) (d + 1) / (d q) are q times the first two rows at X = W = 1: rings that pass a whole block
+on from rank to rank. Their 6 (q - 1) / q^3 is the third row at X = W = Y = 1.
+
 [Note: panels] The first two are SUMMA's, which computes Y = X W, dX = dY W^T and dW = X^T dY in q
 steps each. A step of the first broadcasts a block of X along each row of the mesh and one of W
 along each column; the others broadcast one operand and sum the other. A rank is the root of one of
