@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemini import strangers
 from gemini.integrations.options import SCALE_NAMES
+from gemini.integrations.parallel.sizes import BLOCKS, LAYOUTS
 from gemini.integrations.parts import rank, world_size
 
 if TYPE_CHECKING:  # what is launched need not import plugins
@@ -40,7 +41,10 @@ class Config(dict[str, Any]):
 
 
 class ParallelMode(Enum):
-    """Kinds of rank groups: all ranks, other data, parts of layers, stages of a pipeline."""
+    """Kinds of rank groups: all ranks, other data, parts of layers, stages of a pipeline.
+
+    Those of 2D, 2.5D and 3D are the ranks of one row, column, ... of the mesh.
+    """
 
     GLOBAL = "global"
     DATA = "data"
@@ -48,6 +52,14 @@ class ParallelMode(Enum):
     PARALLEL_1D = "1d"
     SEQUENCE = "sequence"
     PIPELINE = "pipe"
+    PARALLEL_2D_ROW = "2d_row"
+    PARALLEL_2D_COL = "2d_col"
+    PARALLEL_2P5D_ROW = "2p5d_row"
+    PARALLEL_2P5D_COL = "2p5d_col"
+    PARALLEL_2P5D_DEP = "2p5d_dep"
+    PARALLEL_3D_INPUT = "3d_input"
+    PARALLEL_3D_WEIGHT = "3d_weight"
+    PARALLEL_3D_OUTPUT = "3d_output"
 
 
 class GlobalContext:
@@ -80,8 +92,11 @@ class GlobalContext:
         sizes = plugin_of(self.config, zero_stage=1).sizes
         if mode is ParallelMode.DATA:
             return sizes.data_place(rank(), world_size())
-        name = {ParallelMode.PIPELINE: "pp", ParallelMode.SEQUENCE: "cp"}.get(mode, "tp")
-        return sizes.place([name], rank(), world_size())
+        names = {
+            ParallelMode.PIPELINE: ["pp"], ParallelMode.SEQUENCE: ["cp"],
+            ParallelMode.PARALLEL_1D: ["tp"], ParallelMode.TENSOR: ["tp", *BLOCKS],
+        }  # fmt: skip
+        return sizes.place(names.get(mode, [mode.value]), rank(), world_size())
 
 
 global_context = GlobalContext()
@@ -125,16 +140,17 @@ def plugin_of(config: Mapping[str, Any], **options: Any) -> HybridParallelPlugin
     """
     parallel = dict(config.get("parallel") or {})
     tensor = parallel.pop("tensor", 1)
-    mode = tensor.get("mode") if isinstance(tensor, Mapping) else None
+    tensor = tensor if isinstance(tensor, Mapping) else {"size": tensor}
+    mode = tensor.get("mode")
     found: dict[str, Any] = {
-        **_split(_size(tensor), mode), "pp_size": _size(parallel.pop("pipeline", 1)),
-        "ep_size": _size(parallel.pop("moe", 1)),
+        **_split(_size(tensor), mode, int(tensor.get("depth", 1))),
+        "pp_size": _size(parallel.pop("pipeline", 1)), "ep_size": _size(parallel.pop("moe", 1)),
     }  # fmt: skip
     parallel.pop("data", None)  # what is left of the ranks
-    if mode not in (None, "1d", "sequence") or parallel:
+    if mode not in (None, "1d", "sequence", *LAYOUTS) or parallel:
         raise ValueError(
-            f"parallel has tensor mode {mode!r} and {sorted(parallel)}; expected '1d' or "
-            "'sequence', and pipeline, tensor, moe and data"
+            f"parallel has tensor mode {mode!r} and {sorted(parallel)}; expected '1d', "
+            f"{', '.join(map(repr, LAYOUTS))} or 'sequence', and pipeline, tensor, moe and data"
         )
     found |= _precision(config.get("fp16"))
     if config.get("clip_grad_norm"):
@@ -150,8 +166,10 @@ def _size(asked: Any) -> int:
     return int(asked.get("size", 1) if isinstance(asked, Mapping) else asked or 1)
 
 
-def _split(size: int, mode: str | None) -> dict[str, Any]:
+def _split(size: int, mode: str | None, depth: int) -> dict[str, Any]:
     """Options by which `size` ranks have parts of layers, or of sequences."""
+    if mode in LAYOUTS and size > 1:
+        return {"tp_size": size, "tp_mode": mode, "tp_depth": depth}
     if mode != "sequence" or size == 1:
         return {"tp_size": size}
     return {

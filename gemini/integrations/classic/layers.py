@@ -1,5 +1,8 @@
 """Layers of `colossalai.nn` for 1D tensor parallelism: torch's layers, split as they are made.
 
+`Linear`, `Dropout` and `CrossEntropyLoss` are those of the configuration's mode; those of 2D, 2.5D
+and 3D are in `gemini.integrations.classic.blocks`.
+
 They are split over the ranks that the launch's configuration has for layers, by a word of the plans
 in `gemini.integrations.parallel`; without such ranks they are plain. All ranks get the first rank's
 values. A weight's `shape` is that of the whole, and its `to_local()` is this rank's part.
@@ -16,11 +19,13 @@ from torch import nn
 from gemini.arguments import passes_on
 from gemini.integrations.config import global_context, plugin_of
 from gemini.integrations.parallel.plans import split_layer
+from gemini.integrations.parallel.sizes import LAYOUTS
 from gemini.integrations.parts import this_device
 
-Dropout = Dropout1D = nn.Dropout
+from .blocks import BlockDropout, Linear2D, Linear2p5D, Linear3D, join_blocks
+
+Dropout1D, Dropout = nn.Dropout, BlockDropout
 LayerNorm = LayerNorm1D = nn.LayerNorm
-CrossEntropyLoss = nn.CrossEntropyLoss
 
 # output features of the linear layer made last, if each rank has a part of them: so `Linear1D`
 # alternates columns and rows. A context variable, because threads may stand for ranks
@@ -29,8 +34,13 @@ _PARTS: ContextVar[int | None] = ContextVar("_PARTS", default=None)
 
 def _split(layer: nn.Module, how: str, weight: nn.Parameter | None = None) -> None:
     """Split a layer by a word of plans, then give it another layer's weight. Collective."""
-    sizes = plugin_of(global_context.config, zero_stage=1).sizes
-    mesh = sizes.mesh(this_device()) if sizes.tp > 1 else None
+    plugin = plugin_of(global_context.config, zero_stage=1)
+    if plugin.tp_mode != "1d":
+        raise ValueError(
+            f"{type(layer).__name__} in a configuration with mode {plugin.tp_mode!r}; expected "
+            "Linear in blocks, or nn's layers between join_blocks and split_blocks"
+        )
+    mesh = plugin.sizes.mesh(this_device()) if plugin.tp_size > 1 else None
     if mesh is not None:
         split_layer(layer, how, mesh["tp"])
     if weight is not None:
@@ -130,4 +140,32 @@ class VocabParallelEmbedding1D(nn.Embedding):
         _split(self, "embedding_rowwise")
 
 
-Linear, Classifier, Embedding = Linear1D, VocabParallelClassifier1D, VocabParallelEmbedding1D
+def Linear(
+    in_features: int,
+    out_features: int,
+    bias: bool = True,
+    dtype: torch.dtype | None = None,
+    gather_output: bool = False,
+) -> nn.Module:
+    """Linear layer of the configuration's mode: `Linear1D`, `Linear2D`, `Linear2p5D`, `Linear3D`.
+
+    gather_output: of 1D alone. Raises ValueError for it in another mode.
+    """
+    mode = plugin_of(global_context.config, zero_stage=1).tp_mode
+    if mode == "1d":
+        return Linear1D(in_features, out_features, bias, dtype, gather_output)
+    if gather_output:
+        raise ValueError(f"gather_output=True in mode {mode!r}; expected join_blocks(output)")
+    in_blocks = {one.mode: one for one in (Linear2D, Linear2p5D, Linear3D)}
+    return in_blocks[mode](in_features, out_features, bias, dtype)
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """torch's, for blocks too: logits are joined, and targets are whole."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        in_blocks = plugin_of(global_context.config, zero_stage=1).tp_mode in LAYOUTS
+        return super().forward(join_blocks(input) if in_blocks else input, target)
+
+
+Classifier, Embedding = VocabParallelClassifier1D, VocabParallelEmbedding1D

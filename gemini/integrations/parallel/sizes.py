@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
+from math import isqrt, prod
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -14,8 +14,52 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gemini.integrations import parts
 
-_SAME_DATA = ("tp", "pp", "cp")  # dimensions whose ranks work on the same rows
 Dims = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Layout of tensor parallelism in blocks: what each dimension of its mesh cuts.
+
+    rows, columns: dimensions that cut the rows of an activation, the outer one first, and its
+    features. weight: of a weight [in, out], the dimension of it that is cut, by mesh dimension. In
+    the order of the mesh, in which torch cuts.
+    """
+
+    rows: tuple[str, ...]
+    columns: str
+    weight: Mapping[str, int]
+
+
+LAYOUTS = {
+    "2d": Layout(("2d_col",), "2d_row", {"2d_col": 0, "2d_row": 1}),
+    "2.5d": Layout(("2p5d_dep", "2p5d_col"), "2p5d_row", {"2p5d_col": 0, "2p5d_row": 1}),
+    "3d": Layout(
+        ("3d_weight", "3d_input"), "3d_output", {"3d_input": 1, "3d_weight": 1, "3d_output": 0}
+    ),
+}
+BLOCKS = tuple(dict.fromkeys(n for one in LAYOUTS.values() for n in (*one.rows, *one.weight)))
+_SAME_DATA = ("tp", "pp", "cp", *BLOCKS)  # dimensions whose ranks work on the same rows
+
+
+def dims_of(mode: str, size: int, depth: int) -> Dims:
+    """Dimensions of the mesh of `size` ranks that split layers in a mode of `LAYOUTS`.
+
+    2d is q x q ranks, 2.5d `depth` of these, 3d q x q x q. Raises ValueError for another size.
+    """
+    side = round(size ** (1 / 3)) if mode == "3d" else isqrt(size // depth)
+    ranks, shape = {
+        "2d": (side**2, "q * q"), "2.5d": (side**2 * depth, "q * q * depth"),
+        "3d": (side**3, "q * q * q"),
+    }[mode]  # fmt: skip
+    if ranks != size:
+        given = f" and depth={depth}" if mode == "2.5d" else ""
+        raise ValueError(f"mode={mode!r} for {size} ranks{given}; expected {shape} ranks")
+    names = LAYOUTS[mode].weight
+    deep = (("2p5d_dep", depth),) if mode == "2.5d" else ()
+    return (*deep, *((name, side) for name in names))
+
+
 # By group of all ranks: layers that are split as they are made are in the mesh of their plugin. By
 # the group and not by its id, which the next group of a process may have.
 _Meshes = WeakValueDictionary[tuple[str, Dims], DeviceMesh]
@@ -28,6 +72,7 @@ class MeshSizes:
 
     tp: ranks that split layers, inside of a stage too. pp: places of a pipeline.
     replicas: copies of each shard. cp: ranks that share sequences; state is sharded over them too.
+    blocks: dimensions of `dims_of` in place of the one of `tp`, whose product it is.
     ep: data-parallel ranks over which experts are split.
     shards: False makes every data-parallel rank a replica of the whole state.
     pp_inside: ranks of one pipeline are neighbours.
@@ -40,6 +85,7 @@ class MeshSizes:
     ep: int = 1
     shards: bool = True
     pp_inside: bool = True
+    blocks: Dims = ()
 
     def dims(self, ranks: int) -> Dims:
         """Names and sizes of the mesh's dimensions; empty if one sharding group has all ranks.
@@ -60,7 +106,7 @@ class MeshSizes:
         data = ranks // alike
         replicas = self.replicas if self.shards else data
         dims = [("replicate", replicas), ("shard", data // replicas // self.ep)]
-        dims += [("cp", self.cp), ("ep", self.ep), ("tp", self.tp)]
+        dims += [("cp", self.cp), ("ep", self.ep), *(self.blocks or [("tp", self.tp)])]
         dims.insert(2 if self.pp_inside else 0, ("pp", self.pp))
         # a mesh of replicas alone would be one of shards
         there = [(n, size) for n, size in dims if size > 1 or (n == "shard" and replicas > 1)]

@@ -18,7 +18,7 @@ from gemini.integrations.parallel.cut import copies_of, shared_by, stages_of
 from gemini.integrations.parallel.pipelined import STYLES, MicrobatchSchedule, Pipelined
 from gemini.integrations.parallel.plans import TensorParallel
 from gemini.integrations.parallel.shared_sequence import MODES, SequenceParallel
-from gemini.integrations.parallel.sizes import MeshSizes
+from gemini.integrations.parallel.sizes import LAYOUTS, MeshSizes, dims_of
 from gemini.integrations.parts import accept
 from gemini.placement.policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
 from gemini.runtime.pipeline.together import together_of
@@ -50,14 +50,19 @@ SHARDED = Case(
     "it is for shards, and zero_stage=0 has replicas alone",
 )
 PIPELINE = Case(lambda own: own.pp_size > 1, "it is for pp_size above 1")
+BY_PLAN = Case(
+    lambda own: own.tp_size > 1 and own.tp_mode == "1d",
+    "it is for tp_size above 1 and tp_mode='1d'",
+)
 SPLITS = Case(
-    lambda own: own.tp_size > 1 or own.sequence_parallelism_mode in MODES,
+    lambda own: BY_PLAN.holds(own) or own.sequence_parallelism_mode in MODES,
     "it is for tp_size above 1, or for sequence_parallelism_mode='all_to_all' or 'ring_attn'",
 )
 RING = Case(
     lambda own: own.sequence_parallelism_mode == "ring_attn",
     "it is for sequence_parallelism_mode='ring_attn'",
 )
+DEPTH = Case(lambda own: own.tp_mode == "2.5d", "it is for tp_mode='2.5d'")
 _SHARDS = "updates are those of zero_stage=1, whose state is sharded"
 _OVER_TP = (None, "split_gather", "ring")
 
@@ -71,6 +76,9 @@ class HybridParallelPlugin(EnginePlugin):
     tp_size: ranks that split layers between them, by the plan that a model of transformers has, or
         by `custom_policy`: torch's styles, or the words of transformers, by names of modules. All
         of them see the same data. With it `zero_stage=0` keeps replicas, and shards nothing.
+    tp_mode: `"1d"`, or `"2d"`, `"2.5d"` with `tp_depth`, `"3d"`: the model's layers were made in
+        blocks, as `gemini.integrations.classic.blocks` has them, over the mesh of a configuration
+        with this mode. Beside data parallelism alone.
     enable_sequence_parallelism: ranks have parts of sequences. With
         `sequence_parallelism_mode="split_gather"` (None, and `"ring"`, which is the same here)
         these are the ranks of `tp_size`, between split layers. With `"all_to_all"` (heads against
@@ -145,7 +153,7 @@ class HybridParallelPlugin(EnginePlugin):
     )
     overlap_communication: bool = option(LowLevelZeroPlugin.overlap_communication, only=ZERO)
     custom_policy: Any = option(
-        None, only=TENSOR, kind=Mapping,
+        None, only=BY_PLAN, kind=Mapping,
         expected="a plan: {'layers.*.up': ColwiseParallel(), ...}, or such words as 'colwise'",
     )  # fmt: skip
     pp_style: str = option("1f1b", only=PIPELINE)
@@ -158,7 +166,7 @@ class HybridParallelPlugin(EnginePlugin):
     enable_metadata_cache: bool = option(
         True, only=PIPELINE, ignored="shapes are found when they change"
     )
-    make_vocab_size_divisible_by: int = size(64, only=TENSOR)
+    make_vocab_size_divisible_by: int = size(64, only=BY_PLAN)
     dp_outside: bool = option(True, only=PIPELINE)
     overlap_p2p: bool = option(
         True, only=PIPELINE, ignored="torch's schedules wait for a message when they need it"
@@ -173,10 +181,18 @@ class HybridParallelPlugin(EnginePlugin):
     )  # fmt: skip
     extra_dp_size: int = size(1, only=SHARDED)
     ep_size: int = size(1, only=UNSPLIT)
+    tp_mode: str = option(
+        "1d",
+        only=TENSOR,
+        valid=lambda mode: mode == "1d" or mode in LAYOUTS,
+        expected="'1d', '2d', '2.5d' or '3d'",
+    )
+    tp_depth: int = size(1, only=DEPTH)
 
     def check_together(self) -> None:
         super().check_together()
         self._check_sequence()
+        self._check_blocks()
         if self.pp_size > 1:
             self._check_pipeline()
         if self.ep_size > 1 and self.zero_stage == 0:
@@ -229,6 +245,17 @@ class HybridParallelPlugin(EnginePlugin):
             )
         if self.zero_stage == 0 and self.pp_size == 1:
             accept({f"zero_stage=0 with sp_size={self.sharing}": _SHARDS})
+
+    def _check_blocks(self) -> None:
+        if self.tp_mode == "1d":
+            return
+        dims_of(self.tp_mode, self.tp_size, self.tp_depth)
+        for name, ranks in (("pp_size", self.pp_size), ("sp_size", self.sharing)):
+            if ranks > 1:
+                raise ValueError(
+                    f"{name}={ranks} with tp_mode={self.tp_mode!r}; expected data parallelism "
+                    "alone beside layers in blocks, or tp_mode='1d'"
+                )
 
     def _check_pipeline(self) -> None:
         if self.zero_stage == 2:
@@ -292,12 +319,14 @@ class HybridParallelPlugin(EnginePlugin):
         return MeshSizes(
             self.tp_size, self.pp_size, self.extra_dp_size, self.sharing,
             self.ep_size, shards=SHARDED.holds(self), pp_inside=self.dp_outside,
+            blocks=() if self.tp_mode == "1d"
+            else dims_of(self.tp_mode, self.tp_size, self.tp_depth),
         )  # fmt: skip
 
     def options(self, device: torch.device) -> dict[str, Any]:
         """Options for `GeminiDDP`, with the mesh and what its ranks share."""
         layers = sequence = None
-        if self.tp_size > 1:
+        if BY_PLAN.holds(self):  # layers in blocks were made so
             layers = TensorParallel(
                 self.custom_policy,
                 self.enable_sequence_parallelism and self.sharing == 1,

@@ -180,7 +180,7 @@ def _sized(rank, ranks, port, folder):
 
 @pytest.mark.ci
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_code_for_several_ranks_runs_on_as_many(ranks, tmp_path):
     pytest.importorskip("transformers")
     found = run_processes(_sized, ranks, ranks, free_port(), str(tmp_path))

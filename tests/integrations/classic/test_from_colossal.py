@@ -67,7 +67,7 @@ ELSEWHERE = {
     "from colossalai.nn import HybridAdm": "did you mean colossalai.nn.optimizer.HybridAdam?",
     "import colossalai.nn.optimiser": "is no name of the documents",
     "import colossalai.inference": "a server for inference",
-    "import colossalai.nn; colossalai.nn.Linear3D(4, 4)": 'col_nn.Linear and mode="1d"',
+    "import colossalai.amp; colossalai.amp.convert_to_apex_amp()": "convert_to_amp with a mode",
     "from colossalai.builder import build_from_config; build_from_config({})": "the classes them",
     "from colossalai.engine.schedule import BaseSchedule\nclass A(BaseSchedule): pass": '"zbv"',
 }
@@ -168,7 +168,7 @@ def test_what_is_left_is_listed_with_its_line_and_stays(tmp_path, capsys):
     lines = (
         "import colossalai", "from colossalai.engine import Engine, BaseGradientHandler",
         "from colossalai.gemini import ChunkManager", "c = ChunkManager(3, pg)",
-        "colossalai.launch(); colossalai.nn.Linear3D(4)",
+        "colossalai.launch(); colossalai.amp.convert_to_apex_amp(4)",
     )  # fmt: skip
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     assert main(["from-colossal", str(path)]) == 1
@@ -179,7 +179,7 @@ def test_what_is_left_is_listed_with_its_line_and_stays(tmp_path, capsys):
     said = capsys.readouterr()
     assert said.err == shown.err and "5 lines changed" in said.out
     for text in (
-        "train.py:2: colossalai.engine.Engine has no place", "train.py:5: colossalai.nn",
+        "train.py:2: colossalai.engine.Engine has no place", "train.py:5: colossalai.amp",
         "train.py:4: in place of ChunkManager(3, pg): chunk_manager = init_chunk",
     ):  # fmt: skip
         assert text in said.err

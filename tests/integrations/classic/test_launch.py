@@ -119,8 +119,8 @@ def test_a_configuration_describes_a_plugin(alone, tmp_path):
     with pytest.raises(AttributeError, match=r"no EPOCHS; expected one of \['LOG', 'parallel'\]"):
         _ = config.EPOCHS
     for wrong, text in (
-        ({"parallel": {"tensor": {"size": 4, "mode": "2d"}}}, "tensor mode '2d'"),
-        ({"parallel": {"sequence": 2}}, r"\['sequence'\]; expected '1d' or 'seq"),
+        ({"parallel": {"tensor": {"size": 4, "mode": "4d"}}}, "tensor mode '4d'"),
+        ({"parallel": {"sequence": 2}}, r"\['sequence'\]; expected '1d', '2d', '2.5d', '3d' or"),
         ({"fp16": {"mode": AMP_TYPE.APEX}}, "fp16 has mode 'apex'"),
         ({"fp16": {"log_num_zeros_in_grad": True}}, "log_num_zeros_in_grad"),
     ):
