@@ -44,7 +44,7 @@ from gemini.optim import HybridAdam
 from gemini.plan.models import maker
 from gemini.units import GIB, MIB
 
-TINY = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
+TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512}  # fmt: skip
 WARM = 2  # steps that are not timed
 
@@ -58,9 +58,18 @@ def made(name: str) -> Any:
     return LlamaForCausalLM(LlamaConfig(**TINY))
 
 
+def warm() -> None:
+    """Load what libraries load once, and compile what they compile at first."""
+    model = made("tiny").to(torch.bfloat16)
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
 def batches(layout: Layout, step: Step, vocab: int, rank: int) -> Iterator[torch.Tensor]:
     """Token numbers int64 [rows, tokens] of this rank's data, in every step."""
-    sizes = MeshSizes(layout.tp, layout.pp, layout.replicas, layout.sp, layout.ep)
+    sizes = MeshSizes(
+        layout.tp, layout.pp, layout.replicas, layout.sp, layout.ep, pp_inside=False
+    )  # fmt: skip
     place, parts = sizes.data_place(rank, layout.ranks)
     generator = torch.Generator().manual_seed(place)
     while True:
@@ -70,10 +79,12 @@ def batches(layout: Layout, step: Step, vocab: int, rank: int) -> Iterator[torch
 def trained(rank: int, name: str, found: Found, layout: Layout, steps: int) -> dict[str, Any]:
     """One rank's seconds of each step, its peak beyond the process, and the last loss."""
     torch.manual_seed(0)
+    warm()
     floor = resident_bytes(trimmed=True)
     model = made(name)
     plugin = AutoParallelPlugin(
-        precision="bf16", found=replace(found, ranked=tuple(one for one in found.ranked if one.layout == layout)),
+        precision="bf16",
+        found=replace(found, ranked=tuple(one for one in found.ranked if one.layout == layout)),
         **options_of(layout, found.shape.layers, found.cluster),
     )  # fmt: skip
     booster = Booster(plugin=plugin)
@@ -90,7 +101,9 @@ def trained(rank: int, name: str, found: Found, layout: Layout, steps: int) -> d
     return {"seconds": seconds[WARM:], "peak": process_peak_rss_bytes() - floor, "loss": loss}
 
 
-def _step(booster: Booster, model: nn.Module, optimizer: Any, layout: Layout, ids: torch.Tensor) -> float:
+def _step(
+    booster: Booster, model: nn.Module, optimizer: Any, layout: Layout, ids: torch.Tensor
+) -> float:
     if layout.pp > 1:
         found = booster.execute_pipeline(
             iter([{"input_ids": ids, "labels": ids}]), model, lambda outputs, _: outputs.loss,
@@ -110,7 +123,9 @@ def _step(booster: Booster, model: nn.Module, optimizer: Any, layout: Layout, id
     return loss
 
 
-def _backward(booster: Booster, model: nn.Module, optimizer: Any, ids: torch.Tensor, parts: int) -> float:
+def _backward(
+    booster: Booster, model: nn.Module, optimizer: Any, ids: torch.Tensor, parts: int
+) -> float:
     loss = model(input_ids=ids, labels=ids).loss
     booster.backward(loss / parts, optimizer)
     return float(loss.detach())
@@ -135,7 +150,9 @@ def tau(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--model", default="llama-150m")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--sequences", type=int, default=8)
@@ -145,7 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=0, help="layouts to run; 0: all")
     parser.add_argument("--json")
     args = parser.parse_args(argv)
-    cluster = replace(run_ranks(cluster_of_rank, args.ranks, processes=True)[0], device_bytes=64 * GIB)
+    cluster = replace(
+        run_ranks(cluster_of_rank, args.ranks, processes=True)[0], device_bytes=64 * GIB
+    )
     step = Step(args.sequences, args.seq)
     with torch.device("meta"):
         shape = shape_of(made(args.model), seq=args.seq)
@@ -155,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: dict[Layout, list[list[dict[str, Any]]]] = {layout: [] for layout in layouts}
     for _ in range(args.rounds):
         for layout in layouts:
-            ranks = run_ranks(trained, args.ranks, args.model, found, layout, args.steps, processes=True)
+            ranks = run_ranks(
+                trained, args.ranks, args.model, found, layout, args.steps, processes=True
+            )
             rows[layout].append(ranks)
             print(line_of(row_of(found, layout, [ranks])), flush=True)
     result = summary([row_of(found, layout, rounds) for layout, rounds in rows.items()])

@@ -3,11 +3,14 @@
     python -m bench.published [--json PATH] [--fit]
 
 Points and their sources are in `bench/published_layouts.json`: the model's sizes, ranks, layout,
-tokens a second of a rank, and the memory of a rank where it was told. A machine there is a card, its
-links and the program that ran on it; its constants are what a data sheet says, and what one point
-each determines (`fit`): the rate of products, that of attention, and the share of passes over memory
-that the program's kernels do not fuse. No point that determines a constant counts in the errors.
-`--fit` determines them again and prints them.
+tokens a second of a rank, and the memory of a rank where it was told. A machine there is a card,
+its links and the program that ran on it. Links and memory have what a data sheet says, less a
+sixth. One point each determines (`fit`) the rate of products, that of attention, and for one
+program the share of passes over memory that its kernels do not fuse; those points count in no
+error, and `--fit` determines the constants again and prints them. What no point determines was set
+once for a machine, by what its program is known to do, and for no row: the other shares of passes,
+the share of collectives that runs beside products (none in torch's first FSDP), and the rate of
+attention whose scores are kept.
 
 Where a source does not tell sizes of micro-batches and the pipeline's schedule, those that are
 predicted to be fastest are taken. Layers that are recomputed selectively keep half of what they
@@ -65,15 +68,19 @@ def published() -> dict[str, Any]:
 
 
 def cluster_of(ranks: int, machine: Mapping[str, Any]) -> Cluster:
-    inside, across = (Link(latency, machine[name])
-                      for latency, name in zip(_LATENCIES, ("inside", "across"), strict=True))  # fmt: skip
+    names = ("inside", "across")
+    inside, across = (
+        Link(latency, machine[name]) for latency, name in zip(_LATENCIES, names, strict=True)
+    )
     return Cluster(
         ranks, PER_NODE, 80 * GIB, 0, machine["flops"], machine["attention"], machine["memory"],
         inside, across, None, machine["memory"], overlap=machine["overlap"],
     )  # fmt: skip
 
 
-def shape_of(point: Mapping[str, Any], told: Mapping[str, Any], machine: Mapping[str, Any]) -> ModelShape:
+def shape_of(
+    point: Mapping[str, Any], told: Mapping[str, Any], machine: Mapping[str, Any]
+) -> ModelShape:
     shape = decoder(point["model"], **told["models"][point["model"]])
     scores = SCORE_BYTES * shape.heads if machine.get("scores") else 0.0
     shape = replace(shape, passes=machine["passes"], scores=scores)
@@ -167,7 +174,9 @@ def rows(found: Sequence[Prediction]) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args(argv)
@@ -178,8 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = [predicted(point, told) for point in told["points"]]
     for row in rows(found):
         memory = "" if row["memory"] is None else f", memory {row['memory'] - 1:+.0%}"
-        print(f"{row['source'][:10]:10} {row['model']:15} {row['ranks']:5} x {row['seq']:6}  "
-              f"{row['speed'] - 1:+5.0%} {row['fit'] or '':9}{memory}  {row['layout']}")  # fmt: skip
+        speed = f"{row['speed'] - 1:+5.0%} {row['fit'] or '':9}{memory}"
+        what = f"{row['source'][:10]:10} {row['model']:15} {row['ranks']:5} x {row['seq']:6}"
+        print(f"{what}  {speed}  {row['layout']}")
     result = summary(found)
     print(json.dumps(result, indent=1))
     if args.json:

@@ -60,10 +60,15 @@ class Layout:
 
     @property
     def stride(self) -> dict[str, int]:
-        """Ranks between neighbours of each group, as the mesh of a plugin orders them."""
-        return {"tp": 1, "ep": self.tp, "sp": self.tp, "data": self.tp * self.sp,
-                "replicas": self.tp * self.sp * (self.data // self.replicas),
-                "pp": self.tp * self.sp}  # fmt: skip
+        """Ranks between neighbours of each group, as a plugin's mesh with `dp_outside=False` has
+        them. Shards of what is not split are over "ep", "sp" and "data" together."""
+        inner = {"tp": self.tp, "ep": self.ep, "sp": self.sp}
+        inner |= {"data": self.data // self.ep // self.replicas, "replicas": self.replicas}
+        found, stride = {}, 1
+        for name, size in (*inner.items(), ("pp", self.pp)):
+            found[name] = stride
+            stride *= size
+        return found
 
     def __str__(self) -> str:
         said = {
@@ -125,8 +130,8 @@ def _pipelines(shape: ModelShape, ranks: int) -> list[tuple[int, str, int]]:
 def meshes_of(shape: ModelShape, cluster: Cluster, step: Step) -> Iterator[Layout]:
     """Yield every mesh that the plugins run, with one micro-batch of all that a rank has.
 
-    Sizes are divisors of the ranks. Experts are split over ranks of whole layers alone. Heads that a
-    rank has are those that it exchanges for tokens.
+    Sizes are divisors of the ranks. Experts are split over ranks of whole layers alone. The heads
+    that a rank has of a split layer are those that it exchanges for tokens.
     """
     ranks = cluster.ranks
     for tp in _tensor_sizes(shape, cluster):

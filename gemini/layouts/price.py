@@ -5,9 +5,10 @@ n tokens of a micro-batch on a rank · m micro-batches · p places of a pipeline
 F forward, B backward of a place for one micro-batch
 
 Pipelines take those schedules of torch that the plugins run. With equal places 1F1B takes
-(m + p - 1)(F + B), the interleaved one (m + (p - 1) / v)(F + B): Narayanan et al., arXiv 2104.04473,
-section 2.2. In torch's zero-bubble V, where half of B are gradients of weights, (p - 1) B / 4 are left
-of the bubble from m = 2 p on, and twice that below. A test runs torch's own orders of actions.
+(m + p - 1)(F + B), the interleaved one (m + (p - 1) / v)(F + B): Narayanan et al., "Efficient
+Large-Scale Language Model Training on GPU Clusters", arXiv 2104.04473, section 2.2. In torch's
+zero-bubble V, where half of B are gradients of weights, (p - 1) B / 4 are left of the bubble from
+m = 2 p on, and twice that below. A test runs torch's own orders of actions.
 """
 
 from __future__ import annotations
@@ -191,17 +192,17 @@ class Pricing:
         """Seconds in which gradients are reduced and parameters gathered, beyond those that run
         beside products."""
         layout, cluster, size = self.layout, self.cluster, self.shape.itemsize
-        dense, experts, _ = self._numels
-        stride = layout.stride["ep" if layout.sp == 1 else "sp"]
-        ranks = layout.shards
+        dense, experts, largest = self._numels
+        ranks, strides = layout.shards, layout.stride
 
-        def once(numel: float, ranks: int) -> float:
-            return cluster.gather(numel * size, ranks, stride)
+        def once(dense: float, experts: float) -> float:
+            of_experts = cluster.gather(experts * size, layout.expert_shards, strides["sp"])
+            return cluster.gather(dense * size, ranks, strides["ep"]) + of_experts
 
-        one = once(dense, ranks) + once(experts, layout.expert_shards)
+        one = once(dense, experts)
         of_replicas = cluster.reduce(
             (dense / ranks + experts / layout.expert_shards) * size,
-            layout.replicas, layout.stride["replicas"],
+            layout.replicas, strides["replicas"],
         )  # fmt: skip
         sharded = layout.zero in ("3", PLANNED) and ranks > 1
         times = float(layout.micro_batches)
@@ -215,7 +216,7 @@ class Pricing:
         if not sharded:  # reduced behind the last backward's layers; gathered before a forward
             beside = (0.0, busy * 2 / 3 / layout.micro_batches)
         hidden = cluster.overlap * (min(forward, beside[0]) + min(backward, beside[1]))
-        first = once(self._numels[2], ranks) if sharded else 0.0
+        first = once(largest, 0.0) if sharded else 0.0
         return {"shards": forward + backward - hidden + first}
 
     def _updated(self, left: float) -> dict[str, float]:
@@ -268,8 +269,7 @@ class Pricing:
         }[layout.style]
         if not layout.recompute:
             return rounds * self.layers * self.saved
-        width = self.shape.hidden * self.shape.itemsize
-        width /= layout.tp if layout.in_sequence else 1
+        width = self.shape.hidden * self.shape.itemsize / (layout.tp if layout.in_sequence else 1)
         return rounds * self.layers * width + self.saved
 
     @cached_property

@@ -136,5 +136,5 @@ def module(name: str, numel: int, saved: float, itemsize: int = 2) -> ModelShape
         decoder(name, hidden=1, layers=1, heads=1, vocab=0, mlp=1),
         layer_numel=numel, split_numel=0, first_numel=0, last_numel=0, head_dim=0, heads=0,
         kv_heads=0, saved=Saved(saved, 0.0), ends=0.0, working=0.0, can=frozenset[str](),
-        itemsize=itemsize,
+        is_causal=False, itemsize=itemsize,
     )  # fmt: skip

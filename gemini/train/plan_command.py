@@ -245,9 +245,12 @@ def _searched(config: PlanConfig) -> str:
     cluster = cluster_of(machine, config.gpu)
     found = search(shape, cluster, Step(rows, config.seq), state=state, recompute=recompute)
     numbers = {"device_mem": "device memory", "flops": "computing"}
-    inside, across = (format_bytes(int(link.bytes_per_s)) for link in (cluster.inside, cluster.across))
+    inside, across = (
+        format_bytes(int(link.bytes_per_s)) for link in (cluster.inside, cluster.across)
+    )
+    of = f"{ranks} ranks of {per_node} a node"
     return "\n".join([
-        f"{config.model} on {ranks} ranks of {per_node} a node, {rows} x {config.seq} tokens a step:",
+        f"{config.model} on {of}, {rows} x {config.seq} tokens a step:",
         found.explain(), *machine.assumptions(numbers),
         f"links: {inside}/s inside of a node, {across}/s of a rank across",
     ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""`autoparallelize`: the plugin of the layout that takes least time, out of all that plugins run."""
+"""`autoparallelize`: the plugin of the layout that takes least time, of all that plugins run."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def options_of(layout: Layout, layers: int, cluster: Cluster) -> dict[str, Any]:
         bounds = Cut.of(layers, stages)
         found |= {
             "pp_style": layout.style, "num_model_chunks": layout.chunks,
-            "num_microbatches": layout.micro_batches,
+            "num_microbatches": layout.micro_batches, "dp_outside": False,
             "num_layers_per_stage": [len(bounds.layers(i)) for i in range(stages)],
         }  # fmt: skip
     if layout.sp > 1:
@@ -157,8 +157,10 @@ def _placement(layout: Layout, cluster: Cluster) -> Placement | None:
     if layout.zero == "3":
         return StaticPlacement.zero(3)
     if layout.zero == PLANNED:
-        budgets = f"{cluster.device_bytes}B", f"{cluster.host_bytes * cluster.per_node}B"
-        return AutoPlacement(device_budget=budgets[0], host_budget=budgets[1])
+        # RAM is a node's, and so is the device where ranks compute with the CPU
+        device = cluster.device_bytes * (cluster.per_node if cluster.host is None else 1)
+        host = cluster.host_bytes * cluster.per_node
+        return AutoPlacement(device_budget=f"{device}B", host_budget=f"{host}B")
     return None
 
 

@@ -84,9 +84,11 @@ class Measured:
 def measured(comm: Communicator, device: torch.device, dtype: torch.dtype) -> Measured:
     """Measure this rank, in about a second. Collective."""
     width = _WIDTH[device.type]
-    layer = torch.nn.Linear(width, width, bias=False, dtype=dtype, device=device)
-    rows = torch.ones(_ROWS, width, dtype=dtype, device=device, requires_grad=True)
-    seconds = _seconds(lambda: layer(rows).sum().backward(), device)
+    rows, weight = (
+        torch.ones(size, width, dtype=dtype, device=device, requires_grad=True)
+        for size in (_ROWS, width)
+    )
+    seconds = _seconds(lambda: (rows @ weight).sum().backward(), device)
     flops = 6.0 * _ROWS * width * width / seconds
     values = torch.zeros(32 * MIB // 4, device=device)
     memory = 2.0 * values.nbytes / _seconds(lambda: values.add_(1.0), device)

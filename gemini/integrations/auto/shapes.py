@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +30,9 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-def shape_of(model: nn.Module, inputs: Any = None, *, seq: int = 1, precision: str = "bf16") -> ModelShape:
+def shape_of(
+    model: nn.Module, inputs: Any = None, *, seq: int = 1, precision: str = "bf16"
+) -> ModelShape:
     """Shape of a model.
 
     inputs: of one step, as `gemini.trace` takes them; needed for a module without a config of
@@ -45,7 +46,10 @@ def shape_of(model: nn.Module, inputs: Any = None, *, seq: int = 1, precision: s
     if stack is None:
         return _of_module(model, inputs, precision)
     name, layers = stack
-    params = [(names[0], param) for param, names in distinct(model.named_parameters(remove_duplicate=False))]
+    params = [
+        (names[0], param)
+        for param, names in distinct(model.named_parameters(remove_duplicate=False))
+    ]
     prefix = f"{name}."
     mine = {n.removeprefix(prefix): p for n, p in params if n.startswith(f"{prefix}1.")}
     experts, used = _experts(model, layers)
@@ -178,7 +182,7 @@ def _activations(
     config: Any = model.config
     named = {n: getattr(config, n) for n in _DIVIDED if isinstance(getattr(config, n, None), int)}
     halves = {n: size // 2 for n, size in named.items() if size % 2 == 0}
-    if hasattr(config, "head_dim") and halves.keys() >= {"num_attention_heads"} and halves == {
+    if "head_dim" in config.to_dict() and halves.keys() >= {"num_attention_heads"} and halves == {
         n: size // 2 for n, size in named.items()
     }:  # fmt: skip
         halves["head_dim"] = sizes["head_dim"]

@@ -73,7 +73,9 @@ def makespan(order, forward, backward, stages):
     return max(free.values())
 
 
-@pytest.mark.parametrize(("style", "places", "more"), product((ONE, INTERLEAVED, ZBV), (2, 4), (1, 2, 3)))
+@pytest.mark.parametrize(
+    ("style", "places", "more"), product((ONE, INTERLEAVED, ZBV), (2, 4), (1, 2, 3))
+)
 def test_the_closed_form_is_what_torchs_order_takes(style, places, more):
     times, chunks = more * places, 1 if style == ONE else 2
     # no head, and memory and links that take no time: forward 1, backward 2, all of it products

@@ -40,7 +40,9 @@ def test_an_all_to_all_sends_what_leaves_a_node_over_one_link():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 16])
 def test_every_mesh_has_all_ranks_and_sequences(ranks):
     cluster = replace(CARDS, ranks=ranks)
-    found = [run for mesh in meshes_of(SHAPE, cluster, Step(48, 2048)) for run in runs_of(mesh, SHAPE)]
+    found = [
+        run for mesh in meshes_of(SHAPE, cluster, Step(48, 2048)) for run in runs_of(mesh, SHAPE)
+    ]
     assert len(found) == len(set(found))
     for layout in found:
         assert layout.ranks == ranks
@@ -88,7 +90,8 @@ def test_layers_that_are_split_send_four_reductions_a_layer():
 def test_a_ring_sends_keys_and_heads_go_round_whole():
     tokens = 2048 // 4 * 8
     ring, whole = (
-        price(Layout(data=4, sp=4, sp_mode=mode, batch=8)).seconds["sequence"] for mode in (RING, ULYSSES)
+        price(Layout(data=4, sp=4, sp_mode=mode, batch=8)).seconds["sequence"]
+        for mode in (RING, ULYSSES)
     )
     keys = 2 * 8 * 64 * 2 * tokens
     assert ring == pytest.approx(8 * 3 * 3 * CARDS.send(keys, 1))
@@ -111,7 +114,7 @@ def test_what_does_not_fit_leaves_the_device_by_a_plan_or_is_left_out():
 
 def test_an_error_says_what_the_smallest_layout_needs():
     tiny = replace(CARDS, device_bytes=GIB // 8, host_bytes=0)
-    with pytest.raises(ValueError, match="fits in no layout of 16 ranks .* the smallest needs"):
+    with pytest.raises(ValueError, match=r"fits in no layout of 16 ranks .* the smallest needs"):
         search(SHAPE, tiny, STEP).best  # noqa: B018
 
 
@@ -137,7 +140,9 @@ def test_what_is_told_adds_up_and_says_why_others_lose():
     lines = found.explain().splitlines()
     assert lines[0] == found.best.in_words()
     assert len(lines) == 3 + 5
-    assert all(line.startswith("+") and " more " in line or "as fast" in line for line in lines[3:])
+    assert all(
+        (line.startswith("+") and " more " in line) or "as fast" in line for line in lines[3:]
+    )
     times = [one.price.total for one in found.ranked]
     assert times == sorted(times)
     assert f"{len(found.ranked)} layouts fit, {found.too_large} do not" in lines
