@@ -192,7 +192,7 @@ def test_shapes_count_all_parameters_and_change_no_model(kind):
     assert shape.numel == sum(p.numel() for p in model.parameters())
     assert shape.saved.whole >= 0 and shape.saved.total > 0
     assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
-    can = dict.fromkeys(("BERT", "ViT", "Falcon"), {"tp", "pp"})
+    can = {key: {"tp", "pp"} for key in ("BERT", "ViT", "Falcon")}
     can |= {"Qwen2-MoE": {"ep", "tp", "pp", "sp"}, "T5": set()}
     assert shape.can - {"recompute"} == can.get(kind, {"tp", "pp", "sp"})
     assert shape.is_causal == (kind not in ("BERT", "ViT", "T5"))
