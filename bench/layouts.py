@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.shared.workers import run_ranks
+from bench.shared.workers import preload, run_ranks
 from bench.support.machine import MALLOC_ENVIRONMENT, write_result
 from gemini.integrations.auto.autoparallel import AutoParallelPlugin, options_of
 from gemini.integrations.auto.machines import cluster_here
@@ -50,9 +50,22 @@ WARM = 2  # steps that are not timed
 
 
 def made(name: str) -> Any:
-    """Model with random weights."""
-    if name != "tiny":
-        return maker(name)()
+    """Model with random weights, drawn once and repeated: four ranks draw at once."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = maker(name)() if name != "tiny" else tiny()
+    drawn = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) * 0.02
+    for param in model.parameters():
+        if param.dim() > 1 and not param.is_meta:
+            flat = param.data.view(-1)
+            for start in range(0, flat.numel(), drawn.numel()):
+                part = flat[start : start + drawn.numel()]
+                part.copy_(drawn[: part.numel()])
+    return model
+
+
+def tiny() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**TINY))
@@ -162,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=0, help="layouts to run; 0: all")
     parser.add_argument("--json")
     args = parser.parse_args(argv)
+    preload("gemini.integrations.auto.autoparallel", "transformers.models.llama.modeling_llama")
     cluster = replace(
         run_ranks(cluster_of_rank, args.ranks, processes=True)[0], device_bytes=64 * GIB
     )

@@ -73,8 +73,8 @@ def cluster_of(ranks: int, machine: Mapping[str, Any]) -> Cluster:
         Link(latency, machine[name]) for latency, name in zip(_LATENCIES, names, strict=True)
     )
     return Cluster(
-        ranks, PER_NODE, 80 * GIB, 0, machine["flops"], machine["attention"], machine["memory"],
-        inside, across, None, machine["memory"], overlap=machine["overlap"],
+        ranks, PER_NODE, 80 * GIB, 0, machine["flops"], machine["attention"], machine["attention"],
+        machine["memory"], inside, across, None, machine["memory"], overlap=machine["overlap"],
     )  # fmt: skip
 
 

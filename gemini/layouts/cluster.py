@@ -23,7 +23,8 @@ class Cluster:
 
     ranks: in all. per_node: on one node, neighbours first.
     device_bytes, host_bytes: memory of one rank.
-    flops: of matrix products, a second, as achieved. attention: the same of attention.
+    flops: of matrix products, a second, as achieved. attention: the same of attention, and
+        exact_attention: of a ring's, whose products are in fp32 and in no fused kernel.
     memory: bytes a second of the device's memory.
     inside, across: links between ranks of one node, and of two.
     host: bytes a second each way between a device and RAM; None: the device is RAM.
@@ -39,6 +40,7 @@ class Cluster:
     host_bytes: int
     flops: float
     attention: float
+    exact_attention: float
     memory: float
     inside: Link
     across: Link

@@ -108,7 +108,8 @@ def _sequence_sizes(shape: ModelShape, ranks: int, seq: int, tp: int) -> list[tu
     if "sp" not in shape.can:
         return found
     for n in _divisors(ranks)[1:]:
-        if seq % n == 0 and shape.heads % (tp * n) == 0 and shape.kv_heads % (tp * n) == 0:
+        keys = shape.kv_heads // tp
+        if seq % n == 0 and shape.heads % (tp * n) == 0 and (keys % n == 0 or n % keys == 0):
             found.append((n, ULYSSES))
         if seq % (2 * n) == 0:
             found.append((n, RING))

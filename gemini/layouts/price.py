@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from gemini.optim.rules.state_layout import KINDS as STATES
+from gemini.placement.sizes import FP32_BYTES
 
 from .cluster import Cluster
 from .layout import INTERLEAVED, ONE, PLANNED, RING, ZBV, Layout, Step
@@ -25,7 +25,7 @@ from .shape import ModelShape
 
 FORWARD_PASSES, BACKWARD_PASSES = 2.0, 4.0  # times that saved bytes pass memory beside products
 FLASH_BACKWARD = 2.5  # of attention's forward, whose scores are computed again
-STATE_BYTES = dict(zip(STATES, (8.0, 4.0, 2.1), strict=False))  # of Adam's moments, an element
+STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.25}  # of Adam's moments, an element
 MASTER, GRADIENT = 4.0, 4.0  # bytes of an element in fp32
 
 
@@ -88,7 +88,8 @@ class Pricing:
         products, attention = self.shape.layer_flops(self.step.seq)
         mine = self.tokens / layout.tp
         dot = products * mine / cluster.flops
-        attend = attention * mine / cluster.attention
+        is_ring = layout.sp > 1 and layout.sp_mode == RING
+        attend = attention * mine / (cluster.exact_attention if is_ring else cluster.attention)
         passes = self.shape.passes * self.saved * self.tokens / cluster.memory
         forward = dot + attend + FORWARD_PASSES * passes
         backward = 2 * dot + FLASH_BACKWARD * attend + BACKWARD_PASSES * passes
@@ -114,12 +115,15 @@ class Pricing:
             return 0.0, 0.0
         width = shape.itemsize * shape.head_dim * self.tokens / layout.tp
         stride = layout.stride["sp"]
-        if layout.sp_mode == RING:  # keys and values go round; backward takes their gradients too
-            around = (layout.sp - 1) * self.cluster.send(2 * shape.kv_heads * width, stride)
-            forward, backward = around, 2 * around
+        if layout.sp_mode == RING:  # keys and values go round, and in backward their gradients
+            pairs = 2 * shape.kv_heads * width
+            forward = (layout.sp - 1) * self.cluster.send(pairs, stride)
+            gradients = pairs * FP32_BYTES / shape.itemsize
+            backward = forward + layout.sp * self.cluster.send(gradients, stride)
         else:
+            keys = max(shape.kv_heads, layout.sp * layout.tp)  # repeated if there are fewer
             one, few = (self.cluster.exchange(heads * width, layout.sp, stride)
-                        for heads in (shape.heads, shape.kv_heads))  # fmt: skip
+                        for heads in (shape.heads, keys))  # fmt: skip
             forward = backward = 2 * one + 2 * few
         return forward, backward + (forward if layout.recompute else 0.0)
 

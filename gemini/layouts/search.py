@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from gemini.optim.rules.state_layout import kind_of
 from gemini.units import format_bytes
 
 from .cluster import Cluster
@@ -123,8 +124,9 @@ def search(
     state: of `HybridAdam`. recompute: whether layers are computed again in backward; None: where
         it is faster, or nothing else fits.
 
-    Takes 1 s for some 20 000 layouts.
+    Takes 1 s for some 20 000 layouts. Raises ValueError for another state.
     """
+    kind_of(state)
     fit: list[Candidate] = []
     too_large, least = 0, float("inf")
     for layout in _all(shape, cluster, step):

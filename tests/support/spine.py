@@ -64,6 +64,7 @@ OTHER_ROOMS = (
     *("gemini/memtracer", "gemini/mesh", "gemini/migrate", "gemini/placement", "gemini/plan"),
     *(
         "gemini/decoding",
+        "gemini/layouts",
         "gemini/embedding",  # steps of its own, in which no block takes part
         "gemini/serving",
         "gemini/train",

@@ -20,6 +20,7 @@ from gemini.runtime.memory.machine import look_at_machine, ranks_here
 from gemini.units import MIB
 
 ATTENTION = 0.45  # of the rate of products: attention's, forward and backward
+EXACT = 1 / 16  # of a card's rate of products: those in fp32, which no tensor core computes
 UPDATE_BYTES = 20e9  # of state that the cores of a rank with a card read and write a second
 # bytes a second each way of a card: to its neighbours, and across nodes
 _LINKS = {
@@ -30,6 +31,7 @@ _ACHIEVED = 0.85  # of a link
 _INSIDE_LATENCY, _ACROSS_LATENCY, _CPU_LATENCY = 8e-6, 2e-5, 2e-4
 _ROWS, _WIDTH = 512, {"cpu": 1024, "cuda": 8192}  # of a product that is timed
 _MESSAGE = 8 * MIB
+_COPIED = 128 * MIB  # more than caches have
 _TIMES = 5
 
 
@@ -49,7 +51,7 @@ def cluster_of(machine: Hardware, gpu: str | None = None) -> Cluster:
     assert flops is not None
     return Cluster(
         machine.world_size, machine.ranks_per_node, budgets.device, budgets.host, flops,
-        ATTENTION * flops, links.device_memory, inside, across,
+        ATTENTION * flops, flops * (0.5 if on_cpu else EXACT), links.device_memory, inside, across,
         None if on_cpu else links.host_to_device,
         links.device_memory if on_cpu else UPDATE_BYTES,
         overlap=0.0 if on_cpu else 0.9,
@@ -90,7 +92,7 @@ def measured(comm: Communicator, device: torch.device, dtype: torch.dtype) -> Me
     )
     seconds = _seconds(lambda: (rows @ weight).sum().backward(), device)
     flops = 6.0 * _ROWS * width * width / seconds
-    values = torch.zeros(32 * MIB // 4, device=device)
+    values = torch.zeros(_COPIED // 4, device=device)
     memory = 2.0 * values.nbytes / _seconds(lambda: values.add_(1.0), device)
     if comm.world_size == 1:
         return Measured(flops, memory, Link(_CPU_LATENCY, memory))
@@ -132,7 +134,8 @@ def cluster_here(devices: int | None = None, precision: str = "bf16") -> Cluster
     threads = min(torch.get_num_threads(), cores)
     return Cluster(
         ranks, min(here, ranks), own // (here if on_cpu else 1), node // here,
-        found.flops, ATTENTION * found.flops, found.memory, found.link, found.link,
+        found.flops, ATTENTION * found.flops, found.flops * (0.5 if on_cpu else EXACT),
+        found.memory, found.link, found.link,
         None if on_cpu else machine.speeds.links.host_to_device,
         found.memory if on_cpu else UPDATE_BYTES,
         burst=max(1.0, threads / min(threads, cores / here)) if on_cpu else 1.0,

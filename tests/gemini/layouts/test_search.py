@@ -6,14 +6,16 @@ import pytest
 
 from gemini.layouts.cluster import Cluster, Link
 from gemini.layouts.layout import PLANNED, RING, ULYSSES, Layout, Step, meshes_of, runs_of
-from gemini.layouts.price import Pricing
+from gemini.layouts.price import STATE_BYTES, Pricing
 from gemini.layouts.search import search
 from gemini.layouts.shape import decoder
+from gemini.optim.adam import AdamRule
+from gemini.optim.rules.state_layout import KINDS, StateLayout
 from gemini.units import GIB
 
 SHAPE = decoder("", hidden=1024, layers=8, heads=16, kv_heads=8, mlp=4096, vocab=32000)
 INSIDE, ACROSS = Link(1e-5, 300e9), Link(2e-5, 25e9)
-CARDS = Cluster(16, 8, 64 * GIB, 64 * GIB, 3e14, 1e14, 2e12, INSIDE, ACROSS, 24e9, 2e10)
+CARDS = Cluster(16, 8, 64 * GIB, 64 * GIB, 3e14, 1e14, 2e13, 2e12, INSIDE, ACROSS, 24e9, 2e10)
 STEP = Step(32, 2048)
 
 
@@ -48,7 +50,8 @@ def test_every_mesh_has_all_ranks_and_sequences(ranks):
         assert layout.ranks == ranks
         assert layout.data * layout.batch * layout.micro_batches == 48
         assert layout.data % layout.replicas == 0
-        assert SHAPE.kv_heads % (layout.tp * (layout.sp if layout.sp_mode == ULYSSES else 1)) == 0
+        heads = SHAPE.heads // layout.tp
+        assert layout.sp_mode == RING or heads % layout.sp == 0
         assert 2048 % (layout.sp * (2 if layout.sp_mode == RING and layout.sp > 1 else 1)) == 0
         assert layout.pp * layout.chunks <= SHAPE.layers
 
@@ -78,6 +81,14 @@ def test_parameters_and_state_by_stage():
     assert found["3"]["gradients"] == pytest.approx(2 * own)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_state_are_those_of_the_optimizer(kind):
+    planes = StateLayout(AdamRule.layout.planes, kind)
+    assert STATE_BYTES[kind] == pytest.approx(planes.bytes_per_element, rel=0.02)
+    with pytest.raises(ValueError, match="state='4bit'; expected one of"):
+        search(SHAPE, CARDS, STEP, state="4bit")
+
+
 def test_layers_that_are_split_send_four_reductions_a_layer():
     layout = Layout(data=2, tp=8, batch=16)
     nbytes = 16 * 2048 * 1024 * 2
@@ -94,7 +105,7 @@ def test_a_ring_sends_keys_and_heads_go_round_whole():
         for mode in (RING, ULYSSES)
     )
     keys = 2 * 8 * 64 * 2 * tokens
-    assert ring == pytest.approx(8 * 3 * 3 * CARDS.send(keys, 1))
+    assert ring == pytest.approx(8 * (6 * CARDS.send(keys, 1) + 4 * CARDS.send(2 * keys, 1)))
     sent = [CARDS.exchange(heads * 64 * 2 * tokens, 4, 1) for heads in (16, 8)]
     assert whole == pytest.approx(8 * 2 * (2 * sent[0] + 2 * sent[1]))
 
@@ -122,7 +133,7 @@ def test_faster_links_and_products_are_never_slower():
     for layout in [one.layout for one in search(SHAPE, CARDS, STEP).distinct(40)]:
         now = price(layout).total
         for name, better in (
-            ("flops", 6e14), ("attention", 2e14), ("memory", 4e12),
+            ("flops", 6e14), ("attention", 2e14), ("exact_attention", 4e13), ("memory", 4e12),
             ("inside", Link(1e-6, 600e9)), ("across", Link(1e-6, 50e9)),
         ):  # fmt: skip
             assert price(layout, replace(CARDS, **{name: better})).total <= now * (1 + 1e-12)

@@ -32,7 +32,7 @@ from tests.integrations.cases.hybrid_runs import Run, check_trained, made
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.ci
 LINK = Link(1e-5, 1e10)
-CLUSTER = Cluster(4, 8, 8 * GIB, 8 * GIB, 1e12, 5e11, 1e10, LINK, LINK, 1e10, 1e10)
+CLUSTER = Cluster(4, 8, 8 * GIB, 8 * GIB, 1e12, 5e11, 1e11, 1e10, LINK, LINK, 1e10, 1e10)
 LAYERS = 4  # of the kind that is shared
 OF_RUN = ("tp_size", "pp_size", "sp_size")
 
