@@ -37,7 +37,7 @@ from gemini.integrations.auto.shapes import shape_of
 from gemini.integrations.booster.booster import Booster
 from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.layouts.cluster import Cluster
-from gemini.layouts.layout import Layout, Step
+from gemini.layouts.layout import GlobalBatch, ParallelLayout
 from gemini.layouts.search import Found, search
 from gemini.memtracer.monitor import process_peak_rss_bytes, resident_bytes
 from gemini.optim import HybridAdam
@@ -78,7 +78,9 @@ def warm() -> None:
     model(input_ids=ids, labels=ids).loss.backward()
 
 
-def batches(layout: Layout, step: Step, vocab: int, rank: int) -> Iterator[torch.Tensor]:
+def batches(
+    layout: ParallelLayout, step: GlobalBatch, vocab: int, rank: int
+) -> Iterator[torch.Tensor]:
     """Token numbers int64 [rows, tokens] of this rank's data, in every step."""
     sizes = MeshSizes(
         layout.tp, layout.pp, layout.replicas, layout.sp, layout.ep, pp_inside=False
@@ -89,7 +91,9 @@ def batches(layout: Layout, step: Step, vocab: int, rank: int) -> Iterator[torch
         yield torch.randint(vocab, (step.sequences // parts, step.seq), generator=generator)
 
 
-def trained(rank: int, name: str, found: Found, layout: Layout, steps: int) -> dict[str, Any]:
+def trained(
+    rank: int, name: str, found: Found, layout: ParallelLayout, steps: int
+) -> dict[str, Any]:
     """One rank's seconds of each step, its peak beyond the process, and the last loss."""
     torch.manual_seed(0)
     warm()
@@ -115,7 +119,7 @@ def trained(rank: int, name: str, found: Found, layout: Layout, steps: int) -> d
 
 
 def _step(
-    booster: Booster, model: nn.Module, optimizer: Any, layout: Layout, ids: torch.Tensor
+    booster: Booster, model: nn.Module, optimizer: Any, layout: ParallelLayout, ids: torch.Tensor
 ) -> float:
     if layout.pp > 1:
         found = booster.execute_pipeline(
@@ -148,7 +152,7 @@ def cluster_of_rank(_: int) -> Cluster:
     return cluster_here()
 
 
-def layouts_of(found: Found) -> list[Layout]:
+def layouts_of(found: Found) -> list[ParallelLayout]:
     """One of each mesh, the fastest by prediction."""
     return [one.layout for one in found.distinct(len(found.ranked))]
 
@@ -179,13 +183,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     cluster = replace(
         run_ranks(cluster_of_rank, args.ranks, processes=True)[0], device_bytes=64 * GIB
     )
-    step = Step(args.sequences, args.seq)
+    step = GlobalBatch(args.sequences, args.seq)
     with torch.device("meta"):
         shape = shape_of(made(args.model), seq=args.seq)
     found = search(shape, cluster, step, recompute=False)
     layouts = layouts_of(found)[: args.most or None]
     print(f"{len(layouts)} layouts; {cluster}", flush=True)
-    rows: dict[Layout, list[list[dict[str, Any]]]] = {layout: [] for layout in layouts}
+    rows: dict[ParallelLayout, list[list[dict[str, Any]]]] = {layout: [] for layout in layouts}
     for _ in range(args.rounds):
         for layout in layouts:
             ranks = run_ranks(
@@ -201,11 +205,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _price(found: Found, layout: Layout) -> Any:
+def _price(found: Found, layout: ParallelLayout) -> Any:
     return next(one.price for one in found.ranked if one.layout == layout)
 
 
-def row_of(found: Found, layout: Layout, rounds: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
+def row_of(
+    found: Found, layout: ParallelLayout, rounds: Sequence[list[dict[str, Any]]]
+) -> dict[str, Any]:
     """What was measured of a layout, beside its price."""
     price = _price(found, layout)
     seconds = statistics.median(

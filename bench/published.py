@@ -31,7 +31,7 @@ from typing import Any
 
 from bench.support.machine import write_result
 from gemini.layouts.cluster import Cluster, Link
-from gemini.layouts.layout import INTERLEAVED, ONE, Layout, Step
+from gemini.layouts.layout import INTERLEAVED, ONE, GlobalBatch, ParallelLayout
 from gemini.layouts.price import Price, Pricing
 from gemini.layouts.shape import SCORE_BYTES, ModelShape, Saved, decoder
 from gemini.units import GIB
@@ -50,7 +50,7 @@ class Prediction:
     """A point with what is predicted for it. speed: predicted by published tokens a second."""
 
     point: Mapping[str, Any]
-    layout: Layout
+    layout: ParallelLayout
     price: Price
     speed: float
 
@@ -74,7 +74,8 @@ def cluster_of(ranks: int, machine: Mapping[str, Any]) -> Cluster:
     )
     return Cluster(
         ranks, PER_NODE, 80 * GIB, 0, machine["flops"], machine["attention"], machine["attention"],
-        machine["memory"], inside, across, None, machine["memory"], overlap=machine["overlap"],
+        machine["memory"], machine["memory"], inside, across, None, machine["memory"],
+        overlap=machine["overlap"],
     )  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def shape_of(
     return shape
 
 
-def layouts_of(point: Mapping[str, Any]) -> Iterator[Layout]:
+def layouts_of(point: Mapping[str, Any]) -> Iterator[ParallelLayout]:
     """The layout that was told, with every schedule and micro-batch that was not."""
     told = {**point["layout"], "recompute": point["layout"]["recompute"] == "full"}
     rows = point["sequences"] // told["data"]
@@ -102,7 +103,7 @@ def layouts_of(point: Mapping[str, Any]) -> Iterator[Layout]:
             times = told.get("micro_batches", rows // batch)
             if times * batch > rows or (style == INTERLEAVED and times % told["pp"]):
                 continue
-            yield Layout(**{**told, "batch": batch, "style": style, "micro_batches": times,
+            yield ParallelLayout(**{**told, "batch": batch, "style": style, "micro_batches": times,
                             "chunks": 1 if style == ONE else 2})  # fmt: skip
 
 
@@ -110,7 +111,7 @@ def predicted(point: Mapping[str, Any], told: Mapping[str, Any]) -> Prediction:
     """The fastest of the layouts that a point may have had."""
     machine = machine_of(point["machine"], told)
     shape, cluster = shape_of(point, told, machine), cluster_of(point["ranks"], machine)
-    step = Step(point["sequences"], point["seq"])
+    step = GlobalBatch(point["sequences"], point["seq"])
     priced = []
     for layout in layouts_of(point):
         price = Pricing(shape, cluster, step, layout).price(fits=False)

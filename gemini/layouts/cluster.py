@@ -25,7 +25,8 @@ class Cluster:
     device_bytes, host_bytes: memory of one rank.
     flops: of matrix products, a second, as achieved. attention: the same of attention, and
         exact_attention: of a ring's, whose products are in fp32 and in no fused kernel.
-    memory: bytes a second of the device's memory.
+    memory: bytes a second of the device's memory. weights: bytes of a product's weight a second,
+        which each product takes beside its operations: to read it, and to pack it for a CPU.
     inside, across: links between ranks of one node, and of two.
     host: bytes a second each way between a device and RAM; None: the device is RAM.
     host_update: bytes of state that a rank's cores read and write a second.
@@ -42,6 +43,7 @@ class Cluster:
     attention: float
     exact_attention: float
     memory: float
+    weights: float
     inside: Link
     across: Link
     host: float | None

@@ -17,8 +17,8 @@ MOST_TENSOR = 2  # nodes over which a layer is split
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Layout of a training.
+class ParallelLayout:
+    """ParallelLayout of a training.
 
     tp: ranks that split layers; in_sequence: between these each has a part of the tokens.
     pp: places of a pipeline, of `chunks` stages each, in the order `style`.
@@ -88,8 +88,8 @@ def _divisors(number: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Step that is laid out: `sequences` of all ranks, `seq` tokens each."""
+class GlobalBatch:
+    """Batch of one step of all ranks: `sequences` of `seq` tokens each."""
 
     sequences: int
     seq: int
@@ -128,7 +128,7 @@ def _pipelines(shape: ModelShape, ranks: int) -> list[tuple[int, str, int]]:
     return found
 
 
-def meshes_of(shape: ModelShape, cluster: Cluster, step: Step) -> Iterator[Layout]:
+def meshes_of(shape: ModelShape, cluster: Cluster, step: GlobalBatch) -> Iterator[ParallelLayout]:
     """Yield every mesh that the plugins run, with one micro-batch of all that a rank has.
 
     Sizes are divisors of the ranks. Experts are split over ranks of whole layers alone. The heads
@@ -147,7 +147,7 @@ def meshes_of(shape: ModelShape, cluster: Cluster, step: Step) -> Iterator[Layou
                     for replicas in _replicas(data // ep, cluster, tp * sp):
                         splits = tp > 1 and sp == 1 and step.seq % tp == 0
                         for in_sequence in (False, True)[: 1 + splits]:
-                            yield Layout(
+                            yield ParallelLayout(
                                 data, replicas, tp, in_sequence, pp, style, chunks, sp, mode, ep,
                                 "1", step.sequences // data,
                             )  # fmt: skip
@@ -160,7 +160,7 @@ def _replicas(data: int, cluster: Cluster, stride: int) -> list[int]:
     return [1, nodes] if nodes > 1 and data % here == 0 and here > 1 else [1]
 
 
-def runs_of(mesh: Layout, shape: ModelShape) -> Iterator[Layout]:
+def runs_of(mesh: ParallelLayout, shape: ModelShape) -> Iterator[ParallelLayout]:
     """Yield what runs on a mesh: sizes of micro-batches, stages of ZeRO, and recomputation.
 
     A stage of a pipeline has its gradients whole until its last micro-batch, and its parameters

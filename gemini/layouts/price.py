@@ -20,12 +20,15 @@ from functools import cached_property
 from gemini.placement.sizes import FP32_BYTES
 
 from .cluster import Cluster
-from .layout import INTERLEAVED, ONE, PLANNED, RING, ZBV, Layout, Step
+from .layout import INTERLEAVED, ONE, PLANNED, RING, ZBV, GlobalBatch, ParallelLayout
 from .shape import ModelShape
 
 FORWARD_PASSES, BACKWARD_PASSES = 2.0, 4.0  # times that saved bytes pass memory beside products
 FLASH_BACKWARD = 2.5  # of attention's forward, whose scores are computed again
-STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.25}  # of Adam's moments, an element
+STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.125}  # of Adam's moments, an element
+# of the most by which tasks that wait for each other end later than all cores' work: Graham,
+# "Bounds on Multiprocessing Timing Anomalies", 1969
+GREEDY = 0.5
 MASTER, GRADIENT = 4.0, 4.0  # bytes of an element in fp32
 
 
@@ -57,8 +60,8 @@ class Pricing:
 
     shape: ModelShape
     cluster: Cluster
-    step: Step
-    layout: Layout
+    step: GlobalBatch
+    layout: ParallelLayout
     state: str = "fp32"
 
     @cached_property
@@ -87,7 +90,8 @@ class Pricing:
         layout, cluster = self.layout, self.cluster
         products, attention = self.shape.layer_flops(self.step.seq)
         mine = self.tokens / layout.tp
-        dot = products * mine / cluster.flops
+        weights = self._numels[2] * self.shape.itemsize / cluster.weights
+        dot = products * mine / cluster.flops + weights
         is_ring = layout.sp > 1 and layout.sp_mode == RING
         attend = attention * mine / (cluster.exact_attention if is_ring else cluster.attention)
         passes = self.shape.passes * self.saved * self.tokens / cluster.memory
@@ -136,9 +140,11 @@ class Pricing:
 
     def _head(self) -> float:
         """Seconds of the head, forward and backward."""
+        shape, cluster = self.shape, self.cluster
         mine = self.tokens / self.layout.tp
-        passes = (FORWARD_PASSES + BACKWARD_PASSES) / 3 * self.shape.ends / self.cluster.memory
-        return mine * (3 * self.shape.head_flops / self.cluster.flops + passes)
+        passes = (FORWARD_PASSES + BACKWARD_PASSES) / 3 * shape.ends / cluster.memory
+        weights = shape.hidden * shape.vocab / self.layout.tp * shape.itemsize / cluster.weights
+        return mine * (3 * shape.head_flops / cluster.flops + passes) + 3 * weights
 
     # ---- a step
 
@@ -159,9 +165,14 @@ class Pricing:
         pairs = (self._layer(), self._tensor(), self._sequence(), self._experts())
         fill = self._bubble(*(self.layers * sum(one[way] for one in pairs) for way in (0, 1)))
         work = m * (each + head / layout.pp)  # of a place, on average
-        wait = m * slowest + fill - work
+        path = m * slowest + fill
+        wait = path - work
         if self.cluster.burst > 1:  # a rank that waits leaves its cores to the others
-            wait = max(0.0, (m * slowest + fill) / self.cluster.burst - work)
+            cores = self.cluster.per_node / self.cluster.burst
+            wait = max(
+                path / self.cluster.burst - work,
+                GREEDY * (1 - 1 / cores) * path / self.cluster.burst,
+            )
         nbytes = self.tokens * self.shape.hidden * self.shape.itemsize
         message = self.cluster.send(nbytes, layout.stride["pp"])
         # in the steady state a place sends while it computes; while it fills nothing else runs
@@ -232,6 +243,10 @@ class Pricing:
         away = min(1.0, left / (numel * state)) if left else 0.0
         passes = 2 * state + GRADIENT + self.shape.itemsize
         seconds = {"update": (1 - away) * numel * passes / cluster.memory}
+        if layout.micro_batches > 1:  # gradients add up in fp32
+            whole = numel if layout.zero in ("2", "3", PLANNED) else dense + experts
+            added = whole * (2 * GRADIENT + self.shape.itemsize)
+            seconds["update"] += layout.micro_batches * added / cluster.memory
         if left:
             link = cluster.host or cluster.memory
             moved = numel * away * self.shape.itemsize

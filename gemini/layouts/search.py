@@ -10,7 +10,7 @@ from gemini.optim.rules.state_layout import kind_of
 from gemini.units import format_bytes
 
 from .cluster import Cluster
-from .layout import Layout, Step, meshes_of, runs_of
+from .layout import GlobalBatch, ParallelLayout, meshes_of, runs_of
 from .price import Price, Pricing
 from .shape import ModelShape
 
@@ -27,9 +27,9 @@ WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Layout with its price."""
+    """Candidate of a search: a layout with its price."""
 
-    layout: Layout
+    layout: ParallelLayout
     price: Price
 
     def in_words(self) -> str:
@@ -45,7 +45,7 @@ class Found:
 
     shape: ModelShape
     cluster: Cluster
-    step: Step
+    step: GlobalBatch
     ranked: tuple[Candidate, ...]
     too_large: int
     least_bytes: float = field(default=0.0)  # of the layout that needs least, if none fits
@@ -86,7 +86,7 @@ class Found:
         return list(seen.values())
 
 
-def mesh_of(layout: Layout) -> tuple[object, ...]:
+def mesh_of(layout: ParallelLayout) -> tuple[object, ...]:
     """What tells meshes apart, sizes of micro-batches left out."""
     return (
         layout.data, layout.replicas, layout.tp, layout.pp, layout.style, layout.sp,
@@ -116,7 +116,7 @@ def _why(one: Candidate, best: Candidate) -> str:
 
 
 def search(
-    shape: ModelShape, cluster: Cluster, step: Step, *, state: str = "fp32",
+    shape: ModelShape, cluster: Cluster, step: GlobalBatch, *, state: str = "fp32",
     recompute: bool | None = None,
 ) -> Found:  # fmt: skip
     """Price every layout and rank those that fit.
@@ -142,7 +142,7 @@ def search(
     return Found(shape, cluster, step, tuple(_ranked(fit)), too_large, least)
 
 
-def _all(shape: ModelShape, cluster: Cluster, step: Step) -> Iterator[Layout]:
+def _all(shape: ModelShape, cluster: Cluster, step: GlobalBatch) -> Iterator[ParallelLayout]:
     for mesh in meshes_of(shape, cluster, step):
         yield from runs_of(mesh, shape)
 
@@ -152,6 +152,6 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
     return sorted(found, key=lambda one: (one.price.total, _dimensions(one.layout)))
 
 
-def _dimensions(layout: Layout) -> int:
+def _dimensions(layout: ParallelLayout) -> int:
     sizes = (layout.tp, layout.pp, layout.sp, layout.ep, layout.replicas)
     return sum(size > 1 for size in sizes) + layout.in_sequence + layout.recompute

@@ -14,7 +14,7 @@ import torch
 from gemini.arguments import Parser
 from gemini.integrations.auto.machines import cluster_of
 from gemini.integrations.auto.shapes import shape_of
-from gemini.layouts.layout import Step
+from gemini.layouts.layout import GlobalBatch
 from gemini.layouts.search import search
 from gemini.nvme import NvmeError
 from gemini.optim.rules.state_layout import KINDS
@@ -243,7 +243,7 @@ def _searched(config: PlanConfig) -> str:
     state = config.state or words.OPTIMIZERS[config.optim][1]
     recompute = True if config.checkpointing else None
     cluster = cluster_of(machine, config.gpu)
-    found = search(shape, cluster, Step(rows, config.seq), state=state, recompute=recompute)
+    found = search(shape, cluster, GlobalBatch(rows, config.seq), state=state, recompute=recompute)
     numbers = {"device_mem": "device memory", "flops": "computing"}
     inside, across = (
         format_bytes(int(link.bytes_per_s)) for link in (cluster.inside, cluster.across)

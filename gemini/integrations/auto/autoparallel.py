@@ -16,7 +16,7 @@ from gemini.integrations.parallel.cut import Cut
 from gemini.integrations.parts import accept
 from gemini.integrations.plugins.hybrid import HybridParallelPlugin
 from gemini.layouts.cluster import Cluster
-from gemini.layouts.layout import PLANNED, Layout, Step
+from gemini.layouts.layout import PLANNED, GlobalBatch, ParallelLayout
 from gemini.layouts.search import Found, search
 from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement
 from gemini.plan.machine import Hardware
@@ -38,7 +38,7 @@ class AutoParallelPlugin(HybridParallelPlugin):
     found: Found | None = option(None, kind=Found, expected="what a search found")
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ParallelLayout:
         """Raises ValueError if there is none."""
         assert self.found is not None
         return self.found.best.layout
@@ -96,14 +96,14 @@ def autoparallelize(
     return AutoParallelPlugin(precision=precision, found=found, **decided, **options)
 
 
-def _step(batch: Any) -> Step:
+def _step(batch: Any) -> GlobalBatch:
     rows = rows_of(batch)
     values = batch.values() if isinstance(batch, Mapping) else batch
     first = values if isinstance(values, torch.Tensor) else next(
         value for value in values if isinstance(value, torch.Tensor) and value.dim()
     )  # fmt: skip
     is_tokens = first.dim() == _DIMENSIONS and not first.is_floating_point()
-    return Step(rows, first.shape[1] if is_tokens else 1)
+    return GlobalBatch(rows, first.shape[1] if is_tokens else 1)
 
 
 def _cluster(
@@ -124,7 +124,7 @@ def _cluster(
     return found
 
 
-def options_of(layout: Layout, layers: int, cluster: Cluster) -> dict[str, Any]:
+def options_of(layout: ParallelLayout, layers: int, cluster: Cluster) -> dict[str, Any]:
     """Options of `HybridParallelPlugin` for a layout.
 
     layers: of the model, which the stages of a pipeline share as evenly as they can.
@@ -152,7 +152,7 @@ def options_of(layout: Layout, layers: int, cluster: Cluster) -> dict[str, Any]:
     return found
 
 
-def _placement(layout: Layout, cluster: Cluster) -> Placement | None:
+def _placement(layout: ParallelLayout, cluster: Cluster) -> Placement | None:
     """Placement of model data; None: the stage's own."""
     if layout.zero == "3":
         return StaticPlacement.zero(3)

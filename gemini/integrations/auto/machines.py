@@ -21,6 +21,7 @@ from gemini.units import MIB
 
 ATTENTION = 0.45  # of the rate of products: attention's, forward and backward
 EXACT = 1 / 16  # of a card's rate of products: those in fp32, which no tensor core computes
+PACKING = 4  # times that a CPU's product passes its weight, which it packs
 UPDATE_BYTES = 20e9  # of state that the cores of a rank with a card read and write a second
 # bytes a second each way of a card: to its neighbours, and across nodes
 _LINKS = {
@@ -29,7 +30,8 @@ _LINKS = {
 _USUAL_LINKS = (24e9, 12.5e9)  # PCIe 4, and 100 Gb/s
 _ACHIEVED = 0.85  # of a link
 _INSIDE_LATENCY, _ACROSS_LATENCY, _CPU_LATENCY = 8e-6, 2e-5, 2e-4
-_ROWS, _WIDTH = 512, {"cpu": 1024, "cuda": 8192}  # of a product that is timed
+# of products that are timed: few rows and many, and their width
+_ROWS, _WIDTH = (128, 1024), {"cpu": 1024, "cuda": 8192}
 _MESSAGE = 8 * MIB
 _COPIED = 128 * MIB  # more than caches have
 _TIMES = 5
@@ -51,7 +53,8 @@ def cluster_of(machine: Hardware, gpu: str | None = None) -> Cluster:
     assert flops is not None
     return Cluster(
         machine.world_size, machine.ranks_per_node, budgets.device, budgets.host, flops,
-        ATTENTION * flops, flops * (0.5 if on_cpu else EXACT), links.device_memory, inside, across,
+        ATTENTION * flops, flops * (0.5 if on_cpu else EXACT), links.device_memory,
+        links.device_memory / (PACKING if on_cpu else 1), inside, across,
         None if on_cpu else links.host_to_device,
         links.device_memory if on_cpu else UPDATE_BYTES,
         overlap=0.0 if on_cpu else 0.9,
@@ -66,41 +69,48 @@ def cluster_named(gpu: str, devices: int, per_node: int = 8) -> Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Speeds of one rank while all ranks measure: of products, of memory, and of a collective."""
+class RankSpeeds:
+    """Speeds of one rank while all ranks measure: of products and their weights, of memory, and of
+    a collective."""
 
     flops: float
+    weights: float
     memory: float
     link: Link
 
     @staticmethod
-    def least(every: list[Measured]) -> Measured:
+    def least(every: list[RankSpeeds]) -> RankSpeeds:
         """The least of all ranks, by which they agree."""
-        return Measured(
-            min(one.flops for one in every), min(one.memory for one in every),
+        return RankSpeeds(
+            min(one.flops for one in every), min(one.weights for one in every),
+            min(one.memory for one in every),
             Link(max(one.link.latency for one in every),
                  min(one.link.bytes_per_s for one in every)),
         )  # fmt: skip
 
 
-def measured(comm: Communicator, device: torch.device, dtype: torch.dtype) -> Measured:
+def measured(comm: Communicator, device: torch.device, dtype: torch.dtype) -> RankSpeeds:
     """Measure this rank, in about a second. Collective."""
     width = _WIDTH[device.type]
-    rows, weight = (
-        torch.ones(size, width, dtype=dtype, device=device, requires_grad=True)
-        for size in (_ROWS, width)
-    )
-    seconds = _seconds(lambda: (rows @ weight).sum().backward(), device)
-    flops = 6.0 * _ROWS * width * width / seconds
+    weight = torch.ones(width, width, dtype=dtype, device=device, requires_grad=True)
+
+    def of_rows(number: int) -> float:
+        rows = torch.ones(number, width, dtype=dtype, device=device, requires_grad=True)
+        return _seconds(lambda: torch.nn.functional.linear(rows, weight).sum().backward(), device)
+
+    few, many = map(of_rows, _ROWS)
+    each = max(1e-9, (many - few) / (_ROWS[1] - _ROWS[0]))  # of a row
+    flops, fixed = 6.0 * width * width / each, few - _ROWS[0] * each
+    weights = 3.0 * weight.nbytes / max(fixed, 1e-9)
     values = torch.zeros(_COPIED // 4, device=device)
     memory = 2.0 * values.nbytes / _seconds(lambda: values.add_(1.0), device)
     if comm.world_size == 1:
-        return Measured(flops, memory, Link(_CPU_LATENCY, memory))
-    few, many = comm.numbers([0.0], torch.float32), torch.zeros(_MESSAGE // 4, device=device)
-    latency = _seconds(lambda: comm.all_reduce(few).wait(), device)
+        return RankSpeeds(flops, weights, memory, Link(_CPU_LATENCY, memory))
+    one, message = comm.numbers([0.0], torch.float32), torch.zeros(_MESSAGE // 4, device=device)
+    latency = _seconds(lambda: comm.all_reduce(one).wait(), device)
     passes = 2 * (comm.world_size - 1) / comm.world_size * _MESSAGE
-    spent = max(1e-6, _seconds(lambda: comm.all_reduce(many).wait(), device) - latency)
-    return Measured(flops, memory, Link(latency / 2, passes / spent))
+    spent = max(1e-6, _seconds(lambda: comm.all_reduce(message).wait(), device) - latency)
+    return RankSpeeds(flops, weights, memory, Link(latency / 2, passes / spent))
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -125,7 +135,8 @@ def cluster_here(devices: int | None = None, precision: str = "bf16") -> Cluster
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     here = ranks_here(comm)
     machine = look_at_machine(make_backend(device), here, None)
-    found = Measured.least(comm.gather_objects(measured(comm, device, dtype)))
+    links = machine.speeds.links
+    found = RankSpeeds.least(comm.gather_objects(measured(comm, device, dtype)))
     left = min(comm.gather_objects((machine.device_bytes_left, machine.host_bytes_left)))
     on_cpu = device.type == "cpu"
     own, node = (int(USABLE * nbytes) for nbytes in left)
@@ -135,8 +146,8 @@ def cluster_here(devices: int | None = None, precision: str = "bf16") -> Cluster
     return Cluster(
         ranks, min(here, ranks), own // (here if on_cpu else 1), node // here,
         found.flops, ATTENTION * found.flops, found.flops * (0.5 if on_cpu else EXACT),
-        found.memory, found.link, found.link,
-        None if on_cpu else machine.speeds.links.host_to_device,
+        found.memory, found.weights, found.link, found.link,
+        None if on_cpu else links.host_to_device,
         found.memory if on_cpu else UPDATE_BYTES,
         burst=max(1.0, threads / min(threads, cores / here)) if on_cpu else 1.0,
         overlap=0.0 if on_cpu else 0.9,

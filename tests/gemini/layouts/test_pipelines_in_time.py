@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from gemini.layouts.cluster import Cluster, Link
-from gemini.layouts.layout import INTERLEAVED, ONE, ZBV, Layout, Step
+from gemini.layouts.layout import INTERLEAVED, ONE, ZBV, GlobalBatch, ParallelLayout
 from gemini.layouts.price import Pricing
 from gemini.layouts.shape import decoder
 
@@ -81,8 +81,8 @@ def test_the_closed_form_is_what_torchs_order_takes(style, places, more):
     # no head, and memory and links that take no time: forward 1, backward 2, all of it products
     shape = decoder("", hidden=64, layers=2 * places, heads=1, vocab=0, mlp=64)
     flops = 2 * shape.used_numel * 2  # of two layers' token: a place's forward takes 1 s
-    cluster = Cluster(places, 8, 1 << 60, 0, flops, 1e30, 1e30, 1e30, FAST, FAST, None, 1e30)
-    layout = Layout(pp=places, style=style, chunks=chunks, batch=1, micro_batches=times)
-    price = Pricing(shape, cluster, Step(times, 1), layout).price()
+    cluster = Cluster(places, 8, 1 << 60, 0, flops, 1e30, 1e30, 1e30, 1e30, FAST, FAST, None, 1e30)
+    layout = ParallelLayout(pp=places, style=style, chunks=chunks, batch=1, micro_batches=times)
+    price = Pricing(shape, cluster, GlobalBatch(times, 1), layout).price()
     assert price.total == pytest.approx(makespan(actions(style, places, times), 1.0, 2.0, chunks))
     assert price.seconds["bubble"] > 0

@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from gemini.layouts.cluster import Cluster, Link
-from gemini.layouts.layout import PLANNED, RING, ULYSSES, Layout, Step, meshes_of, runs_of
+from gemini.layouts.layout import (
+    PLANNED,
+    RING,
+    ULYSSES,
+    GlobalBatch,
+    ParallelLayout,
+    meshes_of,
+    runs_of,
+)
 from gemini.layouts.price import STATE_BYTES, Pricing
 from gemini.layouts.search import search
 from gemini.layouts.shape import decoder
@@ -15,8 +23,8 @@ from gemini.units import GIB
 
 SHAPE = decoder("", hidden=1024, layers=8, heads=16, kv_heads=8, mlp=4096, vocab=32000)
 INSIDE, ACROSS = Link(1e-5, 300e9), Link(2e-5, 25e9)
-CARDS = Cluster(16, 8, 64 * GIB, 64 * GIB, 3e14, 1e14, 2e13, 2e12, INSIDE, ACROSS, 24e9, 2e10)
-STEP = Step(32, 2048)
+CARDS = Cluster(16, 8, 64 * GIB, 64 * GIB, 3e14, 1e14, 2e13, 2e12, 2e12, INSIDE, ACROSS, 24e9, 2e10)
+STEP = GlobalBatch(32, 2048)
 
 
 def price(layout, cluster=CARDS, shape=SHAPE, step=STEP):
@@ -43,7 +51,9 @@ def test_an_all_to_all_sends_what_leaves_a_node_over_one_link():
 def test_every_mesh_has_all_ranks_and_sequences(ranks):
     cluster = replace(CARDS, ranks=ranks)
     found = [
-        run for mesh in meshes_of(SHAPE, cluster, Step(48, 2048)) for run in runs_of(mesh, SHAPE)
+        run
+        for mesh in meshes_of(SHAPE, cluster, GlobalBatch(48, 2048))
+        for run in runs_of(mesh, SHAPE)
     ]
     assert len(found) == len(set(found))
     for layout in found:
@@ -72,7 +82,7 @@ def test_experts_are_shared_if_there_are_some():
 def test_parameters_and_state_by_stage():
     own = SHAPE.numel / 16
     whole = SHAPE.numel * 2
-    found = {z: price(Layout(data=16, zero=z, batch=2)).nbytes for z in ("1", "2", "3")}
+    found = {z: price(ParallelLayout(data=16, zero=z, batch=2)).nbytes for z in ("1", "2", "3")}
     assert all(one["state"] == pytest.approx(12 * own) for one in found.values())
     assert found["1"]["parameters"] == found["1"]["gradients"] == pytest.approx(whole)
     assert found["2"]["parameters"] == pytest.approx(whole)
@@ -90,7 +100,7 @@ def test_bytes_of_state_are_those_of_the_optimizer(kind):
 
 
 def test_layers_that_are_split_send_four_reductions_a_layer():
-    layout = Layout(data=2, tp=8, batch=16)
+    layout = ParallelLayout(data=2, tp=8, batch=16)
     nbytes = 16 * 2048 * 1024 * 2
     one = CARDS.reduce(nbytes, 8, 1)
     assert price(layout).seconds["tensor"] == pytest.approx(8 * 4 * one)
@@ -101,7 +111,7 @@ def test_layers_that_are_split_send_four_reductions_a_layer():
 def test_a_ring_sends_keys_and_heads_go_round_whole():
     tokens = 2048 // 4 * 8
     ring, whole = (
-        price(Layout(data=4, sp=4, sp_mode=mode, batch=8)).seconds["sequence"]
+        price(ParallelLayout(data=4, sp=4, sp_mode=mode, batch=8)).seconds["sequence"]
         for mode in (RING, ULYSSES)
     )
     keys = 2 * 8 * 64 * 2 * tokens
@@ -112,7 +122,7 @@ def test_a_ring_sends_keys_and_heads_go_round_whole():
 
 def test_what_does_not_fit_leaves_the_device_by_a_plan_or_is_left_out():
     small = replace(CARDS, ranks=1, per_node=1, device_bytes=int(2.5 * GIB))
-    planned = Layout(zero=PLANNED, batch=1, micro_batches=32, recompute=True)
+    planned = ParallelLayout(zero=PLANNED, batch=1, micro_batches=32, recompute=True)
     found = price(planned, small)
     assert found.left > 0 and found.peak == pytest.approx(small.device_bytes)
     assert found.seconds["homes"] > 0
@@ -134,13 +144,14 @@ def test_faster_links_and_products_are_never_slower():
         now = price(layout).total
         for name, better in (
             ("flops", 6e14), ("attention", 2e14), ("exact_attention", 4e13), ("memory", 4e12),
+            ("weights", 4e12),
             ("inside", Link(1e-6, 600e9)), ("across", Link(1e-6, 50e9)),
         ):  # fmt: skip
             assert price(layout, replace(CARDS, **{name: better})).total <= now * (1 + 1e-12)
 
 
 def test_ranks_that_share_cores_wait_less_in_a_pipeline():
-    layout = Layout(data=4, pp=4, batch=1, micro_batches=8)
+    layout = ParallelLayout(data=4, pp=4, batch=1, micro_batches=8)
     alone, shared = (price(layout, replace(CARDS, burst=burst)) for burst in (1.0, 2.0))
     assert shared.seconds["bubble"] < alone.seconds["bubble"]
     assert shared.seconds["compute"] == alone.seconds["compute"]
@@ -166,8 +177,8 @@ def test_slow_links_between_nodes_keep_splits_inside():
 
 
 def test_seconds_are_the_sum_of_their_parts_and_scale_with_steps():
-    layout = Layout(data=16, batch=1, micro_batches=2)
+    layout = ParallelLayout(data=16, batch=1, micro_batches=2)
     twice = replace(layout, micro_batches=4)
-    one, two = price(layout), price(twice, step=Step(64, 2048))
+    one, two = price(layout), price(twice, step=GlobalBatch(64, 2048))
     assert two.seconds["compute"] == pytest.approx(2 * one.seconds["compute"])
     assert one.total == pytest.approx(sum(one.seconds.values()))

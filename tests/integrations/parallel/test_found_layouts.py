@@ -19,8 +19,8 @@ from gemini.layouts.layout import (
     PLANNED,
     RING,
     ULYSSES,
-    Layout,
-    Step,
+    GlobalBatch,
+    ParallelLayout,
     meshes_of,
     runs_of,
 )
@@ -32,14 +32,14 @@ from tests.integrations.cases.hybrid_runs import Run, check_trained, made
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.ci
 LINK = Link(1e-5, 1e10)
-CLUSTER = Cluster(4, 8, 8 * GIB, 8 * GIB, 1e12, 5e11, 1e11, 1e10, LINK, LINK, 1e10, 1e10)
+CLUSTER = Cluster(4, 8, 8 * GIB, 8 * GIB, 1e12, 5e11, 1e11, 1e10, 1e10, LINK, LINK, 1e10, 1e10)
 LAYERS = 4  # of the kind that is shared
 OF_RUN = ("tp_size", "pp_size", "sp_size")
 
 
 def options(**sizes):
     """Of a run of this layout, at which sequences are not shared unless it says so."""
-    found = options_of(Layout(**sizes), LAYERS, CLUSTER)
+    found = options_of(ParallelLayout(**sizes), LAYERS, CLUSTER)
     found.pop("num_microbatches", None)
     return found | {"sp_size": found.get("sp_size", 1)}
 
@@ -85,7 +85,7 @@ def made_empty():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 def test_the_plugin_takes_every_layout_that_is_priced(ranks):
     shape, cluster = shape_of(tiny(), seq=24), replace(CLUSTER, ranks=ranks)
-    step = Step(24, 24)
+    step = GlobalBatch(24, 24)
     seen = [run for mesh in meshes_of(shape, cluster, step) for run in runs_of(mesh, shape)]
     assert {run.zero for run in seen} >= {"1", PLANNED}
     for layout in seen:
@@ -97,7 +97,7 @@ def test_the_plugin_takes_every_layout_that_is_priced(ranks):
 
 
 def test_neighbours_are_those_that_the_price_takes_them_for():
-    layout = Layout(data=4, replicas=2, tp=2, pp=2, sp=2, batch=1, micro_batches=2)
+    layout = ParallelLayout(data=4, replicas=2, tp=2, pp=2, sp=2, batch=1, micro_batches=2)
     plugin = AutoParallelPlugin(precision="bf16", **options_of(layout, LAYERS, CLUSTER))
     named = {"shard": "data", "replicate": "replicas", "cp": "sp"}
     stride = 1
@@ -122,8 +122,10 @@ def on_rank(rank, clusters):
 
         run = Run(KIND, plugin=plugin)
         run.train(1)
-        layout = given["plugin"].layout
-        found[name] = layout, run.said[0][0], given["plugin"].explain()
+        plan = given["plugin"]
+        modules = list(run.model.modules())
+        again = any(getattr(one, "gradient_checkpointing", False) for one in modules)
+        found[name] = plan.layout, run.said[0][0], plan.explain(), again
         run.optimizer.close()
     return found
 
@@ -144,9 +146,9 @@ def test_it_is_boosted_as_usual_and_computes_again_what_it_was_priced_with():
     }
     of_ranks = run_ranks(on_rank, 2, clusters)
     for name in clusters:
-        (layout, norm, told), (other, theirs, _) = (found[name] for found in of_ranks)
+        (layout, norm, told, again), (other, theirs, *_) = (found[name] for found in of_ranks)
         assert layout == other and norm == theirs  # by all ranks
-        assert layout.recompute and str(layout) in told
+        assert layout.recompute and again and str(layout) in told
     stages, data = (of_ranks[0][name][0] for name in clusters)
     assert (stages.pp, data.pp, data.data) == (2, 1, 2)
     # the layers ran twice, and the norm is that of a run in which none did
@@ -261,5 +263,5 @@ def test_ranks_agree_on_what_they_measured():
 
 def test_the_best_of_equal_layouts_has_the_fewest_dimensions():
     shape = shape_of(tiny(), seq=24)
-    alone = search(shape, replace(CLUSTER, ranks=1), Step(1, 24))
-    assert alone.best.layout == Layout(zero="1", batch=1)
+    alone = search(shape, replace(CLUSTER, ranks=1), GlobalBatch(1, 24))
+    assert alone.best.layout == ParallelLayout(zero="1", batch=1)
