@@ -32,7 +32,8 @@ class Cluster:
     host_update: bytes of state that a rank's cores read and write a second.
     burst: how much faster a rank computes while the others of its node wait: above 1 where they
         share cores.
-    overlap: share of what could run beside products that does; 0 where both take the same cores.
+    overlap: share of what could run beside products that does.
+    scatter: bytes of a reduce-scatter by those of an all-gather: gloo's is an all-reduce.
     """
 
     ranks: int
@@ -50,6 +51,7 @@ class Cluster:
     host_update: float
     burst: float = 1.0
     overlap: float = 0.9
+    scatter: float = 1.0
 
     def _places(self, size: int, stride: int) -> tuple[int, int]:
         """Ranks of a group on one node, and its nodes: `size` ranks, `stride` apart."""

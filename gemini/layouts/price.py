@@ -14,7 +14,7 @@ m = 2 p on, and twice that below. A test runs torch's own orders of actions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gemini.placement.sizes import FP32_BYTES
@@ -26,9 +26,6 @@ from .shape import ModelShape
 FORWARD_PASSES, BACKWARD_PASSES = 2.0, 4.0  # times that saved bytes pass memory beside products
 FLASH_BACKWARD = 2.5  # of attention's forward, whose scores are computed again
 STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.125}  # of Adam's moments, an element
-# of the most by which tasks that wait for each other end later than all cores' work: Graham,
-# "Bounds on Multiprocessing Timing Anomalies", 1969
-GREEDY = 0.5
 MASTER, GRADIENT = 4.0, 4.0  # bytes of an element in fp32
 
 
@@ -71,9 +68,13 @@ class Pricing:
 
     @cached_property
     def layers(self) -> int:
-        """Layers of the place that has most."""
-        places = self.layout.pp * self.layout.chunks
-        return -(-self.shape.layers // places) * self.layout.chunks
+        """Layers of the place that has most: the last stages have what is left over."""
+        layout, places = self.layout, range(self.layout.pp)
+        stages = layout.pp * layout.chunks
+        counts = [(self.shape.layers + i) // stages for i in range(stages)]
+        if layout.style == ZBV:
+            return max(counts[i] + counts[-1 - i] for i in places)
+        return max(sum(counts[i :: layout.pp]) for i in places)
 
     @cached_property
     def saved(self) -> float:
@@ -166,13 +167,8 @@ class Pricing:
         fill = self._bubble(*(self.layers * sum(one[way] for one in pairs) for way in (0, 1)))
         work = m * (each + head / layout.pp)  # of a place, on average
         path = m * slowest + fill
-        wait = path - work
-        if self.cluster.burst > 1:  # a rank that waits leaves its cores to the others
-            cores = self.cluster.per_node / self.cluster.burst
-            wait = max(
-                path / self.cluster.burst - work,
-                GREEDY * (1 - 1 / cores) * path / self.cluster.burst,
-            )
+        # a rank that waits leaves the cores that it shares to the others
+        wait = max(0.0, path / self.cluster.burst - work)
         nbytes = self.tokens * self.shape.hidden * self.shape.itemsize
         message = self.cluster.send(nbytes, layout.stride["pp"])
         # in the steady state a place sends while it computes; while it fills nothing else runs
@@ -192,8 +188,15 @@ class Pricing:
         return (layout.pp - 1) * (forward + backward) / layout.chunks
 
     @cached_property
+    def _largest(self) -> float:
+        """Elements of what is gathered or reduced at once at the most: a layer, or an end."""
+        shape = self.shape
+        ends = max(shape.first_numel, shape.last_numel) / self.layout.tp
+        return max(self._numels[2], ends)
+
+    @cached_property
     def _numels(self) -> tuple[float, float, float]:
-        """Elements of a place: dense ones, experts, and of its largest layer."""
+        """Elements of a place: dense ones, experts, and of one layer."""
         shape, layout = self.shape, self.layout
         dense = shape.layer_numel - shape.split_numel + shape.split_numel / layout.tp
         experts = shape.expert_numel / layout.ep
@@ -207,14 +210,15 @@ class Pricing:
         """Seconds in which gradients are reduced and parameters gathered, beyond those that run
         beside products."""
         layout, cluster, size = self.layout, self.cluster, self.shape.itemsize
-        dense, experts, largest = self._numels
+        dense, experts, layer = self._numels
         ranks, strides = layout.shards, layout.stride
 
-        def once(dense: float, experts: float) -> float:
-            of_experts = cluster.gather(experts * size, layout.expert_shards, strides["sp"])
-            return cluster.gather(dense * size, ranks, strides["ep"]) + of_experts
+        def once(whole: float, routed: float) -> float:
+            of_experts = cluster.gather(routed * size, layout.expert_shards, strides["sp"])
+            return cluster.gather(whole * size, ranks, strides["ep"]) + of_experts
 
         one = once(dense, experts)
+        reduced = cluster.scatter * one
         of_replicas = cluster.reduce(
             (dense / ranks + experts / layout.expert_shards) * size,
             layout.replicas, strides["replicas"],
@@ -222,16 +226,16 @@ class Pricing:
         sharded = layout.zero in ("3", PLANNED) and ranks > 1
         times = float(layout.micro_batches)
         forward = one * (times if sharded else 1)  # ZeRO-1 and 2 gather behind the step
-        backward = one * (2 * times if sharded else 1)
-        if layout.zero == "2":
-            backward = one * times
-        backward += of_replicas
-        busy = seconds["compute"]
-        beside = (busy / 3, busy * 2 / 3)
-        if not sharded:  # reduced behind the last backward's layers; gathered before a forward
-            beside = (0.0, busy * 2 / 3 / layout.micro_batches)
+        backward = reduced * (1 if layout.zero == "1" or layout.pp > 1 else times) + of_replicas
+        if sharded:
+            backward += one * times
+        busy, beside = seconds["compute"], (0.0, 0.0)  # ZeRO-1 reduces and gathers in the step
+        if sharded:
+            beside = (busy / 3, busy * 2 / 3)
+        elif layout.zero == "2":
+            beside = (0.0, busy * 2 / 3)
         hidden = cluster.overlap * (min(forward, beside[0]) + min(backward, beside[1]))
-        first = once(largest, 0.0) if sharded else 0.0
+        first = once(layer, 0.0) if sharded else 0.0
         return {"shards": forward + backward - hidden + first}
 
     def _updated(self, left: float) -> dict[str, float]:
@@ -258,17 +262,17 @@ class Pricing:
     def _bytes(self) -> dict[str, float]:
         """Bytes of the rank that has most."""
         layout, shape = self.layout, self.shape
-        dense, experts, largest = self._numels
+        dense, experts, layer = self._numels
         shards, of_experts = layout.shards, layout.expert_shards
         own = dense / shards + experts / of_experts
         whole = dense + experts
         found: dict[str, float] = {"state": own * (STATE_BYTES[self.state] + MASTER)}
         if layout.zero in ("3", PLANNED) and shards > 1:
-            found["parameters"] = own * shape.itemsize + 2 * largest * shape.itemsize
+            found["parameters"] = (own + layer + self._largest) * shape.itemsize
             found["gradients"] = own * shape.itemsize
         elif layout.zero == "2" and shards > 1:
             found["parameters"] = whole * shape.itemsize
-            found["gradients"] = own * shape.itemsize + largest * shape.itemsize
+            found["gradients"] = (own + self._largest) * shape.itemsize
         else:
             found["parameters"] = found["gradients"] = whole * shape.itemsize
         if layout.micro_batches > 1:
@@ -282,10 +286,11 @@ class Pricing:
         """Bytes that a place keeps for backward, for each token of a micro-batch."""
         layout = self.layout
         rounds = {
-            ONE: min(layout.micro_batches, layout.pp),
+            ONE: float(layout.pp),
             INTERLEAVED: layout.pp + (layout.pp - 1) / layout.chunks,
-            ZBV: layout.pp,
+            ZBV: float(layout.pp),
         }[layout.style]
+        rounds = min(rounds, layout.micro_batches)
         if not layout.recompute:
             return rounds * self.layers * self.saved
         width = self.shape.hidden * self.shape.itemsize / (layout.tp if layout.in_sequence else 1)
@@ -311,8 +316,10 @@ class Pricing:
             if self.cluster.host is None:
                 return None
             left = over
-        elif self.layout.zero == PLANNED and self.layout.pp == 1:
-            return None  # as stage 3, which fits
+        if self.layout.zero == PLANNED:
+            simpler = replace(self.layout, zero="3" if self.layout.pp == 1 else "1")
+            if replace(self, layout=simpler).needed <= limit:
+                return None  # nothing is to be planned: a stage stays gathered, say
         seconds = self._runs()
         seconds |= self._shared(seconds) | self._updated(left)
         return Price(seconds, found, left)

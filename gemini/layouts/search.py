@@ -106,10 +106,8 @@ def _percent(one: Candidate, best: Candidate) -> str:
 
 def _why(one: Candidate, best: Candidate) -> str:
     """The parts that take longer, and if there is none, that it has more dimensions."""
-    more = {
-        name: seconds - best.price.seconds.get(name, 0.0)
-        for name, seconds in one.price.seconds.items()
-    }
+    own, least = one.price.seconds, best.price.seconds
+    more = {name: seconds - least.get(name, 0.0) for name, seconds in own.items()}
     longest = [name for name, s in sorted(more.items(), key=lambda item: -item[1]) if s > 0][:2]
     said = [f"{more[name]:.2g} s more {WORDS[name]}" for name in longest]
     return " and ".join(said) or "as fast, with more to set up"

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import log2
 
 import torch
 
@@ -33,8 +34,10 @@ _INSIDE_LATENCY, _ACROSS_LATENCY, _CPU_LATENCY = 8e-6, 2e-5, 2e-4
 # of products that are timed: few rows and many, and their width
 _ROWS, _WIDTH = (128, 1024), {"cpu": 1024, "cuda": 8192}
 _MESSAGE = 8 * MIB
+# gloo reduces whole tensors and drops what is not a rank's; half of a collective's time is waiting
+_CPU_COLLECTIVES = {"overlap": 0.5, "scatter": 2.0}
 _COPIED = 128 * MIB  # more than caches have
-_TIMES = 5
+_TIMES, _COLLECTIVES = 5, 16
 
 
 def cluster_of(machine: Hardware, gpu: str | None = None) -> Cluster:
@@ -57,7 +60,7 @@ def cluster_of(machine: Hardware, gpu: str | None = None) -> Cluster:
         links.device_memory / (PACKING if on_cpu else 1), inside, across,
         None if on_cpu else links.host_to_device,
         links.device_memory if on_cpu else UPDATE_BYTES,
-        overlap=0.0 if on_cpu else 0.9,
+        **_CPU_COLLECTIVES if on_cpu else {},
     )  # fmt: skip
 
 
@@ -107,10 +110,21 @@ def measured(comm: Communicator, device: torch.device, dtype: torch.dtype) -> Ra
     if comm.world_size == 1:
         return RankSpeeds(flops, weights, memory, Link(_CPU_LATENCY, memory))
     one, message = comm.numbers([0.0], torch.float32), torch.zeros(_MESSAGE // 4, device=device)
-    latency = _seconds(lambda: comm.all_reduce(one).wait(), device)
+    rows = torch.ones(_ROWS[0], width, dtype=dtype, device=device)
+
+    def worked(waits: bool) -> None:
+        """Products, and a collective for which ranks that share cores must be let run."""
+        for _ in range(_COLLECTIVES):
+            torch.nn.functional.linear(rows, weight)
+            if waits:
+                comm.all_reduce(one).wait()
+
+    spent = _seconds(lambda: worked(True), device) - _seconds(lambda: worked(False), device)
+    steps = 2 * log2(comm.world_size)  # of a reduction: see `Cluster`
+    latency = max(1e-6, spent / _COLLECTIVES / steps)
     passes = 2 * (comm.world_size - 1) / comm.world_size * _MESSAGE
-    spent = max(1e-6, _seconds(lambda: comm.all_reduce(message).wait(), device) - latency)
-    return RankSpeeds(flops, weights, memory, Link(latency / 2, passes / spent))
+    reduced = _seconds(lambda: comm.all_reduce(message).wait(), device)
+    return RankSpeeds(flops, weights, memory, Link(latency, passes / reduced))
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -150,5 +164,5 @@ def cluster_here(devices: int | None = None, precision: str = "bf16") -> Cluster
         None if on_cpu else links.host_to_device,
         found.memory if on_cpu else UPDATE_BYTES,
         burst=max(1.0, threads / min(threads, cores / here)) if on_cpu else 1.0,
-        overlap=0.0 if on_cpu else 0.9,
+        **_CPU_COLLECTIVES if on_cpu else {},
     )  # fmt: skip
