@@ -3,7 +3,7 @@ Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gemini.optim.rules.state_layout import kind_of
@@ -94,8 +94,7 @@ def mesh_of(layout: ParallelLayout) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _parts(seconds: dict[str, float] | object, total: float) -> str:
-    assert isinstance(seconds, dict)
+def _parts(seconds: Mapping[str, float], total: float) -> str:
     most = sorted(seconds.items(), key=lambda item: -item[1])
     return ", ".join(f"{s / total:.0%} {WORDS[name]}" for name, s in most if s > 0.01 * total)
 
