@@ -15,7 +15,6 @@ from .price import Price, Pricing
 from .shape import ModelShape
 
 SHOWN = 5  # layouts that lose, of which a user is told
-EQUAL = 1e-3  # of a step's seconds: below it the layout with fewer dimensions is first
 WORDS = {
     "compute": "computing", "tensor": "between ranks that split layers",
     "sequence": "between ranks that share sequences", "experts": "between ranks with experts",

@@ -235,6 +235,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _searched(config: PlanConfig) -> str:
     """Layouts of a model in lines. Raises ValueError if none fits."""
+    if config.machine == HERE:
+        raise ValueError(
+            f"--machine {HERE} with --search; expected a card or a report: "
+            "gemini.autoparallelize measures this machine"
+        )
     ranks = config.gpus or config.world_size
     per_node = ranks // config.nodes if config.nodes else config.ranks_per_node or min(8, ranks)
     machine = machine_from(replace(config, world_size=ranks, ranks_per_node=per_node), False)

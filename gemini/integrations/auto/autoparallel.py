@@ -13,7 +13,7 @@ from gemini.arguments import by_name
 from gemini.integrations.booster.booster import Booster
 from gemini.integrations.options import option
 from gemini.integrations.parallel.cut import Cut
-from gemini.integrations.parts import accept
+from gemini.integrations.parts import accept, world_size
 from gemini.integrations.plugins.hybrid import HybridParallelPlugin
 from gemini.layouts.cluster import Cluster
 from gemini.layouts.layout import PLANNED, GlobalBatch, ParallelLayout
@@ -39,18 +39,22 @@ class AutoParallelPlugin(HybridParallelPlugin):
 
     @property
     def layout(self) -> ParallelLayout:
-        """Raises ValueError if there is none."""
-        assert self.found is not None
-        return self.found.best.layout
+        """The layout that was found. Raises ValueError for a plugin that nobody searched for."""
+        return self._found().best.layout
 
     def explain(self) -> str:
-        """Say in lines what was chosen, and of the next five layouts why each loses."""
-        assert self.found is not None
-        return self.found.explain()
+        """Say in lines what was chosen, and of the next five layouts why each loses. Raises
+        ValueError for a plugin that nobody searched for."""
+        return self._found().explain()
+
+    def _found(self) -> Found:
+        if self.found is None:
+            raise ValueError("found=None; expected a plugin that gemini.autoparallelize returned")
+        return self.found
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
         super().prepare(model, device)
-        if self.layout.recompute:
+        if self.layout.recompute:  # before layers are split, cut or wrapped
             recompute: Any = model
             recompute.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -112,7 +116,7 @@ def _cluster(
     if machine is None:
         return cluster_here(devices, precision)
     if isinstance(machine, str):
-        found = cluster_named(machine, devices or 1)
+        found = cluster_named(machine, devices or world_size())
     elif isinstance(machine, Hardware):
         found = cluster_of(machine)
     else:

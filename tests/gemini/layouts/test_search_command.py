@@ -39,6 +39,7 @@ def test_layers_are_computed_again_if_that_is_asked(capsys):
     ("flags", "error"),
     [
         (("--gpus", "6", "--nodes", "4"), "expected a divisor of --gpus"),
+        (("--gpus", "2", "--machine", "here"), "expected a card or a report"),
         (("--gpus", "2", "--device-mem", "100MiB", "--host-mem", "1MiB"), "fits in no layout"),
     ],
 )
