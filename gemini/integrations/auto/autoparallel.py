@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
 from gemini.arguments import by_name
-from gemini.integrations.booster.booster import Booster
 from gemini.integrations.options import option
 from gemini.integrations.parallel.cut import Cut
-from gemini.integrations.parts import accept, world_size
+from gemini.integrations.parts import world_size
 from gemini.integrations.plugins.hybrid import HybridParallelPlugin
 from gemini.layouts.cluster import Cluster
 from gemini.layouts.layout import PLANNED, GlobalBatch, ParallelLayout
@@ -83,7 +82,7 @@ def autoparallelize(
     `plugin.layout.batch` rows before a step. Raises ValueError if nothing fits, and for options
     that a layout decides.
     """
-    step = _step(batch)
+    step = batch_of(batch)
     cluster = _cluster(machine, devices, precision)
     shape = shape_of(model, batch, seq=step.seq, precision=precision)
     found = search(shape, cluster, step, state=state, recompute=recompute)
@@ -100,7 +99,8 @@ def autoparallelize(
     return AutoParallelPlugin(precision=precision, found=found, **decided, **options)
 
 
-def _step(batch: Any) -> GlobalBatch:
+def batch_of(batch: Any) -> GlobalBatch:
+    """Rows and tokens of one step's inputs; a row of anything else is one token."""
     rows = rows_of(batch)
     values = batch.values() if isinstance(batch, Mapping) else batch
     first = values if isinstance(values, torch.Tensor) else next(
@@ -166,29 +166,3 @@ def _placement(layout: ParallelLayout, cluster: Cluster) -> Placement | None:
         host = cluster.host_bytes * cluster.per_node
         return AutoPlacement(device_budget=f"{device}B", host_budget=f"{host}B")
     return None
-
-
-def boosted(
-    model: nn.Module, meta_args: Any = None, *args: Any, memory_budget: float = -1.0,
-    **others: Any,
-) -> nn.Module:  # fmt: skip
-    """Colossal-AI's `autoparallelize`: the model in its best layout, ready for a loop.
-
-    meta_args: inputs of one step of all ranks. memory_budget: bytes of a device; -1: what it has.
-    Options of its solver change nothing, and are said. Raises ValueError as `autoparallelize`
-    does, and for a layout with a pipeline, whose step is `booster.execute_pipeline`.
-    """
-    if meta_args is None:
-        raise ValueError("autoparallelize() without inputs; expected meta_args, those of one step")
-    solver = [f"argument {i + 3}" for i in range(len(args))] + sorted(others)
-    accept(dict.fromkeys(solver, "every layout that the plugins run is priced"))
-    cluster = cluster_here()
-    if memory_budget > 0:
-        cluster = replace(cluster, device_bytes=int(memory_budget))
-    step = _step(meta_args)
-    shape = shape_of(model, meta_args, seq=step.seq)
-    found = search(replace(shape, can=shape.can - {"pp"}), cluster, step)
-    plugin = AutoParallelPlugin(
-        precision="bf16", found=found, **options_of(found.best.layout, shape.layers, cluster)
-    )
-    return Booster(plugin=plugin).boost(model)[0]

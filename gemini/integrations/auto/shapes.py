@@ -94,6 +94,7 @@ def _of_module(model: nn.Module, inputs: Any, precision: str) -> ModelShape:
     saved = 0.0
     if inputs is not None:
         rows = rows_of(inputs)
+        inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         computed = "fp32" if precision == "fp32" else "bf16"  # whose bytes are those of fp16
         saved = trace(model, inputs, precision=computed).peak_non_model_bytes / max(1, rows)
     return module(type(model).__name__, numel, saved, ITEMSIZE[precision])

@@ -246,6 +246,11 @@ def run_page(folder):
     (shared,) = (block for block in blocks if "HybridParallelPlugin" in block)
     blocks.remove(shared)  # whose model is one of transformers: `test_sequences.py` trains those
     exec(shared.partition("loss = ")[0], {"HybridParallelPlugin": HybridParallelPlugin})
+    (searched,) = (block for block in blocks if "autoparallelize" in block)
+    blocks.remove(searched)  # of 64 ranks, who are asked about and not there
+    asked = {"gemini": gemini, "model": torch.nn.Linear(3, 2), "batch": torch.ones(64, 3)}
+    exec(searched.partition("model, optimizer")[0], asked)
+    assert asked["plugin"].found.cluster.ranks == 64
     assert len(blocks) == 3
     for block in blocks:
         exec(block, names)

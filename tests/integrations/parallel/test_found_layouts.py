@@ -10,7 +10,8 @@ from torch import nn
 from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini import autoparallelize
-from gemini.integrations.auto.autoparallel import AutoParallelPlugin, boosted, options_of
+from gemini.integrations.auto import colossal
+from gemini.integrations.auto.autoparallel import AutoParallelPlugin, options_of
 from gemini.integrations.auto.machines import cluster_here, cluster_named
 from gemini.integrations.auto.shapes import shape_of
 from gemini.layouts.cluster import Cluster, Link
@@ -169,7 +170,7 @@ def test_options_that_a_layout_decides_are_refused():
     with pytest.raises(ValueError, match="no tensor"):
         autoparallelize(tiny(), {}, machine=CLUSTER)
     assert find(max_norm=2.0).max_norm == 2.0
-    with pytest.raises(ValueError, match="that gemini.autoparallelize returned"):
+    with pytest.raises(ValueError, match=r"that gemini\.autoparallelize returned"):
         AutoParallelPlugin(tp_size=1, pp_size=1).explain()
 
 
@@ -234,7 +235,7 @@ def auto(rank):
         network = Convolved()
     found = []
     for model, samples in ((network, {"x": images}), (made("GPT-2"), {"input_ids": tokens})):
-        model = boosted(model, samples, solver_preference="standard")
+        model = colossal.autoparallelize(model, samples, solver_preference="standard")
         optimizer = HybridAdam(model.parameters(), lr=0.1)
         before = model.digest()
         out = model(**{name: value.tensor_split(2)[rank] for name, value in samples.items()})
@@ -250,7 +251,7 @@ def test_the_old_name_returns_the_model_in_its_layout():
     assert one == two
     assert all(before != behind for before, behind in one)
     with pytest.raises(ValueError, match="expected meta_args"):
-        boosted(tiny())
+        colossal.autoparallelize(tiny())
 
 
 def measured(rank):
