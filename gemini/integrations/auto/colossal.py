@@ -28,7 +28,8 @@ def autoparallelize(
     There the layout is of operators; here it is of what the plugins run, as
     `gemini.autoparallelize` finds it, which returns the plugin.
 
-        model = autoparallelize(model, {"input_ids": ids})  # rows of all ranks
+        samples = {"input_ids": ids}  # rows of all ranks
+        model = autoparallelize(model, samples)
         optimizer = HybridAdam(model.parameters())
         for batch in loader:  # of this rank
             model(**batch).loss.backward()
