@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -177,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--most", type=int, default=0, help="layouts to run; 0: all")
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     preload("gemini.integrations.auto.autoparallel", "transformers.models.llama.modeling_llama")
     cluster = replace(

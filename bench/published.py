@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     told = published()
     if args.fit:

@@ -70,6 +70,11 @@ class ParallelLayout:
             stride *= size
         return found
 
+    def layers_of_stages(self, layers: int) -> list[int]:
+        """Layers of every stage of a pipeline: as even as can be, the rest in the last ones."""
+        stages = self.pp * self.chunks
+        return [(layers + i) // stages for i in range(stages)]
+
     def __str__(self) -> str:
         said = {
             "replicas": (self.replicas, ""), "data": (self.data, ""), "tp": (self.tp, ""),

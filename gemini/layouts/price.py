@@ -26,7 +26,6 @@ from .shape import ModelShape
 FORWARD_PASSES, BACKWARD_PASSES = 2.0, 4.0  # times that saved bytes pass memory beside products
 FLASH_BACKWARD = 2.5  # of attention's forward, whose scores are computed again
 STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.125}  # of Adam's moments, an element
-MASTER, GRADIENT = 4.0, 4.0  # bytes of an element in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,7 @@ class Pricing:
     def layers(self) -> int:
         """Layers of the place that has most: the last stages have what is left over."""
         layout, places = self.layout, range(self.layout.pp)
-        stages = layout.pp * layout.chunks
-        counts = [(self.shape.layers + i) // stages for i in range(stages)]
+        counts = layout.layers_of_stages(self.shape.layers)
         if layout.style == ZBV:
             return max(counts[i] + counts[-1 - i] for i in places)
         return max(sum(counts[i :: layout.pp]) for i in places)
@@ -243,13 +241,13 @@ class Pricing:
         layout, cluster = self.layout, self.cluster
         dense, experts, _ = self._numels
         numel = dense / layout.shards + experts / layout.expert_shards
-        state = STATE_BYTES[self.state] + MASTER
+        state = STATE_BYTES[self.state] + FP32_BYTES
         away = min(1.0, left / (numel * state)) if left else 0.0
-        passes = 2 * state + GRADIENT + self.shape.itemsize
+        passes = 2 * state + FP32_BYTES + self.shape.itemsize
         seconds = {"update": (1 - away) * numel * passes / cluster.memory}
         if layout.micro_batches > 1:  # gradients add up in fp32
             whole = numel if layout.zero in ("2", "3", PLANNED) else dense + experts
-            added = whole * (2 * GRADIENT + self.shape.itemsize)
+            added = whole * (2 * FP32_BYTES + self.shape.itemsize)
             seconds["update"] += layout.micro_batches * added / cluster.memory
         if left:
             link = cluster.host or cluster.memory
@@ -266,7 +264,7 @@ class Pricing:
         shards, of_experts = layout.shards, layout.expert_shards
         own = dense / shards + experts / of_experts
         whole = dense + experts
-        found: dict[str, float] = {"state": own * (STATE_BYTES[self.state] + MASTER)}
+        found: dict[str, float] = {"state": own * (STATE_BYTES[self.state] + FP32_BYTES)}
         if layout.zero in ("3", PLANNED) and shards > 1:
             found["parameters"] = (own + layer + self._largest) * shape.itemsize
             found["gradients"] = own * shape.itemsize
@@ -276,7 +274,7 @@ class Pricing:
         else:
             found["parameters"] = found["gradients"] = whole * shape.itemsize
         if layout.micro_batches > 1:
-            found["sums"] = own * GRADIENT
+            found["sums"] = own * FP32_BYTES
         found["activations"] = self.tokens * (
             self._kept() + max(shape.ends / layout.tp, shape.working / layout.tp)
         )

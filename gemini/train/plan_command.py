@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,11 @@ OF_ONE_MACHINE = (
 # with one of them it is another machine than this one
 _OF_ANOTHER = {"gpu", "machine", "world_size", "ranks_per_node", "device", "bandwidths"}
 HERE = "here"
+OF_SEARCH = {"gpus", "nodes", "global_batch"}
+ASKED_BY_SEARCH = {
+    "search", "model", "gpu", "machine", "world_size", "ranks_per_node", "device", "device_mem",
+    "host_mem", "bandwidths", "precision", "state", "optim", "batch", "accumulate", "seq", "checkpointing",
+}  # fmt: skip
 _MOST = 1 << 24  # of ranks and tokens: below what sizes of tensors overflow at
 _MOST_BYTES = 1 << 50
 
@@ -218,13 +223,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _write_fits(config)
         if not config.model:
             raise ValueError("expected one model: a name, a hub id, a folder or a config.json")
-        if config.search:
-            sys.stdout.write(_searched(config) + "\n")
-            return 0
-        is_here = config.machine == HERE or (file is not None and not typed & _OF_ANOTHER)
         what: str | Path = config.model
         if file is not None and "model" not in typed and ":" in config.model:
             what = Path(config.model)  # a file imports no module
+        _check_search(config, typed)
+        if config.search:
+            sys.stdout.write(_searched(config, what) + "\n")
+            return 0
+        is_here = config.machine == HERE or (file is not None and not typed & _OF_ANOTHER)
         plan = plan_for(
             what, machine_from(config, is_here), config.training(what), longest=config.longest
         )
@@ -233,7 +239,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         PARSER.error(str(error))
 
 
-def _searched(config: PlanConfig) -> str:
+def _check_search(config: PlanConfig, typed: Set[str]) -> None:
+    """Raise ValueError for flags that a search does not ask for, or that nothing else asks for."""
+    if not config.search:
+        alone = sorted(typed & OF_SEARCH)
+        if alone:
+            raise ValueError(f"{flag(alone[0])} without --search; expected both")
+        return
+    beside = sorted(typed - OF_SEARCH - ASKED_BY_SEARCH)
+    if beside:
+        raise ValueError(
+            f"{flag(beside[0])} beside --search; expected none: all parameters are trained, by "
+            "Adam, with the model's own loss"
+        )
+    if words.OPTIMIZERS[config.optim][0] != "adamw":
+        raise ValueError(f"--optim {config.optim} beside --search; expected one of AdamW's")
+
+
+def _searched(config: PlanConfig, what: str | Path) -> str:
     """Layouts of a model in lines. Raises ValueError if none fits."""
     if config.machine == HERE:
         raise ValueError(
@@ -243,7 +266,7 @@ def _searched(config: PlanConfig) -> str:
     ranks = config.gpus or config.world_size
     per_node = ranks // config.nodes if config.nodes else config.ranks_per_node or min(8, ranks)
     machine = machine_from(replace(config, world_size=ranks, ranks_per_node=per_node), False)
-    shape = shape_of(build(config.model), seq=config.seq, precision=config.precision)
+    shape = shape_of(build(what), seq=config.seq, precision=config.precision)
     rows = config.global_batch or ranks * config.batch * config.accumulate
     state = config.state or words.OPTIMIZERS[config.optim][1]
     recompute = True if config.checkpointing else None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 
 from gemini.arguments import by_name
 from gemini.integrations.options import option
-from gemini.integrations.parallel.cut import Cut
 from gemini.integrations.parts import world_size
 from gemini.integrations.plugins.hybrid import HybridParallelPlugin
 from gemini.layouts.cluster import Cluster
@@ -19,9 +17,10 @@ from gemini.layouts.layout import PLANNED, GlobalBatch, ParallelLayout
 from gemini.layouts.search import Found, search
 from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement
 from gemini.plan.machine import Hardware
+from gemini.plan.models import checkpointed
 
 from .machines import cluster_here, cluster_named, cluster_of
-from .shapes import rows_of, shape_of
+from .shapes import first_tensor, shape_of
 
 _DIMENSIONS = 2  # of a batch of tokens: rows, and tokens of each
 
@@ -54,37 +53,39 @@ class AutoParallelPlugin(HybridParallelPlugin):
     def prepare(self, model: nn.Module, device: torch.device) -> None:
         super().prepare(model, device)
         if self.layout.recompute:  # before layers are split, cut or wrapped
-            recompute: Any = model
-            recompute.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpointed(model)
 
 
 @by_name
 def autoparallelize(
     model: nn.Module, batch: Any, *, devices: int | None = None,
     machine: Cluster | Hardware | str | None = None, precision: str = "bf16",
-    recompute: bool | None = None, state: str = "fp32", **options: Any,
+    recompute: bool | None = None, state: str = "fp32", pipelines: bool = True, **options: Any,
 ) -> AutoParallelPlugin:  # fmt: skip
     """Find the layout in which a step takes least time, among all that plugins run. Collective.
 
-    model: of transformers, on the meta device or with values; it is not changed. Any other module
-        gets data parallelism, shards and homes alone.
+    model: of transformers, on the meta device or with values; it is not changed, and priced as if
+        all its parameters are trained. Any other module gets data parallelism, shards and homes.
     batch: inputs of one step of all ranks, rows first, as keyword arguments or one tensor; only
         shapes matter.
-    devices: ranks; None: those of torch.distributed.
+    devices: ranks of a named card; None: those of torch.distributed.
     machine: a card's name (`"h100"`), what `gemini.plan.machine.machine_of` returned, or a
         `Cluster`; None: this machine, measured by all ranks.
     recompute: whether layers are computed again in backward; None: if it is faster, or nothing
         else fits.
     state: of `HybridAdam`, which the loop makes.
+    pipelines: False leaves out layouts whose step is `booster.execute_pipeline`.
     options: of `HybridParallelPlugin` that no layout decides: `max_norm`, `custom_policy`, ...
 
     A loop that has no pipeline runs `plugin.layout.micro_batches` forwards and backwards of
     `plugin.layout.batch` rows before a step. Raises ValueError if nothing fits, and for options
     that a layout decides.
     """
-    step = batch_of(batch)
+    step = _batch_of(batch)
     cluster = _cluster(machine, devices, precision)
     shape = shape_of(model, batch, seq=step.seq, precision=precision)
+    if not pipelines:
+        shape = replace(shape, can=shape.can - {"pp"})
     found = search(shape, cluster, step, state=state, recompute=recompute)
     decided = options_of(found.best.layout, shape.layers, cluster)
     twice = sorted(decided.keys() & options.keys())
@@ -99,23 +100,19 @@ def autoparallelize(
     return AutoParallelPlugin(precision=precision, found=found, **decided, **options)
 
 
-def batch_of(batch: Any) -> GlobalBatch:
+def _batch_of(batch: Any) -> GlobalBatch:
     """Rows and tokens of one step's inputs; a row of anything else is one token."""
-    rows = rows_of(batch)
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    first = values if isinstance(values, torch.Tensor) else next(
-        value for value in values if isinstance(value, torch.Tensor) and value.dim()
-    )  # fmt: skip
+    first = first_tensor(batch)
     is_tokens = first.dim() == _DIMENSIONS and not first.is_floating_point()
-    return GlobalBatch(rows, first.shape[1] if is_tokens else 1)
+    return GlobalBatch(first.shape[0], first.shape[1] if is_tokens else 1)
 
 
 def _cluster(
     machine: Cluster | Hardware | str | None, devices: int | None, precision: str
 ) -> Cluster:
     if machine is None:
-        return cluster_here(devices, precision)
-    if isinstance(machine, str):
+        found = cluster_here(precision)
+    elif isinstance(machine, str):
         found = cluster_named(machine, devices or world_size())
     elif isinstance(machine, Hardware):
         found = cluster_of(machine)
@@ -139,12 +136,10 @@ def options_of(layout: ParallelLayout, layers: int, cluster: Cluster) -> dict[st
         "placement_policy": _placement(layout, cluster),
     }  # fmt: skip
     if layout.pp > 1:
-        stages = layout.pp * layout.chunks
-        bounds = Cut.of(layers, stages)
         found |= {
             "pp_style": layout.style, "num_model_chunks": layout.chunks,
             "num_microbatches": layout.micro_batches, "dp_outside": False,
-            "num_layers_per_stage": [len(bounds.layers(i)) for i in range(stages)],
+            "num_layers_per_stage": layout.layers_of_stages(layers),
         }  # fmt: skip
     if layout.sp > 1:
         found |= {

@@ -139,11 +139,10 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return sorted(found[1:])[_TIMES // 2]
 
 
-def cluster_here(devices: int | None = None, precision: str = "bf16") -> Cluster:
-    """Cluster like this machine, measured by all ranks at once. Collective.
+def cluster_here(precision: str = "bf16") -> Cluster:
+    """Cluster of the ranks that there are, measured by all of them at once. Collective.
 
-    devices: ranks that are asked about; None: those that there are. One speed is measured for
-    links of both classes, over all ranks.
+    One speed is measured for links of both classes, over all ranks.
     """
     device, comm = this_device(), everyone(None, None)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -154,11 +153,10 @@ def cluster_here(devices: int | None = None, precision: str = "bf16") -> Cluster
     left = min(comm.gather_objects((machine.device_bytes_left, machine.host_bytes_left)))
     on_cpu = device.type == "cpu"
     own, node = (int(USABLE * nbytes) for nbytes in left)
-    ranks = devices or comm.world_size
     cores = len(os.sched_getaffinity(0))
     threads = min(torch.get_num_threads(), cores)
     return Cluster(
-        ranks, min(here, ranks), own // (here if on_cpu else 1), node // here,
+        comm.world_size, here, own // (here if on_cpu else 1), node // here,
         found.flops, ATTENTION * found.flops, found.flops * (0.5 if on_cpu else EXACT),
         found.memory, found.weights, found.link, found.link,
         None if on_cpu else links.host_to_device,

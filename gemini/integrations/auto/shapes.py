@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.chunk.layout import distinct, specs_of
+from gemini.chunk.layout import ITEMSIZE, distinct, specs_of
 from gemini.integrations.parallel.cut import ends_of
 from gemini.integrations.parallel.experts import stacks_of
 from gemini.integrations.parallel.models import plan_of
@@ -20,6 +20,7 @@ from gemini.memtracer.collector import trace
 from gemini.memtracer.trace import Trace
 from gemini.placement.orders import LAYER_NUMBER
 from gemini.plan.activations import activations_of, depth_of
+from gemini.plan.ask import DTYPES
 from gemini.plan.models import experts_of
 
 _COLUMNS = re.compile("colwise|qkv")  # words of plans whose inputs' gradients are reduced
@@ -27,7 +28,6 @@ _ROWS = re.compile("rowwise")
 # fields of a config that ranks of tensor parallelism divide
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def shape_of(
@@ -41,7 +41,8 @@ def shape_of(
     Nothing is computed, and the model is not changed. Raises ValueError for inputs that the model
     cannot be traced with.
     """
-    depth = depth_of(model) if hasattr(model, "config") else None
+    # a class of transformers is made anew, with other sizes, by its config alone
+    depth = depth_of(model) if hasattr(type(model), "config_class") else None
     stack = _stack(model, depth)
     if stack is None:
         return _of_module(model, inputs, precision)
@@ -79,7 +80,7 @@ def shape_of(
         first_numel=sum(p.numel() for _, p in outside) - behind, last_numel=behind, tied=tied,
         saved=saved, ends=ends, working=working,
         reduces=(_count(words, _ROWS), _count(words, _COLUMNS)), can=_abilities(model, words),
-        is_causal=_is_causal(model), itemsize=ITEMSIZE[precision],
+        is_causal=_is_causal(model), itemsize=ITEMSIZE[DTYPES[precision]],
     )  # fmt: skip
 
 
@@ -93,20 +94,19 @@ def _of_module(model: nn.Module, inputs: Any, precision: str) -> ModelShape:
     numel = sum(p.numel() for p in model.parameters())
     saved = 0.0
     if inputs is not None:
-        rows = rows_of(inputs)
+        rows = first_tensor(inputs).shape[0]
         inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         computed = "fp32" if precision == "fp32" else "bf16"  # whose bytes are those of fp16
         saved = trace(model, inputs, precision=computed).peak_non_model_bytes / max(1, rows)
-    return module(type(model).__name__, numel, saved, ITEMSIZE[precision])
+    return module(type(model).__name__, numel, saved, ITEMSIZE[DTYPES[precision]])
 
 
-def rows_of(inputs: Any) -> int:
-    """Rows of a batch: the first size of its first tensor. Raises ValueError for none."""
-    values = inputs.values() if isinstance(inputs, Mapping) else inputs
-    values = [values] if isinstance(values, torch.Tensor) else values
-    for value in values:
+def first_tensor(batch: Any) -> torch.Tensor:
+    """First tensor of a batch, whose first size is its rows. Raises ValueError for none."""
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    for value in [values] if isinstance(values, torch.Tensor) else values:
         if isinstance(value, torch.Tensor) and value.dim():
-            return value.shape[0]
+            return value
     raise ValueError("the batch has no tensor; expected inputs of one step, rows first")
 
 

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+import gemini
 from gemini import ddp
 from gemini.checkpoint.load import load_checkpoint as load
 from gemini.checkpoint.save import save_checkpoint as save
 from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configuration
+from gemini.integrations.auto.machines import cluster_here
+from gemini.integrations.booster.booster import Booster
 from gemini.integrations.options import (
     OPTIMIZER_SCALE,
     SCALE,
@@ -373,3 +376,42 @@ def load_checkpoint(
     """
     extra = load(file, model, optimizer, lr_scheduler, strict=strict)
     return int(extra.get("epoch", -1)) if isinstance(extra, dict) else -1
+
+
+def autoparallelize(
+    model: nn.Module,
+    meta_args: Any = None,
+    *args: Any,
+    memory_budget: float = -1.0,
+    **others: Any,
+) -> nn.Module:
+    """The model in its fastest layout on this machine, ready for a loop. Collective.
+
+    There the layout is of operators; here it is of what the plugins run, as
+    `gemini.autoparallelize` finds it, which returns the plugin.
+
+        samples = {"input_ids": ids}  # rows of all ranks
+        model = autoparallelize(model, samples)
+        optimizer = HybridAdam(model.parameters())
+        for batch in loader:  # of this rank
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    meta_args: inputs of one step of all ranks, rows first.
+    memory_budget: bytes of a device; -1: what it has left.
+    args, others: of the solver there. They change nothing, and are said.
+
+    No layout has a pipeline, as a loop calls the model.
+
+    Raises ValueError without inputs, and if nothing fits.
+    """
+    if meta_args is None:
+        raise ValueError("autoparallelize() without inputs; expected meta_args, those of one step")
+    solver = [f"argument {i + 3}" for i in range(len(args))] + sorted(others)
+    accept(dict.fromkeys(solver, "every layout that the plugins run is priced"))
+    cluster = cluster_here()
+    if memory_budget > 0:
+        cluster = replace(cluster, device_bytes=int(memory_budget))
+    plugin = gemini.autoparallelize(model, meta_args, machine=cluster, pipelines=False)
+    return Booster(plugin=plugin).boost(model)[0]

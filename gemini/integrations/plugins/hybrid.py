@@ -197,6 +197,11 @@ class HybridParallelPlugin(EnginePlugin):
             self._check_pipeline()
         if self.ep_size > 1 and self.zero_stage == 0:
             accept({f"zero_stage=0 with ep_size={self.ep_size}": _SHARDS})
+        if self.placement_policy is not None and self.cpu_offload:
+            raise ValueError(
+                "cpu_offload=True with placement_policy; expected one: a policy says what is in "
+                "host memory"
+            )
         if not DDP.holds(self):
             self._zero()
 

@@ -40,6 +40,8 @@ def test_layers_are_computed_again_if_that_is_asked(capsys):
     [
         (("--gpus", "6", "--nodes", "4"), "expected a divisor of --gpus"),
         (("--gpus", "2", "--machine", "here"), "expected a card or a report"),
+        (("--gpus", "2", "--lora", "8"), "--lora beside --search"),
+        (("--gpus", "2", "--optim", "sgd"), "--optim sgd beside --search"),
         (("--gpus", "2", "--device-mem", "100MiB", "--host-mem", "1MiB"), "fits in no layout"),
     ],
 )
@@ -48,3 +50,18 @@ def test_what_cannot_be_answered_is_refused_in_one_line(flags, error, capsys):
         main(["llama-150m", "--search", "--gpu", "h100", "--seq", "128", *flags])
     assert ended.value.code == 2
     assert error in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_flags_of_a_search_are_of_no_other_plan(capsys):
+    with pytest.raises(SystemExit):
+        main(["llama-150m", "--gpus", "4"])
+    assert "--gpus without --search" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_file_that_names_a_module_imports_none(tmp_path, capsys):
+    """As without a search: whoever wrote the file runs no code here."""
+    (tmp_path / "run.yaml").write_text("model: json:loads\n", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "run.yaml"), "--search", "--gpu", "h100"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "json:loads" in said and "cannot be read" in said

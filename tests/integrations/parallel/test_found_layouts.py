@@ -10,10 +10,10 @@ from torch import nn
 from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini import autoparallelize
-from gemini.integrations.auto import colossal
 from gemini.integrations.auto.autoparallel import AutoParallelPlugin, options_of
 from gemini.integrations.auto.machines import cluster_here, cluster_named
 from gemini.integrations.auto.shapes import shape_of
+from gemini.integrations.classic import wrappers
 from gemini.layouts.cluster import Cluster, Link
 from gemini.layouts.layout import (
     INTERLEAVED,
@@ -26,6 +26,7 @@ from gemini.layouts.layout import (
     runs_of,
 )
 from gemini.layouts.search import search
+from gemini.placement.policy import StaticPlacement
 from gemini.units import GIB
 from optim import HybridAdam
 from tests.integrations.cases.hybrid_runs import Run, check_trained, made
@@ -170,6 +171,14 @@ def test_options_that_a_layout_decides_are_refused():
     with pytest.raises(ValueError, match="no tensor"):
         autoparallelize(tiny(), {}, machine=CLUSTER)
     assert find(max_norm=2.0).max_norm == 2.0
+    assert find().found.shape.can > find(pipelines=False).found.shape.can
+    with pytest.raises(ValueError, match="devices=8 with a machine of 1 ranks"):
+        autoparallelize(tiny(), ids, devices=8)  # links that are not there cannot be measured
+    with pytest.raises(ValueError, match="cpu_offload=True with placement_policy"):
+        AutoParallelPlugin(
+            tp_size=1, pp_size=1, zero_stage=1, cpu_offload=True,
+            placement_policy=StaticPlacement.zero(3),
+        )  # fmt: skip
     with pytest.raises(ValueError, match=r"that gemini\.autoparallelize returned"):
         AutoParallelPlugin(tp_size=1, pp_size=1).explain()
 
@@ -235,7 +244,7 @@ def auto(rank):
         network = Convolved()
     found = []
     for model, samples in ((network, {"x": images}), (made("GPT-2"), {"input_ids": tokens})):
-        model = colossal.autoparallelize(model, samples, solver_preference="standard")
+        model = wrappers.autoparallelize(model, samples, solver_preference="standard")
         optimizer = HybridAdam(model.parameters(), lr=0.1)
         before = model.digest()
         out = model(**{name: value.tensor_split(2)[rank] for name, value in samples.items()})
@@ -251,7 +260,7 @@ def test_the_old_name_returns_the_model_in_its_layout():
     assert one == two
     assert all(before != behind for before, behind in one)
     with pytest.raises(ValueError, match="expected meta_args"):
-        colossal.autoparallelize(tiny())
+        wrappers.autoparallelize(tiny())
 
 
 def measured(rank):
