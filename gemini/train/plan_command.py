@@ -46,7 +46,8 @@ HERE = "here"
 OF_SEARCH = {"gpus", "nodes", "global_batch"}
 ASKED_BY_SEARCH = {
     "search", "model", "gpu", "machine", "world_size", "ranks_per_node", "device", "device_mem",
-    "host_mem", "bandwidths", "precision", "state", "optim", "batch", "accumulate", "seq", "checkpointing",
+    "host_mem", "bandwidths", "precision", "state", "optim", "batch", "accumulate", "seq",
+    "checkpointing",
 }  # fmt: skip
 _MOST = 1 << 24  # of ranks and tokens: below what sizes of tensors overflow at
 _MOST_BYTES = 1 << 50
