@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from gemini.chunk.layout import ITEMSIZE, ParamSpec, specs_of
 from gemini.memtracer.collector import trace
 from gemini.memtracer.decoding import layer_bytes, tokens_in
+from gemini.memtracer.experts import has_other_experts
+from gemini.memtracer.module_calls import GatherWhole
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace, model_digest
 from gemini.placement.policy import AutoPlacement
 from gemini.runtime.wrap.specs import collect_params
@@ -74,11 +76,12 @@ class Serving:
         head = find_head()
         if isinstance(head, nn.Module):
             head.register_forward_pre_hook(_contiguous)
-        planned = self.trace(module, "fp32" if precision == "fp32" else "bf16")
+        whole: GatherWhole = options.get("gather_whole", has_other_experts)
+        planned = self.trace(module, "fp32" if precision == "fp32" else "bf16", whole)
         TokenLimit(self.max_tokens, self.max_sequences).watch(module)
-        return Served(planned, sizes, precision, self.placement)
+        return Served(planned, sizes, precision, self.placement, whole)
 
-    def trace(self, module: nn.Module, precision: str) -> Trace:
+    def trace(self, module: nn.Module, precision: str, gather_whole: GatherWhole) -> Trace:
         """Trace of a pass at the bounds; it stands for every pass within them.
 
         A pass over the longest prompt has the most activations; one token beside a full cache needs
@@ -100,7 +103,9 @@ class Serving:
             inputs["logits_to_keep"] = 1
         handle = module.register_forward_hook(ends)
         try:
-            found = trace(module, inputs, precision=precision, kind="eval")
+            found = trace(
+                module, inputs, precision=precision, kind="eval", gather_whole=gather_whole
+            )
         finally:
             handle.remove()
         logits = self.max_sequences * getattr(text, "vocab_size", 0) * _LOGITS_BYTES
@@ -124,6 +129,7 @@ class Served:
     sizes: Mapping[str, int]
     precision: str
     placement: AutoPlacement
+    gather_whole: GatherWhole
 
     def options(self, module: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
         """Options to wrap the module with, which may be quantised by now.
@@ -141,6 +147,7 @@ class Served:
         return {
             **options, "precision": self.precision, "placement_policy": self.placement,
             "trace": trace, "min_chunk_size_m": size_m, "search_range_m": 0.0,
+            "gather_whole": self.gather_whole,
         }  # fmt: skip
 
     def _of_quantised(self, specs: Sequence[ParamSpec]) -> Trace:
