@@ -4,6 +4,7 @@ E experts · row: one expert's [n, m] of a stack [E, n, m]
 """
 
 import errno
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -11,17 +12,21 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 
 import gemini
 import nvme
-from gemini.chunk.rows import RowFill, row_cuts
+from gemini.chunk.rows import RowCut, RowFill, row_cuts
 from gemini.chunk.storage import Chunk
 from gemini.decoding.decode import Serving
 from gemini.memtracer.experts import is_stack
 from gemini.optim.state.memory import CpuMemory
 from gemini.placement.policy import AutoPlacement
 from gemini.placement.tiers import Tier
-from gemini.units import PAGE_BYTES
+from gemini.runtime.memory.backend import FileConfig
+from gemini.runtime.memory.files.blocks import Flat
+from gemini.runtime.memory.files.frozen_files import FrozenFiles
+from gemini.units import PAGE_BYTES, ChunkId
 from tests.support.disks.faults import failing, flip
 
 BOUNDS = {"max_tokens": 96, "max_sequences": 8}
@@ -191,12 +196,10 @@ def test_rows_that_were_not_read_are_never_used(implementation, tmp_path, monkey
     assert made and any(left)  # there were such rows
 
 
-def test_another_implementation_reads_whole_stacks(tmp_path):
+def test_another_implementation_reads_whole_stacks(tmp_path, monkeypatch):
     plain = saved(tmp_path / "model", "mixtral")
     model = served(tmp_path / "model", tmp_path)
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
-
-    ALL_EXPERTS_FUNCTIONS.register("ours", batched_mm_experts_forward)
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, "ours", batched_mm_experts_forward)
     for one in (plain, model.module):
         one.config._experts_implementation = "ours"
     stacks = [nbytes for chunks in stacks_in_files(model).values() for nbytes in chunks.values()]
@@ -240,6 +243,64 @@ def test_who_reads_a_stack_within_a_pass_has_all_of_it(tmp_path):
     for i, (whole, row) in enumerate(seen):
         experts = plain.model.layers[i // 2 % LAYERS].mlp.experts
         assert torch.equal(whole, experts.gate_up_proj) and torch.equal(row, experts.down_proj[3])
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_another_thread_that_reads_a_stack_within_its_call_has_all_of_it(tmp_path):
+    plain = saved(tmp_path / "model", "mixtral")
+    model = served(tmp_path / "model", tmp_path)
+    seen = []
+
+    def look(*_):
+        stack = model.module.model.layers[1].mlp.experts.gate_up_proj
+        thread = threading.Thread(target=lambda: seen.append(stack.clone()))
+        thread.start()
+        thread.join()
+
+    for layer in model.module.model.layers:
+        layer.mlp.experts.act_fn.register_forward_hook(look)
+    assert torch.equal(answers(model, prompts(1)), answers(plain, prompts(1)))
+    want = plain.model.layers[1].mlp.experts.gate_up_proj
+    assert len(seen) == NEW * LAYERS and all(torch.equal(one, want) for one in seen)
+
+
+def leave_rows(model):
+    """Gather stacks, as a plan may between two passes, and read some of their rows."""
+    for chunks in stacks_in_files(model).values():
+        for chunk in chunks:
+            model.engine.chunks[chunk].gather()
+            model.engine.chunks[chunk].rows.fill([0, 2])
+
+
+def load(model):
+    model.load_state_dict({name: value + 0.01 for name, value in model.state_dict().items()})
+
+
+@torch.no_grad()
+def write(model):
+    experts = getattr(model, "module", model).model.layers[1].mlp.experts
+    experts.down_proj[2].mul_(-3)
+    experts.gate_up_proj.data.mul_(1.5)
+
+
+def train(model):
+    """A stack is thawed, which moves it to other files."""
+    stack = getattr(model, "module", model).model.layers[1].mlp.experts.down_proj
+    stack.requires_grad_(True)
+    model(input_ids=prompts(2), use_cache=False).logits.float().sum().backward()
+    return stack.grad
+
+
+@pytest.mark.parametrize("change", [load, write, train])
+def test_weights_that_change_between_passes_are_those_of_the_next(change, tmp_path):
+    plain = saved(tmp_path / "model", "mixtral")
+    model = served(tmp_path / "model", tmp_path)
+    answers(model, prompts(1))
+    leave_rows(model)
+    found, want = change(model), change(plain)
+    assert found is want is None or torch.equal(found, want)
+    assert torch.equal(answers(model, prompts(3)), answers(plain, prompts(3)))
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -376,6 +437,32 @@ class Read:
     def wait(self):
         if self.reads.fail & set(self.rows):
             raise nvme.TransferError("read", "there", 0, 1, errno.EIO)
+
+
+@pytest.mark.parametrize("straight", [True, False])
+def test_a_file_gives_the_blocks_of_a_row(straight, tmp_path):
+    """straight: to where they belong; else through staging, as on a GPU."""
+    chunk, cut, rows = ChunkId(0), RowCut(3 * 2048, 2048), 5
+    numel = rows * cut.row_numel + 256
+    values = torch.arange(numel, dtype=torch.float32).to(torch.bfloat16)
+    files = FrozenFiles(
+        {chunk: Flat(numel, torch.bfloat16)}, FileConfig(str(tmp_path)), {chunk: "a stack"},
+        rows={chunk: cut}, straight=straight,
+    )  # fmt: skip
+    try:
+        files.replace(chunk, values)
+        into = torch.full((numel,), torch.nan, dtype=torch.bfloat16)
+        fill = files.read(chunk, into)
+        fill.fill([3, 1])
+        assert files.traffic.nvme_read == 2 * cut.row_numel * 2
+        there = torch.zeros(numel, dtype=torch.bool)
+        for row in (1, 3):
+            there[row * cut.row_numel : (row + 1) * cut.row_numel] = True
+        assert torch.equal(into[there], values[there]) and into[~there].isnan().all()
+        fill.wait()
+        assert torch.equal(into, values) and files.traffic.nvme_read == values.nbytes
+    finally:
+        files.close()
 
 
 @given(st.lists(st.lists(st.integers(0, 9), unique=True), max_size=6))
