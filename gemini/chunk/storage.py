@@ -26,7 +26,6 @@ from gemini.units import ChunkId, ParamId
 
 from .gradient import Account, ChunkGradient, GradientOffload
 from .layout import ChunkLayout, ChunkSpec
-from .rows import RowFill
 
 
 class ChunkMemory(Protocol):
@@ -123,18 +122,12 @@ class Chunk:
         self.gathered = True
         self.account.payloads += self.payload.nbytes
         self.pending: Ticket[None] | None = None  # of the gather that fills the payload
-        self.rows: RowFill | None = None  # instead, where some of its rows are missing
         self.updating: Ticket[None] | None = (
             None  # of a step that changes the shard while a pass runs
         )
         self.gradient = ChunkGradient(spec, memory, links, gradients_travel_as, gradient_offload)
         self.gradient.account = self.account
         self._count_shard(1)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the payload is gathered, and none of its rows is missing."""
-        return self.gathered and self.rows is None
 
     @property
     def may_be_payload(self) -> bool:
@@ -345,11 +338,7 @@ class Chunk:
             self.gathered = True
             self.account.payloads += self.payload.nbytes
             try:
-                begun = self._begin_gather()
-                if isinstance(begun, RowFill):
-                    self.rows = begun
-                else:
-                    self.pending = begun
+                self.pending = self._begin_gather()
             except BaseException:
                 self._free()
                 raise
@@ -393,11 +382,7 @@ class Chunk:
 
     def wait_gathered(self) -> None:
         """Wait for the gather. Raises what went wrong; then a payload that may be released is as if
-        it had never been asked for, and one by rows misses those that it missed: a call may be
-        using the others."""
-        if self.rows is not None:
-            self.rows.wait()
-            self.rows = None
+        it had never been asked for."""
         pending, self.pending = self.pending, None
         if pending is None:
             return
@@ -424,6 +409,5 @@ class Chunk:
 
     def _free(self) -> None:
         self.gathered = False
-        self.rows = None
         self.account.payloads -= self.payload.nbytes
         self._memory.free(self.payload)

@@ -18,7 +18,7 @@ from .module_calls import has_experts, is_compiled
 _ROUTES = "top_k_index"  # [tokens, k]: argument with the experts of each token
 # by which a stack is used at its rows alone; others may take it whole
 _BY_ROWS = ("eager", "batched_mm", "grouped_mm")
-_OWN_HOOKS = 2  # before a forward: an engine's own, which are around all others
+_OWN_HOOKS = 2  # before a forward, and after it, of an engine
 
 
 def is_stack(module: nn.Module) -> bool:
@@ -51,7 +51,7 @@ def routed_experts(
         or "forward" in vars(module)
         or getattr(config, "_experts_implementation", None) not in _BY_ROWS
         or len(module._forward_pre_hooks) > _OWN_HOOKS
-        or len(module._forward_hooks) > 1
+        or len(module._forward_hooks) > _OWN_HOOKS
     ):
         return None
     rows: list[int] = routes.unique().tolist()

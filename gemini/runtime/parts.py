@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -295,22 +295,12 @@ def _facts_of(parts: Parts) -> OverlapFacts:
     )
 
 
-@contextmanager
-def saying_what_is_left(parts: Parts) -> Iterator[None]:
-    """Context that adds to an NvmeError which parameters are still in memory: one could not be
-    read."""
-    try:
-        yield
-    except NvmeError as error:
-        _say_what_is_left(parts, error)
-        raise
-
-
-def _say_what_is_left(parts: Parts, error: NvmeError) -> None:
+def say_what_is_left(parts: Parts, error: NvmeError) -> None:
+    """Add to the error which parameters are still in memory: one could not be read."""
     for chunk in parts.chunks:
         with suppress(NvmeError):  # what was begun ahead may be lost too; then it is not there
             chunk.wait_gathered()
-    chunks = [chunk for chunk in parts.chunks if chunk.is_whole or chunk.files is None]
+    chunks = [c for c in parts.chunks if (c.gathered and c.pending is None) or c.files is None]
     names = [parts.layout.params[slot.param].name for c in chunks for slot in c.spec.slots]
     error.add_note(
         f"{len(names)} of {len(parts.params)} parameters are in memory, with the 16 or 32 bits "

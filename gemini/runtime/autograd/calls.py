@@ -27,6 +27,7 @@ from gemini.memtracer.module_calls import (
     gets_gradient,
     in_backward,
 )
+from gemini.nvme import NvmeError
 from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.meetings import Meetings
@@ -35,7 +36,7 @@ from gemini.runtime.parts import (
     has_pass_elsewhere,
     in_pass,
     is_elsewhere,
-    saying_what_is_left,
+    say_what_is_left,
     settle,
     taking_turns,
 )
@@ -47,7 +48,6 @@ from gemini.units import ChunkId, ParamId
 
 from .gradient_hooks import gradient_hook, refuse_double_backward, refuse_unscaled, unscaling_hook
 from .midway import Midway
-from .stacks import Stacks
 
 if TYPE_CHECKING:
     from .attempt import Attempt
@@ -72,7 +72,6 @@ class Calls:
         self._manager, self._reducer = parts.manager, parts.reducer
         self._sampler, self._collector = parts.sampler, parts.sampler.collector
         self._modules = ModuleCalls(self, parts.params)
-        self._stacks = Stacks(parts)
         self._entered = False  # this backward came in through the boundary, with its loss scale
         self._for_stage = False  # see `taken_by_stage`
         self._chunk_of_storage = {
@@ -92,7 +91,11 @@ class Calls:
             callers = callers_of(root, _own_params, gather_whole)
             for _, caller in callers:
                 caller.chunks = tuple(sorted({self._parts.chunk_of[p] for p in caller.params}))
-            handles += self._stacks.hook(callers) + self._modules.hook(callers)
+            handles += self._modules.hook(callers)
+            if self._parts.plan.kind == "eval":
+                from .stacks import hook_stacks
+
+                handles += hook_stacks(self._parts, callers)
             self._modules.trained(self._is_trained)
         elif self._parts.regather.overlaps or self._parts.tail_communicator is not None:
             for module, caller in callers_of(root, _own_params, gather_whole):
@@ -351,7 +354,7 @@ class Calls:
     def begins(self, caller: Caller) -> None:
         if self._collector.collecting:
             self._sampler.record("enter", caller)
-        self._make_there(caller.chunks, by_rows=caller in self._stacks)
+        self._make_there(caller.chunks)
         self._manager.begin_use(caller.chunks, caller.params)
 
     @taking_turns
@@ -530,11 +533,8 @@ class Calls:
 
     # -- inside --
 
-    def _make_there(self, chunks: tuple[ChunkId, ...], *, by_rows: bool = False) -> None:
-        """Gather the chunks of a call that begins; in a pass, the next iteration repeats it.
-
-        by_rows: but the rows of stacks, of which the call says what it uses.
-        """
+    def _make_there(self, chunks: tuple[ChunkId, ...]) -> None:
+        """Gather the chunks of a call that begins; in a pass, the next iteration repeats it."""
         if not (self._parts.forward_depth or torch._C._current_graph_task_id() != -1):
             self._make_readable(chunks)
             return
@@ -543,9 +543,9 @@ class Calls:
             return
         if self._meetings.reads_outside:
             self._meetings.end_reading()
-        self.gather(chunks, in_cycle=not (self._manager.holds or visits), by_rows=by_rows)
+        self.gather(chunks, in_cycle=not (self._manager.holds or visits))
 
-    def gather(self, chunks: tuple[ChunkId, ...], *, in_cycle: bool, by_rows: bool = False) -> None:
+    def gather(self, chunks: tuple[ChunkId, ...], *, in_cycle: bool) -> None:
         """Gather the chunks of a call; `in_cycle`: by the steps, of which it is one."""
         manager = self._manager
         if self._parts.regather.arriving:
@@ -557,10 +557,11 @@ class Calls:
             self._collector.before_change()
         if in_cycle and manager.come_to(chunks) and torch._C._current_graph_task_id() != -1:
             self._reducer.reduce_due(manager.num_calls, manager.follows_steps)
-        with saying_what_is_left(self._parts):
+        try:
             manager.prepare(chunks, in_cycle)
-            if not by_rows:
-                self._stacks.wait_whole(chunks)
+        except NvmeError as error:
+            say_what_is_left(self._parts, error)
+            raise
         if measured:
             self._collector.after_change()
 

@@ -1,7 +1,7 @@
-"""Stacks of experts: calls of one engine that read the rows to which their tokens are routed.
+"""Stacks of experts of one engine: their calls say which rows they use.
 
-A row is read in a call that has begun, when its routes are known: nothing is read ahead. All else
-that uses such a stack (operators outside its module, backwards, saves) waits for the whole of it.
+Routes are known as a call begins, so nothing is read ahead. All else that uses such a stack
+(operators outside its module, backwards, saves) waits for the whole of it.
 """
 
 from __future__ import annotations
@@ -13,51 +13,41 @@ from typing import Any
 from torch import nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
+from gemini.chunk.stack import StackChunk
 from gemini.memtracer.experts import is_stack, routed_experts
-from gemini.memtracer.module_calls import Caller
-from gemini.runtime.parts import Parts, saying_what_is_left
-from gemini.units import ChunkId
+from gemini.memtracer.module_calls import Caller, around_forward
+from gemini.runtime.parts import Parts
 
 
-class Stacks:
-    """Callers of one engine that are stacks of experts, and their hooks."""
+def hook_stacks(parts: Parts, callers: Sequence[tuple[nn.Module, Caller]]) -> list[Any]:
+    """Listen to the stacks among callers, which are hooked already: these hooks come before, so
+    the call that begins next gathers what was said. Returns hooks, which `remove()` undoes."""
+    handles: list[Any] = []
+    for module, caller in callers:
+        found = [parts.chunks[chunk] for chunk in caller.chunks]
+        chunks = [chunk for chunk in found if isinstance(chunk, StackChunk)]
+        if chunks and not caller.whole and is_stack(module):
+            begins, ends = partial(_begins, parts, chunks), partial(_ends, parts, chunks)
+            handles += around_forward(module, begins, ends)
+    return handles
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._callers: set[Caller] = set()
 
-    def __contains__(self, caller: Caller) -> bool:
-        return caller in self._callers
+@_disable_dynamo
+def _begins(
+    parts: Parts, chunks: Sequence[StackChunk], module: nn.Module, args: Any, kwargs: Any
+) -> None:
+    """Say which rows a call uses; all, where it may use any."""
+    with parts.lock:
+        if any(chunk.files is not None for chunk in chunks):
+            rows = routed_experts(module, args, kwargs)
+            for chunk in chunks:
+                chunk.use(rows)
 
-    def hook(self, callers: Sequence[tuple[nn.Module, Caller]]) -> list[Any]:
-        """Listen to those that are stacks. Hooks of their calls, which follow, are around these."""
-        handles: list[Any] = []
-        for module, caller in callers:
-            if not caller.whole and is_stack(module):
-                self._callers.add(caller)
-                read = partial(self._read, caller.chunks)
-                handles.append(
-                    module.register_forward_pre_hook(read, prepend=True, with_kwargs=True)
-                )
-        return handles
 
-    def wait_whole(self, chunks: Sequence[ChunkId]) -> None:
-        """Wait for all rows of gathered chunks."""
+@_disable_dynamo
+def _ends(
+    parts: Parts, chunks: Sequence[StackChunk], module: nn.Module, args: Any, kwargs: Any, _: Any
+) -> None:
+    with parts.lock:
         for chunk in chunks:
-            if self._parts.chunks[chunk].rows is not None:
-                self._parts.chunks[chunk].wait_gathered()
-
-    @_disable_dynamo
-    def _read(self, chunks: Sequence[ChunkId], module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Read the rows of these chunks that a call uses; all, where it may use any."""
-        with self._parts.lock, saying_what_is_left(self._parts):
-            filled = [self._parts.chunks[chunk] for chunk in chunks]
-            if all(chunk.rows is None for chunk in filled):
-                return
-            experts = routed_experts(module, args, kwargs)
-            if experts is None:
-                self.wait_whole(chunks)
-                return
-            for chunk in filled:
-                if chunk.rows is not None:
-                    chunk.rows.fill(experts)
+            chunk.use(None)

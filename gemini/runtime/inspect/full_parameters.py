@@ -89,9 +89,9 @@ def salvageable(parts: Parts) -> dict[str, Tensor]:
     found = {}
     for chunk in parts.chunks:
         values = chunk.payload
-        with suppress(NvmeError):  # of a stack whose rows are missing, and lost with the files
+        with suppress(NvmeError):  # rows of a stack may be missing, and lost with the files
             chunk.wait_gathered()
-        if not chunk.is_whole:
+        if not chunk.gathered or chunk.pending is not None:
             if chunk.files is not None or parts.links[chunk.spec.group].world_size > 1:
                 continue
             values = chunk.shard

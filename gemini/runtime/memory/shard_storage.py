@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gemini.chunk.gradient import GradientOffload
 from gemini.chunk.layout import ChunkLayout, ChunkSpec
-from gemini.chunk.rows import row_cuts
 from gemini.chunk.storage import Chunk
 from gemini.dtypes import DTYPES
 from gemini.optim.rules.report import Traffic
@@ -24,6 +23,7 @@ from .backend import Backend, FileConfig
 from .originals import Originals, original_homes
 
 if TYPE_CHECKING:
+    from gemini.chunk.stack import RowCut
     from gemini.nvme import BlockStore, WriteMeter
 
     from .files.blocks import Flat
@@ -44,8 +44,11 @@ class ShardStorage:
     ) -> None:
         self._specs = layout.chunks
         self._names = _named(layout)
-        # a model that trains reads stacks whole
-        self._rows = row_cuts(layout) if plan.kind == "eval" else {}
+        self.rows: Mapping[ChunkId, RowCut] = {}  # of stacks whose rows are read alone
+        if plan.kind == "eval":
+            from gemini.chunk.stack import row_cuts
+
+            self.rows = row_cuts(layout)
         self._straight = not plan.has_host_tier
         self._backend = backend
         self.config = config
@@ -154,9 +157,7 @@ class ShardStorage:
         from .files.frozen_files import FrozenFiles
 
         flats = {chunk: _flat(self._specs[chunk]) for chunk in chunks}
-        return FrozenFiles(
-            flats, self.config, self._names, rows=self._rows, straight=self._straight
-        )
+        return FrozenFiles(flats, self.config, self._names, rows=self.rows, straight=self._straight)
 
     def _home_of(self, chunk: ChunkId) -> TensorFiles | FrozenFiles:
         if self.frozen is not None and chunk in self.frozen:

@@ -63,7 +63,8 @@ def build_chunks(
         spec, slot = place_of[id(param)]
         if spec.id not in filling:
             shard = plan.shards[spec.id]
-            chunk = _kind_of(spec, in_float8, links[spec.group])(
+            is_stack = spec.id in storage.rows
+            chunk = _kind_of(spec, in_float8, links[spec.group], is_stack)(
                 spec,
                 backend,
                 links[spec.group],
@@ -104,9 +105,13 @@ def build_chunks(
     return [done[spec.id] for spec in layout.chunks]
 
 
-def _kind_of(spec: ChunkSpec, in_float8: str | None, links: Links) -> type[Chunk]:
+def _kind_of(spec: ChunkSpec, in_float8: str | None, links: Links, is_stack: bool) -> type[Chunk]:
     if spec.dtype == BYTES:
         return OpaqueChunk
+    if is_stack:
+        from gemini.chunk.stack import StackChunk
+
+        return StackChunk
     if spec.dtype != in_float8 or links.world_size == 1:
         return Chunk
     from gemini.chunk.float8 import Float8Chunk

@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_expe
 
 import gemini
 import nvme
-from gemini.chunk.rows import RowCut, RowFill, row_cuts
+from gemini.chunk.stack import RowCut, RowFill, row_cuts
 from gemini.chunk.storage import Chunk
 from gemini.decoding.decode import Serving
 from gemini.memtracer.experts import is_stack
@@ -270,7 +270,7 @@ def leave_rows(model):
     for chunks in stacks_in_files(model).values():
         for chunk in chunks:
             model.engine.chunks[chunk].gather()
-            model.engine.chunks[chunk].rows.fill([0, 2])
+            model.engine.chunks[chunk].pending.fill([0, 2])
 
 
 def load(model):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gemini.chunk.rows import RowCut, RowFill
+from gemini.chunk.stack import RowCut, RowFill
 from gemini.nvme import (
     Buffer,
     BufferPool,

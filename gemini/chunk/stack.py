@@ -1,22 +1,25 @@
-"""Rows of a stack of experts [E, n, m] that fills a frozen chunk, read as they are asked for.
+"""Chunk of a stack of experts [E, n, m] that is frozen, whose rows are read as they are used.
 
-A gather of such a chunk from a file reads nothing. A call that says which rows it uses has those
-read; whoever waits for the gather has all of them. A row is in place, or is missing: nobody who
-asked for other rows may use it.
+A gather of such a chunk from a file reads nothing. A call that says which rows it uses waits for
+those; whoever else waits for the gather waits for all. A row is in place, or is missing: only who
+waited for it may use it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.tickets import Ticket
 from gemini.units import FROZEN_BLOCK_BYTES, PAGE_BYTES, ChunkId
 
 from .layout import ITEMSIZE, ChunkLayout, ChunkSpec
+from .storage import Chunk
 
 _MOST_BLOCKS = 4  # of a row, as a multiple of the fewest
 
@@ -105,3 +108,36 @@ class RowFill:
             raise
         for row in wanted:
             del self._missing[row]
+
+
+class StackChunk(Chunk):
+    """Chunk of one stack. While `pending` is a `RowFill`, rows of the payload are missing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._used: tuple[int, Sequence[int]] | None = None  # by a call: its thread and its rows
+
+    def use(self, rows: Sequence[int] | None) -> None:
+        """The next wait in this thread is for these rows alone; None: for all."""
+        self._used = None if rows is None else (threading.get_ident(), rows)
+
+    def wait_gathered(self) -> None:
+        """Wait for all rows, or for those that a call uses. Raises NvmeError: then rows that are in
+        place stay, as a call may be using them, and the next wait reads the others."""
+        fill = self.pending
+        if not isinstance(fill, RowFill):
+            super().wait_gathered()
+            return
+        used = self._used
+        if used is not None and used[0] == threading.get_ident():
+            self._used = None
+            fill.fill(used[1])
+        else:
+            fill.wait()
+        if fill.ready():
+            self.pending = None
+
+    def release(self) -> None:
+        if isinstance(self.pending, RowFill):
+            self.pending = None  # nothing is under way
+        super().release()
