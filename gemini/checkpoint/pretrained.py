@@ -135,7 +135,11 @@ def load_pretrained(
         values.quantise_experts(module, quantize)
         if served is None:
             return GeminiDDP(module, **options)
-        return GeminiDDP(module, **served.options(module, options)).eval()
+        model = GeminiDDP(module, **served.options(module, options)).eval()
+        from gemini.decoding.experts import hook_stacks
+
+        hook_stacks(model.engine, module)
+        return model
 
 
 def _serving(

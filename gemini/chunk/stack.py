@@ -7,7 +7,6 @@ waited for it may use it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +33,10 @@ class RowCut:
     def num_rows(self, numel: int) -> int:
         """Rows of a shard; its padding is one more."""
         return -(-numel // self.row_numel)
+
+    def fill(self, numel: int, read: Callable[[Sequence[int]], Ticket[None]]) -> RowFill:
+        """Fill of a shard, whose blocks `read` begins to read."""
+        return RowFill(lambda rows: read(self.blocks_of(rows, numel)), self.num_rows(numel))
 
     def blocks_of(self, rows: Iterable[int], numel: int) -> list[int]:
         """Numbers of the blocks of these rows, in a shard of `numel` elements."""
@@ -115,25 +118,23 @@ class StackChunk(Chunk):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._used: tuple[int, Sequence[int]] | None = None  # by a call: its thread and its rows
+        self._used: Sequence[int] | None = None  # by the call that begins
 
     def use(self, rows: Sequence[int] | None) -> None:
-        """The next wait in this thread is for these rows alone; None: for all."""
-        self._used = None if rows is None else (threading.get_ident(), rows)
+        """Who waits from now on waits for these rows alone; None: for all."""
+        self._used = rows
 
     def wait_gathered(self) -> None:
-        """Wait for all rows, or for those that a call uses. Raises NvmeError: then rows that are in
-        place stay, as a call may be using them, and the next wait reads the others."""
+        """Wait for all rows, or for those in use. Raises NvmeError: then rows that are in place
+        stay, as a call may be using them, and the next wait reads the others."""
         fill = self.pending
         if not isinstance(fill, RowFill):
             super().wait_gathered()
             return
-        used = self._used
-        if used is not None and used[0] == threading.get_ident():
-            self._used = None
-            fill.fill(used[1])
-        else:
+        if self._used is None:
             fill.wait()
+        else:
+            fill.fill(self._used)
         if fill.ready():
             self.pending = None
 

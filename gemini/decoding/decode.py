@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from gemini.chunk.layout import ITEMSIZE, ParamSpec, specs_of
 from gemini.memtracer.collector import trace
 from gemini.memtracer.decoding import layer_bytes, tokens_in
-from gemini.memtracer.experts import has_other_experts
 from gemini.memtracer.module_calls import GatherWhole
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace, model_digest
 from gemini.placement.policy import AutoPlacement
 from gemini.runtime.wrap.specs import collect_params
 from gemini.units import MAX_SEQUENCES, MAX_TOKENS, MIB, Bytes, ParamId
+
+from .experts import has_other_experts
 
 # Small parameters share a chunk of at most so many 2**20 elements, and of at most this part of the
 # model; each larger one has its own.

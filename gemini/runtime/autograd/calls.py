@@ -92,10 +92,6 @@ class Calls:
             for _, caller in callers:
                 caller.chunks = tuple(sorted({self._parts.chunk_of[p] for p in caller.params}))
             handles += self._modules.hook(callers)
-            if self._parts.plan.kind == "eval":
-                from .stacks import hook_stacks
-
-                handles += hook_stacks(self._parts, callers)
             self._modules.trained(self._is_trained)
         elif self._parts.regather.overlaps or self._parts.tail_communicator is not None:
             for module, caller in callers_of(root, _own_params, gather_whole):

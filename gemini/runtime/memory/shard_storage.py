@@ -46,9 +46,7 @@ class ShardStorage:
         self._names = _named(layout)
         self.rows: Mapping[ChunkId, RowCut] = {}  # of stacks whose rows are read alone
         if plan.kind == "eval":
-            from gemini.chunk.stack import row_cuts
-
-            self.rows = row_cuts(layout)
+            self.rows = _row_cuts(layout)
         self._straight = not plan.has_host_tier
         self._backend = backend
         self.config = config
@@ -157,7 +155,7 @@ class ShardStorage:
         from .files.frozen_files import FrozenFiles
 
         flats = {chunk: _flat(self._specs[chunk]) for chunk in chunks}
-        return FrozenFiles(flats, self.config, self._names, rows=self.rows, straight=self._straight)
+        return FrozenFiles(flats, self.config, self._names, self.rows, straight=self._straight)
 
     def _home_of(self, chunk: ChunkId) -> TensorFiles | FrozenFiles:
         if self.frozen is not None and chunk in self.frozen:
@@ -330,6 +328,12 @@ def _keep(files: F | None, chunks: Collection[ChunkId]) -> F | None:
         return None
     files.forget(gone)
     return files
+
+
+def _row_cuts(layout: ChunkLayout) -> dict[ChunkId, RowCut]:
+    from gemini.chunk.stack import row_cuts
+
+    return row_cuts(layout)
 
 
 def _named(layout: ChunkLayout) -> dict[ChunkId, str]:

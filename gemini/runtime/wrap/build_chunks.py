@@ -63,8 +63,7 @@ def build_chunks(
         spec, slot = place_of[id(param)]
         if spec.id not in filling:
             shard = plan.shards[spec.id]
-            is_stack = spec.id in storage.rows
-            chunk = _kind_of(spec, in_float8, links[spec.group], is_stack)(
+            chunk = _kind_of(spec, in_float8, links[spec.group], spec.id in storage.rows)(
                 spec,
                 backend,
                 links[spec.group],
@@ -105,18 +104,20 @@ def build_chunks(
     return [done[spec.id] for spec in layout.chunks]
 
 
-def _kind_of(spec: ChunkSpec, in_float8: str | None, links: Links, is_stack: bool) -> type[Chunk]:
+def _kind_of(spec: ChunkSpec, in_float8: str | None, links: Links, in_rows: bool) -> type[Chunk]:
     if spec.dtype == BYTES:
         return OpaqueChunk
-    if is_stack:
-        from gemini.chunk.stack import StackChunk
-
-        return StackChunk
     if spec.dtype != in_float8 or links.world_size == 1:
-        return Chunk
+        return _stack_chunk() if in_rows else Chunk
     from gemini.chunk.float8 import Float8Chunk
 
     return Float8Chunk
+
+
+def _stack_chunk() -> type[Chunk]:
+    from gemini.chunk.stack import StackChunk
+
+    return StackChunk
 
 
 class _ChunkBuilder:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gemini.chunk.stack import RowCut, RowFill
+from gemini.chunk.stack import RowCut
 from gemini.nvme import (
     Buffer,
     BufferPool,
@@ -69,7 +69,7 @@ class FrozenFiles:
     shard after the other through staging buffers.
 
     straight: whether it is. names: what each chunk holds, for people.
-    rows: cuts of those whose rows are read as they are asked for.
+    rows: cuts of those whose rows are read alone.
     """
 
     def __init__(
@@ -77,13 +77,12 @@ class FrozenFiles:
         tensors: Mapping[ChunkId, Flat],
         config: FileConfig,
         names: Mapping[ChunkId, str],
-        *,
         rows: Mapping[ChunkId, RowCut],
+        *,
         straight: bool,
     ) -> None:
         self._tensors = dict(tensors)
-        self._rows = rows
-        self._names = names
+        self._names, self._rows = names, rows
         self._folder = config.checked_folder()
         remove_stepless([self._folder])
         self._memory, self._pin = config.memory, config.pin
@@ -134,34 +133,24 @@ class FrozenFiles:
     ) -> Ticket[None]:
         """Begin to fill `into`, which must be left alone until the ticket is done.
 
-        Of a chunk that is cut into rows nothing is read before the `RowFill` is asked.
+        A `RowFill` begins nothing before it is asked.
         """
         assert behind is None, f"chunk {chunk} is frozen, and no step changes it"
-        cut = self._rows.get(chunk)
-        if cut is None:
-            return self._begin(chunk, into, None)
-        return RowFill(
-            lambda rows: self._begin(chunk, into, cut.blocks_of(rows, into.numel())),
-            cut.num_rows(into.numel()),
-        )
+        read = partial(self._begin, chunk, into)
+        if chunk in self._rows:
+            return self._rows[chunk].fill(into.numel(), read)
+        return read(range(-(-into.numel() // self._block_numel(chunk))))
 
-    def _begin(
-        self, chunk: ChunkId, into: Tensor, only: Collection[int] | None
-    ) -> _StraightRead | ReadTicket:
-        """Begin to read all blocks of a shard, or these."""
+    def _begin(self, chunk: ChunkId, into: Tensor, ids: Sequence[int]) -> Ticket[None]:
         check_process(self._pid)
         blocks, parts = self._files[chunk], into.detach().split(self._block_numel(chunk))
-        ids = [*map(BlockId, range(len(parts)) if only is None else only)]
-        wanted = [parts[block] for block in ids]
-        self._traffic += Traffic(nvme_read=sum(part.nbytes for part in wanted))
+        wanted = {BlockId(i): parts[i] for i in ids}
+        self._traffic += Traffic(nvme_read=sum(part.nbytes for part in wanted.values()))
         if self._pool is None:
-            begun = [
-                blocks.read(block, _memory_of(part))
-                for block, part in zip(ids, wanted, strict=True)
-            ]
+            begun = [blocks.read(block, _memory_of(part)) for block, part in wanted.items()]
             return _StraightRead(begun, into)
         fill = TensorFill(
-            chunk, ids, wanted, None,
+            chunk, [*wanted], [*wanted.values()], None,
             torch.is_inference_mode_enabled(), self._memory.mover(),
         )  # fmt: skip
         self._reads = [read for read in self._reads if not read.done()]
@@ -177,8 +166,8 @@ class FrozenFiles:
         self._end_reads()
         with named("write", "chunk", chunk), DeferredSignals():
             block_nbytes = self._block_numel(chunk) * flat.dtype.itemsize
-            cut = f" in rows, blocks of {block_nbytes}" if chunk in self._rows else ""
-            digest = hashlib.sha256(f"{nbytes} bytes{cut}".encode())
+            rows = f" in blocks of {block_nbytes}" if chunk in self._rows else ""
+            digest = hashlib.sha256(f"{nbytes} bytes{rows}".encode())
             for view in self._views(chunk, values):
                 digest.update(view)
             old = self._files.get(chunk)
