@@ -399,6 +399,25 @@ def memory_of(tensor):
     return bytes(tensor.detach().contiguous().view(torch.uint8).flatten().tolist())
 
 
+def test_who_reads_a_stack_after_ctrl_c_in_its_call_has_all_of_it(tmp_path, monkeypatch):
+    plain = saved(tmp_path / "model", "mixtral")
+    model = served(tmp_path / "model", tmp_path)
+    fill, calls = RowFill.fill, []
+
+    def interrupted(self, rows):
+        calls.append(rows)
+        if len(calls) == 3:  # the first stack of the second layer
+            raise KeyboardInterrupt
+        fill(self, rows)
+
+    monkeypatch.setattr(RowFill, "fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        answers(model, prompts(1))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(answers(model, prompts(1)), answers(plain, prompts(1)))
+
+
 @pytest.mark.parametrize("after", [0, 5, 13])
 def test_a_disk_that_fails_for_a_while_raises_and_then_the_model_decodes_as_before(after, tmp_path):
     plain = saved(tmp_path / "model", "mixtral")
