@@ -135,11 +135,7 @@ def load_pretrained(
         values.quantise_experts(module, quantize)
         if served is None:
             return GeminiDDP(module, **options)
-        model = GeminiDDP(module, **served.options(module, options)).eval()
-        from gemini.decoding.experts import hook_stacks
-
-        hook_stacks(model.engine, module)
-        return model
+        return served.hooked(GeminiDDP(module, **served.options(module, options)).eval())
 
 
 def _serving(

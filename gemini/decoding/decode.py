@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,9 @@ from gemini.placement.policy import AutoPlacement
 from gemini.runtime.wrap.specs import collect_params
 from gemini.units import MAX_SEQUENCES, MAX_TOKENS, MIB, Bytes, ParamId
 
-from .experts import has_other_experts
+from .experts import has_other_experts, hook_stacks
+
+M = TypeVar("M", bound=nn.Module)
 
 # Small parameters share a chunk of at most so many 2**20 elements, and of at most this part of the
 # model; each larger one has its own.
@@ -150,6 +152,12 @@ class Served:
             "trace": trace, "min_chunk_size_m": size_m, "search_range_m": 0.0,
             "gather_whole": self.gather_whole,
         }  # fmt: skip
+
+    def hooked(self, model: M) -> M:
+        """The wrapped module, whose stacked experts are read as tokens are routed to them."""
+        engine: Any = model.engine
+        hook_stacks(engine, model)
+        return model
 
     def _of_quantised(self, specs: Sequence[ParamSpec]) -> Trace:
         places = {name: ParamId(i) for i, spec in enumerate(specs) for name in spec.names}
