@@ -44,9 +44,8 @@ class ShardStorage:
     ) -> None:
         self._specs = layout.chunks
         self._names = _named(layout)
-        self.rows: Mapping[ChunkId, RowCut] = {}  # of stacks whose rows are read alone
-        if plan.kind == "eval":
-            self.rows = _row_cuts(layout)
+        # cuts of stacks, whose rows are read alone
+        self.rows = _row_cuts(layout) if plan.kind == "eval" else {}
         self._straight = not plan.has_host_tier
         self._backend = backend
         self.config = config
