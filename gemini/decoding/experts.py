@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
@@ -47,14 +46,13 @@ def routed_experts(
 ) -> list[int] | None:
     """Rows that a call of a stack uses, in order; None where it may use any of them.
 
-    It may under another implementation, where its backward may follow, and where hooks of others
-    see the weights or change the routes. The host waits for the routes.
+    It may under another implementation, and where hooks of others see the weights or change the
+    routes. The host waits for the routes. A backward waits for the whole stack anyway.
     """
     config = getattr(module, "config", None)
     routes = kwargs.get(_ROUTES, args[1] if len(args) > 1 else None)
     if (
         not isinstance(routes, Tensor)
-        or torch.is_grad_enabled()
         or "forward" in vars(module)
         or getattr(config, "_experts_implementation", None) not in _BY_ROWS
         or len(module._forward_pre_hooks) > _OWN_HOOKS
