@@ -135,7 +135,7 @@ def load_pretrained(
         values.quantise_experts(module, quantize)
         if served is None:
             return GeminiDDP(module, **options)
-        return GeminiDDP(module, **served.options(module, options)).eval()
+        return served.hooked(GeminiDDP(module, **served.options(module, options)).eval())
 
 
 def _serving(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,15 @@ from torch import Tensor, nn
 from gemini.chunk.layout import ITEMSIZE, ParamSpec, specs_of
 from gemini.memtracer.collector import trace
 from gemini.memtracer.decoding import layer_bytes, tokens_in
+from gemini.memtracer.module_calls import GatherWhole
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, Trace, model_digest
 from gemini.placement.policy import AutoPlacement
 from gemini.runtime.wrap.specs import collect_params
 from gemini.units import MAX_SEQUENCES, MAX_TOKENS, MIB, Bytes, ParamId
+
+from .experts import has_other_experts, hook_stacks
+
+M = TypeVar("M", bound=nn.Module)
 
 # Small parameters share a chunk of at most so many 2**20 elements, and of at most this part of the
 # model; each larger one has its own.
@@ -74,11 +79,12 @@ class Serving:
         head = find_head()
         if isinstance(head, nn.Module):
             head.register_forward_pre_hook(_contiguous)
-        planned = self.trace(module, "fp32" if precision == "fp32" else "bf16")
+        whole: GatherWhole = options.get("gather_whole", has_other_experts)
+        planned = self.trace(module, "fp32" if precision == "fp32" else "bf16", whole)
         TokenLimit(self.max_tokens, self.max_sequences).watch(module)
-        return Served(planned, sizes, precision, self.placement)
+        return Served(planned, sizes, precision, self.placement, whole)
 
-    def trace(self, module: nn.Module, precision: str) -> Trace:
+    def trace(self, module: nn.Module, precision: str, gather_whole: GatherWhole) -> Trace:
         """Trace of a pass at the bounds; it stands for every pass within them.
 
         A pass over the longest prompt has the most activations; one token beside a full cache needs
@@ -100,7 +106,9 @@ class Serving:
             inputs["logits_to_keep"] = 1
         handle = module.register_forward_hook(ends)
         try:
-            found = trace(module, inputs, precision=precision, kind="eval")
+            found = trace(
+                module, inputs, precision=precision, kind="eval", gather_whole=gather_whole
+            )
         finally:
             handle.remove()
         logits = self.max_sequences * getattr(text, "vocab_size", 0) * _LOGITS_BYTES
@@ -124,6 +132,7 @@ class Served:
     sizes: Mapping[str, int]
     precision: str
     placement: AutoPlacement
+    gather_whole: GatherWhole
 
     def options(self, module: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
         """Options to wrap the module with, which may be quantised by now.
@@ -141,7 +150,14 @@ class Served:
         return {
             **options, "precision": self.precision, "placement_policy": self.placement,
             "trace": trace, "min_chunk_size_m": size_m, "search_range_m": 0.0,
+            "gather_whole": self.gather_whole,
         }  # fmt: skip
+
+    def hooked(self, model: M) -> M:
+        """The wrapped module, whose stacked experts are read as tokens are routed to them."""
+        engine: Any = model.engine
+        hook_stacks(engine, model)
+        return model
 
     def _of_quantised(self, specs: Sequence[ParamSpec]) -> Trace:
         places = {name: ParamId(i) for i, spec in enumerate(specs) for name in spec.names}

@@ -33,7 +33,15 @@ from gemini.saved_names import SavedNames, params_by_path
 from gemini.trees import map_tensors, tensors_in
 from gemini.units import Bytes, ParamId
 
-from .module_calls import Caller, ModuleCalls, callers_of, has_experts, in_backward, repeated_blocks
+from .module_calls import (
+    Caller,
+    GatherWhole,
+    ModuleCalls,
+    callers_of,
+    has_experts,
+    in_backward,
+    repeated_blocks,
+)
 from .monitor import Monitor, SavedBytes, SavedCounter, StorageTracker
 from .trace import (
     Departure,
@@ -280,7 +288,11 @@ class Moments:
 
 @contextmanager
 def listening(
-    module: nn.Module, params: Sequence[Tensor], ids: Mapping[str, ParamId], moments: Moments
+    module: nn.Module,
+    params: Sequence[Tensor],
+    ids: Mapping[str, ParamId],
+    moments: Moments,
+    gather_whole: GatherWhole = has_experts,
 ) -> Iterator[None]:
     """Context in which a module's calls are told. params: by id. ids: of the module's parameters,
     by name."""
@@ -291,7 +303,7 @@ def listening(
         return [by_param[id(param)] for param in inner.parameters(recurse=whole)]
 
     calls = ModuleCalls(moments, params)
-    handles = calls.hook(callers_of(module, params_of, has_experts))
+    handles = calls.hook(callers_of(module, params_of, gather_whole))
     calls.trained(lambda param: params[param].requires_grad)
 
     def arrived(param: ParamId) -> Callable[[Tensor], None]:
@@ -353,6 +365,7 @@ def trace(
     loss: Callable[[Any], Tensor] | None = None,
     precision: str = "bf16",
     kind: Kind = "train",
+    gather_whole: GatherWhole = has_experts,
 ) -> Trace:
     """Trace one iteration on fake CPU tensors: no memory is used, nothing is computed.
 
@@ -362,6 +375,7 @@ def trace(
     loss: a scalar from the outputs; default: `outputs.loss`, `outputs["loss"]`, or the sum of the
         outputs.
     precision: `"bf16"` or `"fp32"`, as in `GeminiDDP`; floating inputs are cast to it.
+    gather_whole: as in `GeminiDDP`.
 
     Gradients count until they are accumulated, as in an engine, which packs and drops each. Raises
     ValueError for outputs without a gradient and no `loss`, and for inputs in objects that cannot
@@ -399,7 +413,7 @@ def trace(
                 # not `functional_call`: checkpointed modules run again in backward
                 _reparametrize_module(module, {**actual, **buffers}),
                 saved_bytes.counting(collector.saved_changed),
-                listening(module, made, ids, Moments(collector)),
+                listening(module, made, ids, Moments(collector), gather_whole),
                 _noting_layers(module, collector, saved_bytes),
                 _in_one_sequence(keywords),
                 torch.set_grad_enabled(kind == "train"),

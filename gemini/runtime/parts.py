@@ -300,7 +300,7 @@ def say_what_is_left(parts: Parts, error: NvmeError) -> None:
     for chunk in parts.chunks:
         with suppress(NvmeError):  # what was begun ahead may be lost too; then it is not there
             chunk.wait_gathered()
-    chunks = [chunk for chunk in parts.chunks if chunk.gathered or chunk.files is None]
+    chunks = [c for c in parts.chunks if (c.gathered and c.pending is None) or c.files is None]
     names = [parts.layout.params[slot.param].name for c in chunks for slot in c.spec.slots]
     error.add_note(
         f"{len(names)} of {len(parts.params)} parameters are in memory, with the 16 or 32 bits "

@@ -44,6 +44,8 @@ def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
         for chunk in parts.chunks:
             chunk.spec = layout.chunks[chunk.spec.id]
         try:
+            for chunk in chunks:
+                chunk.wait_gathered()  # its rows are in files that go
             if parts.target is not None:
                 parts.target.settle()
             parts.storage.thaw(frozen)

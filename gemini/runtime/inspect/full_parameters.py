@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from gemini.chunk.local import group_of
 from gemini.chunk.opaque import OpaqueChunk
 from gemini.chunk.storage import params_in
+from gemini.nvme import NvmeError
 from gemini.runtime.parts import Parts, settle
 from gemini.runtime.step.state.dtensors import dtensors_in
 from gemini.runtime.step.state.full_state import gathered, scatter
@@ -87,7 +89,9 @@ def salvageable(parts: Parts) -> dict[str, Tensor]:
     found = {}
     for chunk in parts.chunks:
         values = chunk.payload
-        if not chunk.gathered:
+        with suppress(NvmeError):  # rows of a stack may be missing, and lost with the files
+            chunk.wait_gathered()
+        if not chunk.gathered or chunk.pending is not None:
             if chunk.files is not None or parts.links[chunk.spec.group].world_size > 1:
                 continue
             values = chunk.shard

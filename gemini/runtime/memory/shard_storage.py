@@ -23,6 +23,7 @@ from .backend import Backend, FileConfig
 from .originals import Originals, original_homes
 
 if TYPE_CHECKING:
+    from gemini.chunk.stack import RowCut
     from gemini.nvme import BlockStore, WriteMeter
 
     from .files.blocks import Flat
@@ -43,6 +44,8 @@ class ShardStorage:
     ) -> None:
         self._specs = layout.chunks
         self._names = _named(layout)
+        # cuts of stacks, whose rows are read alone
+        self.rows = _row_cuts(layout) if plan.kind == "eval" else {}
         self._straight = not plan.has_host_tier
         self._backend = backend
         self.config = config
@@ -151,7 +154,7 @@ class ShardStorage:
         from .files.frozen_files import FrozenFiles
 
         flats = {chunk: _flat(self._specs[chunk]) for chunk in chunks}
-        return FrozenFiles(flats, self.config, self._names, straight=self._straight)
+        return FrozenFiles(flats, self.config, self._names, self.rows, straight=self._straight)
 
     def _home_of(self, chunk: ChunkId) -> TensorFiles | FrozenFiles:
         if self.frozen is not None and chunk in self.frozen:
@@ -324,6 +327,12 @@ def _keep(files: F | None, chunks: Collection[ChunkId]) -> F | None:
         return None
     files.forget(gone)
     return files
+
+
+def _row_cuts(layout: ChunkLayout) -> dict[ChunkId, RowCut]:
+    from gemini.chunk.stack import row_cuts
+
+    return row_cuts(layout)
 
 
 def _named(layout: ChunkLayout) -> dict[ChunkId, str]:

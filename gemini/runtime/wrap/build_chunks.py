@@ -63,7 +63,7 @@ def build_chunks(
         spec, slot = place_of[id(param)]
         if spec.id not in filling:
             shard = plan.shards[spec.id]
-            chunk = _kind_of(spec, in_float8, links[spec.group])(
+            chunk = _kind_of(spec, in_float8, links[spec.group], spec.id in storage.rows)(
                 spec,
                 backend,
                 links[spec.group],
@@ -104,14 +104,20 @@ def build_chunks(
     return [done[spec.id] for spec in layout.chunks]
 
 
-def _kind_of(spec: ChunkSpec, in_float8: str | None, links: Links) -> type[Chunk]:
+def _kind_of(spec: ChunkSpec, in_float8: str | None, links: Links, in_rows: bool) -> type[Chunk]:
     if spec.dtype == BYTES:
         return OpaqueChunk
     if spec.dtype != in_float8 or links.world_size == 1:
-        return Chunk
+        return _stack_chunk() if in_rows else Chunk
     from gemini.chunk.float8 import Float8Chunk
 
     return Float8Chunk
+
+
+def _stack_chunk() -> type[Chunk]:
+    from gemini.chunk.stack import StackChunk
+
+    return StackChunk
 
 
 class _ChunkBuilder:

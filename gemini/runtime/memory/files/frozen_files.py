@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gemini.chunk.stack import RowCut
 from gemini.nvme import (
     Buffer,
     BufferPool,
@@ -68,6 +69,7 @@ class FrozenFiles:
     shard after the other through staging buffers.
 
     straight: whether it is. names: what each chunk holds, for people.
+    rows: cuts of those whose rows are read alone.
     """
 
     def __init__(
@@ -75,11 +77,12 @@ class FrozenFiles:
         tensors: Mapping[ChunkId, Flat],
         config: FileConfig,
         names: Mapping[ChunkId, str],
+        rows: Mapping[ChunkId, RowCut],
         *,
         straight: bool,
     ) -> None:
         self._tensors = dict(tensors)
-        self._names = names
+        self._names, self._rows = names, rows
         self._folder = config.checked_folder()
         remove_stepless([self._folder])
         self._memory, self._pin = config.memory, config.pin
@@ -128,21 +131,31 @@ class FrozenFiles:
     def read(
         self, chunk: ChunkId, into: Tensor, behind: Ticket[None] | None = None
     ) -> Ticket[None]:
-        """Begin to fill `into`, which must be left alone until the ticket is done."""
-        check_process(self._pid)
+        """Begin to fill `into`, which must be left alone until the ticket is done.
+
+        A `RowFill` begins nothing before it is asked.
+        """
         assert behind is None, f"chunk {chunk} is frozen, and no step changes it"
-        self._traffic += Traffic(nvme_read=into.nbytes)
+        read = partial(self._begin, chunk, into)
+        if chunk in self._rows:
+            return self._rows[chunk].fill(into.numel(), read)
+        return read(range(-(-into.numel() // self._block_numel(chunk))))
+
+    def _begin(self, chunk: ChunkId, into: Tensor, ids: Sequence[int]) -> Ticket[None]:
+        check_process(self._pid)
         blocks, parts = self._files[chunk], into.detach().split(self._block_numel(chunk))
+        wanted = {BlockId(i): parts[i] for i in ids}
+        self._traffic += Traffic(nvme_read=sum(part.nbytes for part in wanted.values()))
         if self._pool is None:
-            begun = [blocks.read(BlockId(i), _memory_of(part)) for i, part in enumerate(parts)]
+            begun = [blocks.read(block, _memory_of(part)) for block, part in wanted.items()]
             return _StraightRead(begun, into)
         fill = TensorFill(
-            chunk, [*map(BlockId, range(len(parts)))], parts, None,
+            chunk, [*wanted], [*wanted.values()], None,
             torch.is_inference_mode_enabled(), self._memory.mover(),
         )  # fmt: skip
         self._reads = [read for read in self._reads if not read.done()]
         with DeferredSignals():  # a handler that raised in `submit` would leave its locks taken
-            self._reads.append(self._reader.submit(fill.run, self._pool, partial(_begin, blocks)))
+            self._reads.append(self._reader.submit(fill.run, self._pool, partial(_read, blocks)))
         return ReadTicket(self._reads[-1], None)
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
@@ -152,7 +165,9 @@ class FrozenFiles:
         self._meter.check(nbytes, "a tensor that leaves memory")
         self._end_reads()
         with named("write", "chunk", chunk), DeferredSignals():
-            digest = hashlib.sha256(f"{nbytes} bytes".encode())
+            block_nbytes = self._block_numel(chunk) * flat.dtype.itemsize
+            rows = f" in blocks of {block_nbytes}" if chunk in self._rows else ""
+            digest = hashlib.sha256(f"{nbytes} bytes{rows}".encode())
             for view in self._views(chunk, values):
                 digest.update(view)
             old = self._files.get(chunk)
@@ -161,8 +176,7 @@ class FrozenFiles:
             self._files[chunk] = SharedBlocks(
                 self._folder,
                 digest.hexdigest(),
-                [min(FROZEN_BLOCK_BYTES, nbytes - start)
-                 for start in range(0, nbytes, FROZEN_BLOCK_BYTES)],
+                [min(block_nbytes, nbytes - start) for start in range(0, nbytes, block_nbytes)],
                 self._engine,
                 partial(self._views, chunk, values),
                 what=self._names[chunk],
@@ -207,6 +221,8 @@ class FrozenFiles:
     # -- inside --
 
     def _block_numel(self, chunk: ChunkId) -> int:
+        if chunk in self._rows:
+            return self._rows[chunk].block_numel
         return FROZEN_BLOCK_BYTES // self._tensors[chunk].dtype.itemsize
 
     def _views(self, chunk: ChunkId, values: Tensor) -> Iterator[memoryview]:
@@ -229,7 +245,7 @@ class FrozenFiles:
         self._reads.clear()
 
 
-def _begin(blocks: SharedBlocks, block: BlockId, buffer: Buffer) -> Ticket[None]:
+def _read(blocks: SharedBlocks, block: BlockId, buffer: Buffer) -> Ticket[None]:
     return blocks.read(block, buffer.view)
 
 
