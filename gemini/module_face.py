@@ -262,6 +262,31 @@ class ModuleFace(nn.Module):
                 return
             yield one
 
+    @changes
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], Any] | None, *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Call `hook(shard)` between reduction and step, as FSDP2 does, to average over replica
+        groups that are no part of `process_group` or `mesh`; None: no more.
+
+        shard: this rank's reduced gradients of a chunk, flat, on the device, fp32 or in the compute
+            dtype, with the loss scale. The hook changes it in place; a Work that it returns is
+            waited for. stream: on which it runs, of a CUDA device, without replicas in the mesh.
+
+        Once a step, behind the backward that reduces (behind `no_sync` alone in `step()`), for
+        every chunk with a gradient, in the same order on all ranks and in all groups that train the
+        same parameters. A skip follows the averages, so all groups skip together. Gradients in RAM
+        or a file are brought, and written back. If it raises, on any rank, all ranks raise, and
+        weights and state are those of the last step. `ignored_params` and tables of
+        `gemini.CachedEmbedding` do not come to it.
+
+        Raises ValueError for `update="speculate"` and pipelines, RuntimeError beside gradients, and
+        then in a backward that would add to gradients which the hook has had.
+        """
+        from gemini.runtime.gradients.all_reduce_hook import set_all_reduce_hook
+
+        set_all_reduce_hook(self.engine, hook, stream)
+
     @reads
     def salvage(self) -> dict[str, Tensor]:
         """Parameters that this rank has in memory, in the compute dtype, for when files are lost.

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from gemini.activations.saved_tensors import SavedTensors
     from gemini.placement.orders import Accumulated
 
+    from .gradients.all_reduce_hook import AllReduceHook
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -185,6 +187,7 @@ class Parts:
     module_check: ModuleCheck | None = None  # of the module that was wrapped
     saved_tensors: SavedTensors | None = None  # where activations may leave the device
     accumulated: Accumulated | None = None  # by the last `gemini.accumulate`
+    all_reduce_hook: AllReduceHook | None = None  # of the user; None: there is none
     hook_handles: list[Any] = field(default_factory=list)  # on modules and parameters
     forward_depth: int = 0  # forwards of the root module inside each other, now
     is_summoned: bool = False

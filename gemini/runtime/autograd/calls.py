@@ -272,7 +272,7 @@ class Calls:
 
     def _check_backward(self) -> None:
         settle(self._parts)
-        self._gradients.check_complete()
+        self._gradients.check_backward()
 
     def _start_backward(self) -> None:
         parts, manager = self._parts, self._manager
@@ -326,12 +326,12 @@ class Calls:
         self._collector.before_change()
         self._reducer.finish()
         self._collector.after_change()
-        if self._reducer.synchronise:
-            self._gradients.exchange_presence()
         self._parts.ledger.note()
         self.forget()
         self.unpin()
         self._homes.graph_is_open = False
+        if self._reducer.synchronise:
+            self._gradients.end_backward()
 
     def forget(self) -> None:
         """Forget open module calls: the backward has ended."""
