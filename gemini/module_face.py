@@ -283,8 +283,12 @@ class ModuleFace(nn.Module):
         Raises ValueError for `update="speculate"` and pipelines, RuntimeError beside gradients, and
         then in a backward that would add to gradients which the hook has had.
         """
-        from gemini.runtime.gradients.all_reduce_hook import set_all_reduce_hook
+        from gemini.runtime.gradients.by_name import set_all_reduce_hook
 
+        if self.engine.together is not None:
+            raise ValueError(
+                "set_all_reduce_hook() of a stage of a pipeline; expected a module without stages"
+            )
         set_all_reduce_hook(self.engine, hook, stream)
 
     @reads

@@ -31,6 +31,7 @@ from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.memory.originals import Originals
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.memory.user_writes import UserWrites
+from gemini.runtime.schedule.all_reduce_hook import AllReduceHook
 from gemini.runtime.schedule.planning import Planning
 from gemini.runtime.schedule.reducer import Reducer
 from gemini.runtime.schedule.regather import Regather
@@ -44,8 +45,6 @@ from gemini.units import WORLD, ChunkId, ParamId
 if TYPE_CHECKING:
     from gemini.activations.saved_tensors import SavedTensors
     from gemini.placement.orders import Accumulated
-
-    from .gradients.all_reduce_hook import AllReduceHook
 
 P = ParamSpec("P")
 R = TypeVar("R")

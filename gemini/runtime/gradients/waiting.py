@@ -160,8 +160,9 @@ class Gradients:
     def check_backward(self) -> None:
         """Raise RuntimeError for a backward that could not add to the gradients that are there."""
         self.check_complete()
-        if self._parts.all_reduce_hook is not None:
-            self._parts.all_reduce_hook.check_backward()
+        hook = self._parts.all_reduce_hook
+        if hook is not None:
+            hook.check_backward()
 
     @taking_turns
     def zero_all(self) -> None:
@@ -196,8 +197,9 @@ class Gradients:
 
     def _new_to_hook(self) -> None:
         """The gradients that follow are others than those that the all-reduce hook has had."""
-        if self._parts.all_reduce_hook is not None:
-            self._parts.all_reduce_hook.forget()
+        hook = self._parts.all_reduce_hook
+        if hook is not None:
+            hook.forget()
 
     def tell_changes(self) -> None:
         """Record this rank's edits, which the coming vote compares over ranks."""

@@ -1,4 +1,4 @@
-"""`model.set_all_reduce_hook`: replica groups that no mesh knows come to what a mesh of them does."""
+"""`model.set_all_reduce_hook`: replica groups that no mesh knows, against a mesh of replicas."""
 
 import threading
 

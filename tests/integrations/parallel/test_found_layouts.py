@@ -169,7 +169,7 @@ def test_options_that_a_layout_decides_are_refused():
     with pytest.raises(ValueError, match="no tensor"):
         autoparallelize(tiny(), {}, machine=CLUSTER)
     assert find(max_norm=2.0).max_norm == 2.0
-    with pytest.raises(ValueError, match="that gemini.autoparallelize returned"):
+    with pytest.raises(ValueError, match=r"that gemini.autoparallelize returned"):
         AutoParallelPlugin(tp_size=1, pp_size=1).explain()
 
 

@@ -9,17 +9,13 @@ their reductions, which a replica group that has just started learns anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
-from gemini.placement.timetable.updates import SPECULATE
-from gemini.runtime.parts import Parts
-
-if TYPE_CHECKING:
-    from gemini.runtime.engine import GeminiEngine
+from gemini.runtime.comm.communicator import Communicator
 
 Hook = Callable[[Tensor], Any]  # of [S] on the device, which it changes in place
 
@@ -27,19 +23,15 @@ Hook = Callable[[Tensor], Any]  # of [S] on the device, which it changes in plac
 class AllReduceHook:
     """A hook, and whether it has had the gradients that are there."""
 
-    def __init__(self, parts: Parts, hook: Hook, stream: torch.cuda.Stream | None) -> None:
-        """stream: on which it runs; None: that of the backward. Raises ValueError."""
-        if parts.update == SPECULATE:
-            raise ValueError(
-                'update="speculate" updates with gradients that the all-reduce hook has not had; '
-                'expected update="serial" or update="tail"'
-            )
-        if stream is not None and (parts.backend.device.type != "cuda" or parts.scope.replicas):
-            raise ValueError(
-                "stream= of an all-reduce hook is for a CUDA device and a mesh without replicas; "
-                "expected None"
-            )
-        self._parts, self._hook, self._stream = parts, hook, stream
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        comm: Communicator,
+        hook: Hook,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """chunks: in the order of the layout. stream: on which it runs; None: the backward's."""
+        self._chunks, self._comm, self._hook, self._stream = chunks, comm, hook, stream
         self._has_run = False
         self._has_failed = False
 
@@ -62,7 +54,6 @@ class AllReduceHook:
         there: by parameter, whether some rank has a gradient. Raises on every rank where it raises
         on one: then gradients are no more to be used.
         """
-        parts = self._parts
         if self._has_failed:
             raise RuntimeError(
                 "the all-reduce hook ended in an error, so gradients are of several replica "
@@ -73,7 +64,7 @@ class AllReduceHook:
         self._has_run = self._has_failed = True
         error: Exception | None = None
         try:
-            for chunk in parts.chunks:
+            for chunk in self._chunks:
                 if chunk.gradient.exists and any(there[slot.param] for slot in chunk.spec.slots):
                     self._give(chunk)
         except Exception as raised:
@@ -100,7 +91,7 @@ class AllReduceHook:
         ours.wait_stream(self._stream)
 
     def _raise_what_any_rank_raised(self, error: Exception | None) -> None:
-        comm = self._parts.comm
+        comm = self._comm
         if comm.world_size > 1:
             failed = comm.numbers([error is not None], torch.float64)
             comm.all_reduce(failed).wait()
@@ -111,19 +102,3 @@ class AllReduceHook:
                     raise RuntimeError(f"the all-reduce hook failed on rank {rank}: {text}")
         if error is not None:
             raise error
-
-
-def set_all_reduce_hook(
-    engine: GeminiEngine, hook: Hook | None, stream: torch.cuda.Stream | None = None
-) -> None:
-    """See `GeminiDDP.set_all_reduce_hook`."""
-    if engine.together is not None:
-        raise ValueError(
-            "set_all_reduce_hook() of a stage of a pipeline; expected a module without stages"
-        )
-    if any(chunk.gradient.exists or chunk.gradient.num_arrived for chunk in engine.chunks):
-        raise RuntimeError(
-            "set_all_reduce_hook() beside gradients that another step is to take; call it behind "
-            "zero_grad()"
-        )
-    engine.all_reduce_hook = None if hook is None else AllReduceHook(engine, hook, stream)
