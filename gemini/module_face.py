@@ -29,6 +29,7 @@ from gemini.saved_names import (
 from gemini.units import parse_bytes
 
 if TYPE_CHECKING:
+    from gemini.optim.state.parking import ParkedBytes, Where
     from gemini.transfer.outgoing import WeightBucket, WeightVersion
 
 
@@ -290,6 +291,46 @@ class ModuleFace(nn.Module):
                 "set_all_reduce_hook() of a stage of a pipeline; expected a module without stages"
             )
         set_all_reduce_hook(self.engine, hook, stream)
+
+    @changes
+    def park(self, where: Where = "host") -> ParkedBytes:
+        """Move parameters, gradients, optimizer state, originals and averages out of memory, while
+        a sampler has the device. All ranks call; `resume` moves them back, bit for bit.
+
+        where: `"host"`, from the device to RAM; `"nvme"`, from the device and RAM to files in the
+            folder of the optimizer, or of the placement policy. What is in files already stays, and
+            so do staging buffers, and gradients that wait in RAM beside a device.
+
+        Returns the bytes that this rank has moved. Until `resume` whatever reads or changes model
+        data raises RuntimeError; `optimizer.close()` resumes first. An error on the way out, on any
+        rank, leaves everything in place on all.
+
+        Raises BudgetError for copies that a budget, or the machine, has no room for, and ValueError
+        for another `where`; RuntimeError where it is parked, summoned or unwrapped.
+        """
+        from gemini.runtime.step.parking import park
+
+        engine = self.engine
+        if engine.is_unwrapped:
+            raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
+        if engine.is_summoned or engine.is_lent:
+            raise RuntimeError(
+                "park() while parameters are summoned, or an average is swapped in; leave the "
+                "context first"
+            )
+        engine.call("model.park()")
+        return park(engine, engine.find_optimizer(), engine.begin_step, where)
+
+    @changes
+    def resume(self) -> ParkedBytes:
+        """Move back what `park` has moved, and return its bytes. All ranks call.
+
+        After an error, on any rank, model data is parked still on all, and it may be called again.
+        Raises RuntimeError for a module that is not parked.
+        """
+        from gemini.runtime.step.parking import resume
+
+        return resume(self.engine)
 
     @reads
     def salvage(self) -> dict[str, Tensor]:

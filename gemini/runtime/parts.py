@@ -44,6 +44,7 @@ from gemini.units import WORLD, ChunkId, ParamId
 
 if TYPE_CHECKING:
     from gemini.activations.saved_tensors import SavedTensors
+    from gemini.optim.state.parking import Parked
     from gemini.placement.orders import Accumulated
 
 P = ParamSpec("P")
@@ -191,6 +192,7 @@ class Parts:
     forward_depth: int = 0  # forwards of the root module inside each other, now
     is_summoned: bool = False
     is_unwrapped: bool = False
+    parked: Parked | None = None  # model data that `model.park` has moved; None: it is here
     # in micro-batches of a pipeline's schedule, which begins and ends cycles and backwards
     in_schedule: bool = False
     stage: tuple[int, int] | None = None  # of a pipeline: (index, number of stages)
@@ -217,8 +219,15 @@ class Parts:
         return self.storage.originals
 
 
+def refuse_parked(parts: Parts) -> None:
+    """Raise RuntimeError where model data is not here."""
+    if parts.parked is not None:
+        parts.parked.refuse()
+
+
 def settle(parts: Parts) -> None:
     """Wait, before weights are read, until the last step counts, or is undone: raises its error."""
+    refuse_parked(parts)
     if parts.target is not None:
         parts.target.settle()
 

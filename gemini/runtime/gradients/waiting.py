@@ -21,6 +21,7 @@ from gemini.runtime.parts import (
     has_pass_elsewhere,
     in_pass,
     is_elsewhere,
+    refuse_parked,
     taking_turns,
 )
 from gemini.tickets import Done, Ticket
@@ -187,6 +188,7 @@ class Gradients:
 
     def _forget(self) -> None:
         """Forget edits, views and cached values."""
+        refuse_parked(self._parts)
         self._parts.broken.clear()
         self._new_to_hook()
         self._parts.pending_clip = None
@@ -212,6 +214,7 @@ class Gradients:
     @taking_turns
     def clear_but(self, spared: Sequence[int], set_to_none: bool) -> None:
         """Drop gradients of all parameters but `spared`, or set them to zero."""
+        refuse_parked(self._parts)
         self.notice_broken_backward()
         params = self._parts.params
         clear_gradients(param for i, param in enumerate(params) if i not in spared)
@@ -470,6 +473,7 @@ class Gradients:
 
     def _check_time(self) -> None:
         parts = self._parts
+        refuse_parked(parts)
         self.check_complete()
         if has_pass_elsewhere(parts):
             raise RuntimeError(

@@ -45,6 +45,7 @@ from gemini.units import ChunkId, ParamId
 from .agreement import raise_what_any_rank_raised
 from .executors import reserve_staging
 from .gradients import StepGradients, check_any
+from .parking import resume
 from .state.shard_blocks import Shards
 from .state.shard_state import ShardState, StepCalls, param_groups_of
 from .views import ShardViews
@@ -567,6 +568,8 @@ class ShardTarget(ShardState):
     def close(self, keep_masters: bool = True) -> None:
         if self._closed:
             return
+        if self._parts.parked is not None:
+            resume(self._parts)
         self._closed = True
         try:
             self.settle()

@@ -1,0 +1,134 @@
+"""`model.park` and `model.resume`: all model data of one module leaves memory, and comes back.
+
+On the way out every rank copies first and says so, and what has left comes back if any rank could
+not. On the way back nothing is given up before every rank has all of it, so it can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from gemini.optim.rules.config import NvmeConfig
+from gemini.optim.state.deferred_signals import DeferredSignals
+from gemini.optim.state.parking import (
+    Parked,
+    ParkedBytes,
+    Where,
+    bytes_to_park,
+    park as move_away,
+    storages_to_park,
+)
+from gemini.placement.sizes import BudgetError
+from gemini.placement.tiers import Tier
+from gemini.runtime.memory.machine import memory_left
+from gemini.runtime.parts import Parts, refuse_parked
+from gemini.units import format_bytes
+
+if TYPE_CHECKING:
+    from .target import ShardTarget
+
+
+def park(
+    parts: Parts, target: ShardTarget | None, begin: Callable[[], None], where: Where
+) -> ParkedBytes:
+    """See `GeminiDDP.park`. begin: ends what is under way. Collective."""
+    if where not in ("host", "nvme"):
+        raise ValueError(f"park({where!r}); expected 'host' or 'nvme'")
+    refuse_parked(parts)
+    if any(chunk.is_parked for chunk in parts.chunks):
+        raise RuntimeError("parameters and state are parked; leave `optimizer.parked` first")
+    begin()
+    away: Parked | None = None
+    error: Exception | None = None
+    with DeferredSignals():
+        try:
+            away = _moved(parts, target, where)
+        except Exception as raised:
+            error = raised
+        said = parts.comm.gather_objects(None if error is None else str(error))
+        if any(text is not None for text in said):
+            if away is not None:
+                away.bring_back()
+                away.close()
+            _raise(said, error, "model data stays where it is, on all ranks")
+        assert away is not None
+        parts.parked = away
+        parts.events.forward.listen(away.refuse)
+    return away.nbytes
+
+
+def resume(parts: Parts) -> ParkedBytes:
+    """See `GeminiDDP.resume`. Collective."""
+    away = parts.parked
+    if away is None:
+        raise RuntimeError("resume() of a module that is not parked")
+    parts.comm.call("model.resume()")
+    error: Exception | None = None
+    with DeferredSignals():
+        try:
+            away.bring_back()
+        except Exception as raised:
+            error = raised
+        said = parts.comm.gather_objects(None if error is None else str(error))
+        if any(text is not None for text in said):
+            _raise(said, error, "model data is parked still, on all ranks; resume() may be repeated")
+        parts.events.forward.leave(away.refuse)
+        parts.parked = None
+        away.close()
+    return away.nbytes
+
+
+def _raise(said: Sequence[str | None], error: Exception | None, state: str) -> None:
+    """Raise this rank's own error, or one with that of the first rank that failed."""
+    if error is not None:
+        error.add_note(state)
+        raise error
+    rank, text = next((rank, text) for rank, text in enumerate(said) if text is not None)
+    raise RuntimeError(f"rank {rank}: {text}; {state}")
+
+
+def _moved(parts: Parts, target: ShardTarget | None, where: Where) -> Parked:
+    tensors = _movable(parts, target)
+    nvme = NvmeConfig() if target is None else target.parks_as
+    folder = parts.planning.nvme_folder
+    if folder is not None and not nvme.folders:
+        nvme = replace(nvme, folders=(folder,))
+    storages = storages_to_park(tensors, where)
+    _check_room(parts, bytes_to_park(storages, where), nvme)
+    return move_away(tensors, where, nvme)
+
+
+def _movable(parts: Parts, target: ShardTarget | None) -> list[Tensor]:
+    """Tensors of all model data in memory, when nothing is under way."""
+    parts.manager.release_all()
+    found = [tensor for chunk in parts.chunks for tensor in chunk.movable()]
+    if target is not None:
+        found += target.movable()
+    for kept in (parts.originals, *parts.storage.averages):
+        kept.rest()
+        found += kept.in_memory
+    return found
+
+
+def _check_room(parts: Parts, moved: ParkedBytes, nvme: NvmeConfig) -> None:
+    """Raise BudgetError where the copies pass a budget, or the machine has no such memory."""
+    used, budgets = parts.ledger.totals(), parts.planning.inputs.budgets
+    copies = {
+        Tier.HOST: moved.to_host,
+        Tier.NVME: nvme.num_versions * moved.to_nvme,  # files have room for every version
+    }
+    for tier, nbytes in copies.items():
+        left = budgets.of(tier) - used[tier]
+        if tier is Tier.HOST:
+            left = min(left, memory_left() // parts.planning.machine.ranks_per_node)
+        if nbytes > max(left, 0):
+            knob = f"{tier.value}_budget"
+            raise BudgetError(
+                f"parking takes {format_bytes(nbytes)} of {tier.value}, and {format_bytes(left)} "
+                f"are left; expected room for it: raise {knob}, or park elsewhere",
+                tier, nbytes - left, knob, "parked model data", budgets.of(tier),
+            )  # fmt: skip
