@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from gemini.chunk.parameter import unwatch, watch
 from gemini.optim.rules.config import NvmeConfig
 from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.state.parking import (
@@ -58,6 +59,9 @@ def park(
         assert away is not None
         parts.parked = away
         parts.events.forward.listen(away.refuse)
+        if parts.all_gathered:  # nobody asks for what is never released: reads are refused, too
+            for param in parts.params:
+                watch(param)
     return away.nbytes
 
 
@@ -78,6 +82,9 @@ def resume(parts: Parts) -> ParkedBytes:
             _raise(said, error, "model data is parked still, on all ranks; resume() may be repeated")
         parts.events.forward.leave(away.refuse)
         parts.parked = None
+        if parts.all_gathered:
+            for param in parts.params:
+                unwatch(param)
         away.close()
     return away.nbytes
 
@@ -105,9 +112,10 @@ def _moved(parts: Parts, target: ShardTarget | None, where: Where) -> Parked:
 def _movable(parts: Parts, target: ShardTarget | None) -> list[Tensor]:
     """Tensors of all model data in memory, when nothing is under way."""
     parts.manager.release_all()
-    found = [tensor for chunk in parts.chunks for tensor in chunk.movable()]
-    if target is not None:
-        found += target.movable()
+    if target is None:
+        found = [tensor for chunk in parts.chunks for tensor in chunk.movable()]
+    else:
+        found = list(target.movable())
     for kept in (parts.originals, *parts.storage.averages):
         kept.rest()
         found += kept.in_memory

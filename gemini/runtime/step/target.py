@@ -109,7 +109,6 @@ class ShardTarget(ShardState):
         return self._executor
 
     def _staging_bytes(self) -> int:
-        """Bytes of staging on the device."""
         return 0 if self._executor.staging is None else self._executor.staging.nbytes
 
     # -- the step --
