@@ -20,8 +20,10 @@ from gemini.optim.state.parking import (
     ParkedBytes,
     Where,
     bytes_to_park,
-    park as move_away,
     storages_to_park,
+)
+from gemini.optim.state.parking import (
+    park as move_away,
 )
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
@@ -30,11 +32,14 @@ from gemini.runtime.parts import Parts, refuse_parked
 from gemini.units import format_bytes
 
 if TYPE_CHECKING:
-    from .target import ShardTarget
+    from .state.shard_state import ShardState
+
+STAYS = "model data stays where it is, on all ranks"
+PARKED_STILL = "model data is parked still, on all ranks; resume() may be repeated"
 
 
 def park(
-    parts: Parts, target: ShardTarget | None, begin: Callable[[], None], where: Where
+    parts: Parts, target: ShardState | None, begin: Callable[[], None], where: Where
 ) -> ParkedBytes:
     """See `GeminiDDP.park`. begin: ends what is under way. Collective."""
     if where not in ("host", "nvme"):
@@ -55,10 +60,11 @@ def park(
             if away is not None:
                 away.bring_back()
                 away.close()
-            _raise(said, error, "model data stays where it is, on all ranks")
+            _raise(said, error, STAYS)
         assert away is not None
         parts.parked = away
-        parts.events.forward.listen(away.refuse)
+        events = parts.events
+        events.forward.listen(away.refuse)
         if parts.all_gathered:  # nobody asks for what is never released: reads are refused, too
             for param in parts.params:
                 watch(param)
@@ -79,8 +85,9 @@ def resume(parts: Parts) -> ParkedBytes:
             error = raised
         said = parts.comm.gather_objects(None if error is None else str(error))
         if any(text is not None for text in said):
-            _raise(said, error, "model data is parked still, on all ranks; resume() may be repeated")
-        parts.events.forward.leave(away.refuse)
+            _raise(said, error, PARKED_STILL)
+        events = parts.events
+        events.forward.leave(away.refuse)
         parts.parked = None
         if parts.all_gathered:
             for param in parts.params:
@@ -98,7 +105,7 @@ def _raise(said: Sequence[str | None], error: Exception | None, state: str) -> N
     raise RuntimeError(f"rank {rank}: {text}; {state}")
 
 
-def _moved(parts: Parts, target: ShardTarget | None, where: Where) -> Parked:
+def _moved(parts: Parts, target: ShardState | None, where: Where) -> Parked:
     tensors = _movable(parts, target)
     nvme = NvmeConfig() if target is None else target.parks_as
     folder = parts.planning.nvme_folder
@@ -109,7 +116,7 @@ def _moved(parts: Parts, target: ShardTarget | None, where: Where) -> Parked:
     return move_away(tensors, where, nvme)
 
 
-def _movable(parts: Parts, target: ShardTarget | None) -> list[Tensor]:
+def _movable(parts: Parts, target: ShardState | None) -> list[Tensor]:
     """Tensors of all model data in memory, when nothing is under way."""
     parts.manager.release_all()
     if target is None:
@@ -124,19 +131,20 @@ def _movable(parts: Parts, target: ShardTarget | None) -> list[Tensor]:
 
 def _check_room(parts: Parts, moved: ParkedBytes, nvme: NvmeConfig) -> None:
     """Raise BudgetError where the copies pass a budget, or the machine has no such memory."""
-    used, budgets = parts.ledger.totals(), parts.planning.inputs.budgets
+    planning, used = parts.planning, parts.ledger.totals()
+    inputs, machine = planning.inputs, planning.machine
     copies = {
         Tier.HOST: moved.to_host,
         Tier.NVME: nvme.num_versions * moved.to_nvme,  # files have room for every version
     }
     for tier, nbytes in copies.items():
-        left = budgets.of(tier) - used[tier]
+        left = inputs.budgets.of(tier) - used[tier]
         if tier is Tier.HOST:
-            left = min(left, memory_left() // parts.planning.machine.ranks_per_node)
+            left = min(left, memory_left() // machine.ranks_per_node)
         if nbytes > max(left, 0):
             knob = f"{tier.value}_budget"
             raise BudgetError(
                 f"parking takes {format_bytes(nbytes)} of {tier.value}, and {format_bytes(left)} "
                 f"are left; expected room for it: raise {knob}, or park elsewhere",
-                tier, nbytes - left, knob, "parked model data", budgets.of(tier),
+                tier, nbytes - left, knob, "parked model data", inputs.budgets.of(tier),
             )  # fmt: skip

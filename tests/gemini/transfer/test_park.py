@@ -177,7 +177,7 @@ def test_beside_the_other_verb_and_in_contexts_it_is_refused(tmp_path):
     model, optimizer = wrapped(folder=tmp_path, fraction=0.4)
     with pytest.raises(ValueError, match="expected 'host' or 'nvme'"):
         model.park("moon")
-    with optimizer.parked("nvme"), pytest.raises(RuntimeError, match="optimizer.parked"):
+    with optimizer.parked("nvme"), pytest.raises(RuntimeError, match=r"optimizer\.parked"):
         model.park("nvme")
     with model.summon_full_params(), pytest.raises(RuntimeError, match="are summoned"):
         model.park("nvme")
