@@ -402,6 +402,7 @@ class GeminiDDP(ModuleFace):
         found = named_gradients(engine, engine.meetings, engine.gradients, full=full)
         while True:
             with engine.lock:
+                refuse_parked(engine)
                 engine.refuse_beside_pass("named_gradients()")
                 one = next(found, None)
             if one is None:

@@ -18,6 +18,7 @@ from gemini.callers import torchs_wrapper, wants_dtensors
 from gemini.chunk.parameter import handle_of
 from gemini.optim.target import changes, reads
 from gemini.runtime.engine import TO_EMPTY, GeminiEngine, check_stays
+from gemini.runtime.parts import refuse_parked
 from gemini.runtime.wrap.module_check import changed
 from gemini.saved_names import (
     SavedNames,
@@ -302,8 +303,9 @@ class ModuleFace(nn.Module):
             so do staging buffers, and gradients that wait in RAM beside a device.
 
         Returns the bytes that this rank has moved. Until `resume` whatever reads or changes model
-        data raises RuntimeError; `optimizer.close()` resumes first. An error on the way out, on any
-        rank, leaves everything in place on all.
+        data raises RuntimeError; a plain view that the loop has kept must not be read.
+        `optimizer.close()` resumes this rank first. An error on the way out, on any rank, leaves
+        everything in place on all.
 
         Raises BudgetError for copies that a budget, or the machine, has no room for, and ValueError
         for another `where`; RuntimeError where it is parked, summoned or unwrapped.
@@ -340,6 +342,7 @@ class ModuleFace(nn.Module):
         """
         from gemini.runtime.inspect.full_parameters import salvageable
 
+        refuse_parked(self.engine)
         return salvageable(self.engine)
 
     @changes

@@ -86,14 +86,27 @@ def resume(parts: Parts) -> ParkedBytes:
         said = parts.comm.gather_objects(None if error is None else str(error))
         if any(text is not None for text in said):
             _raise(said, error, PARKED_STILL)
-        events = parts.events
-        events.forward.leave(away.refuse)
-        parts.parked = None
-        if parts.all_gathered:
-            for param in parts.params:
-                unwatch(param)
-        away.close()
+        _is_back(parts, away)
     return away.nbytes
+
+
+def resume_alone(parts: Parts) -> None:
+    """Bring back, if it is parked, what this rank has: its optimizer is closed, maybe as the last
+    thing that a rank does whose others go on. Not collective."""
+    away = parts.parked
+    if away is not None:
+        with DeferredSignals():
+            away.bring_back()
+            _is_back(parts, away)
+
+
+def _is_back(parts: Parts, away: Parked) -> None:
+    events, parts.parked = parts.events, None
+    events.forward.leave(away.refuse)
+    if parts.all_gathered:
+        for param in parts.params:
+            unwatch(param)
+    away.close()
 
 
 def _raise(said: Sequence[str | None], error: Exception | None, state: str) -> None:

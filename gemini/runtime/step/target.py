@@ -45,7 +45,7 @@ from gemini.units import ChunkId, ParamId
 from .agreement import raise_what_any_rank_raised
 from .executors import reserve_staging
 from .gradients import StepGradients, check_any
-from .parking import resume
+from .parking import resume_alone
 from .state.shard_blocks import Shards
 from .state.shard_state import ShardState, StepCalls, param_groups_of
 from .views import ShardViews
@@ -109,6 +109,7 @@ class ShardTarget(ShardState):
         return self._executor
 
     def _staging_bytes(self) -> int:
+        """Bytes of staging on the device."""
         return 0 if self._executor.staging is None else self._executor.staging.nbytes
 
     # -- the step --
@@ -567,8 +568,7 @@ class ShardTarget(ShardState):
     def close(self, keep_masters: bool = True) -> None:
         if self._closed:
             return
-        if self._parts.parked is not None:
-            resume(self._parts)
+        resume_alone(self._parts)
         self._closed = True
         try:
             self.settle()

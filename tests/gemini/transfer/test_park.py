@@ -142,6 +142,7 @@ def uses(model, optimizer, tmp_path):
         "summon_full_params": lambda: model.summon_full_params().__enter__(),
         "weights": lambda: list(model.weights()),
         "digest": model.digest,
+        "salvage": model.salvage,
         "unwrap": model.unwrap,
         "save": lambda: save_checkpoint(tmp_path / "saved", model, optimizer),
         "EMA": lambda: EMA(model),
@@ -162,6 +163,7 @@ def test_whatever_needs_model_data_is_refused_and_changes_nothing(stage, tmp_pat
             for name, use in uses(model, optimizer, tmp_path).items():
                 with pytest.raises(RuntimeError, match=r"parked; call model.resume\(\) first"):
                     raise AssertionError(f"{name} gave {use()}")
+            assert "state" in str(model.memory_report()) and model.explain("head.weight")
             model.resume()
         optimizer.step()
         optimizer.zero_grad()
