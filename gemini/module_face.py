@@ -30,8 +30,9 @@ from gemini.saved_names import (
 from gemini.units import parse_bytes
 
 if TYPE_CHECKING:
-    from gemini.optim.state.parking import ParkedBytes, Where
+    from gemini.optim.state.parking import Where
     from gemini.transfer.outgoing import WeightBucket, WeightVersion
+    from gemini.transfer.parking import ParkedBytes
 
 
 class ModuleFace(nn.Module):
@@ -310,7 +311,7 @@ class ModuleFace(nn.Module):
         Raises BudgetError for copies that a budget, or the machine, has no room for, and ValueError
         for another `where`; RuntimeError where it is parked, summoned or unwrapped.
         """
-        from gemini.runtime.step.parking import park
+        from gemini.transfer.parking import park
 
         engine = self.engine
         if engine.is_unwrapped:
@@ -324,15 +325,15 @@ class ModuleFace(nn.Module):
         return park(engine, engine.find_optimizer(), engine.begin_step, where)
 
     @changes
-    def resume(self) -> ParkedBytes:
-        """Move back what `park` has moved, and return its bytes. All ranks call.
+    def resume(self) -> None:
+        """Move back what `park` has moved. All ranks call.
 
         After an error, on any rank, model data is parked still on all, and it may be called again.
         Raises RuntimeError for a module that is not parked.
         """
-        from gemini.runtime.step.parking import resume
+        from gemini.transfer.parking import resume
 
-        return resume(self.engine)
+        resume(self.engine)
 
     @reads
     def salvage(self) -> dict[str, Tensor]:

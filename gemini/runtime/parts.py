@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.opaque import Opaque
+from gemini.chunk.parameter import unwatch
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
 from gemini.nvme import NvmeError
@@ -31,7 +32,6 @@ from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.memory.originals import Originals
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.memory.user_writes import UserWrites
-from gemini.runtime.schedule.all_reduce_hook import AllReduceHook
 from gemini.runtime.schedule.planning import Planning
 from gemini.runtime.schedule.reducer import Reducer
 from gemini.runtime.schedule.regather import Regather
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from gemini.activations.saved_tensors import SavedTensors
     from gemini.optim.state.parking import Parked
     from gemini.placement.orders import Accumulated
+    from gemini.runtime.schedule.all_reduce_hook import AllReduceHook
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -222,7 +223,17 @@ class Parts:
 def refuse_parked(parts: Parts) -> None:
     """Raise RuntimeError where model data is not here."""
     if parts.parked is not None:
-        parts.parked.refuse()
+        raise RuntimeError("model data is parked; call model.resume() first, on all ranks")
+
+
+def is_back(parts: Parts) -> None:
+    """Give copies up: what was parked is back in its memory, on this rank."""
+    away, parts.parked = parts.parked, None
+    if parts.all_gathered:
+        for param in parts.params:
+            unwatch(param)
+    if away is not None:
+        away.close()
 
 
 def settle(parts: Parts) -> None:

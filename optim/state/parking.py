@@ -9,8 +9,7 @@ on the way out, a full disk, loses nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -33,42 +32,20 @@ Where = Literal["nvme", "host"]
 RUN_BYTES = 12 << 20  # of one transfer, as a block of fp32 Adam state
 
 
-@dataclass(frozen=True, slots=True)
-class ParkedBytes:
-    """Bytes that parking moves, of one rank.
-
-    device, ram: whose memory was given back, of devices and of the host. to_host, to_nvme: of their
-    copies there, of which one is 0.
-    """
-
-    device: int
-    ram: int
-    to_host: int
-    to_nvme: int
-
-
-def storages_to_park(tensors: Iterable[Tensor], where: Where) -> list[UntypedStorage]:
-    """Storages of `tensors` that parking moves to `where`, each once."""
-    found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
-    storages = [s for s in found.values() if s.nbytes() and _can_be_freed(s)]
-    return storages if where == "nvme" else [s for s in storages if s.device.type != "cpu"]
-
-
-def bytes_to_park(storages: Sequence[UntypedStorage], where: Where) -> ParkedBytes:
-    ram = sum(s.nbytes() for s in storages if s.device.type == "cpu")
-    device = sum(s.nbytes() for s in storages) - ram
-    to_host, to_nvme = (device, 0) if where == "host" else (0, device + ram)
-    return ParkedBytes(device, ram, to_host, to_nvme)
-
-
 def park(tensors: Iterable[Tensor], where: Where, config: NvmeConfig) -> Parked:
     """Copy the storages of `tensors` to `where` and free them. On an error nothing has changed.
 
     To the host go those of other devices only. A storage that cannot be freed (memory of numpy, a
     mapped file) stays as it is.
     """
-    storages = storages_to_park(tensors, where)
-    return Parked(storages, config if where == "nvme" else None)
+    return Parked(storages_of(tensors, where), config if where == "nvme" else None)
+
+
+def storages_of(tensors: Iterable[Tensor], where: Where) -> list[UntypedStorage]:
+    """Storages that `park` moves, each once."""
+    found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    storages = [s for s in found.values() if s.nbytes() and _can_be_freed(s)]
+    return storages if where == "nvme" else [s for s in storages if s.device.type != "cpu"]
 
 
 class Parked:
@@ -77,7 +54,6 @@ class Parked:
 
     def __init__(self, storages: Sequence[UntypedStorage], config: NvmeConfig | None) -> None:
         """config: of the disk; None: host memory."""
-        self.nbytes = bytes_to_park(storages, "host" if config is None else "nvme")
         self._storages = [(storage, storage.nbytes()) for storage in storages]
         self._store: BlockStore | None = None
         self._copies: list[Tensor] = []
@@ -127,10 +103,6 @@ class Parked:
 
         for run, buffer, _ in read_ahead(self._staging(), self._runs, read):
             _memory_of(run).copy_(_tensor(buffer, run))
-
-    def refuse(self) -> NoReturn:
-        """Raise RuntimeError: who listens to forwards for as long as this is away."""
-        raise RuntimeError("model data is parked; call model.resume() first, on all ranks")
 
     def _staging(self) -> BufferPool:
         return BufferPool(min(self._depth, len(self._runs)), self._buffer_nbytes)

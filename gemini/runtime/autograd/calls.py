@@ -36,6 +36,7 @@ from gemini.runtime.parts import (
     has_pass_elsewhere,
     in_pass,
     is_elsewhere,
+    refuse_parked,
     say_what_is_left,
     settle,
     taking_turns,
@@ -202,6 +203,7 @@ class Calls:
     def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a forward of the root module, by whichever entry point it is called."""
         parts = self._parts
+        refuse_parked(parts)
         outermost = not (parts.forward_depth or in_backward() or self._announced)
         # `generate` calls the module by itself; what only decodes was planned before it ran
         if outermost and not torch.is_grad_enabled() and parts.plan.kind == "train":

@@ -39,13 +39,12 @@ from gemini.optim.update.cpu_update import StepInputs
 from gemini.placement.plan import Plan
 from gemini.placement.timetable.updates import SPECULATE
 from gemini.runtime.comm.ballot import Agreement
-from gemini.runtime.parts import Parts
+from gemini.runtime.parts import Parts, is_back
 from gemini.units import ChunkId, ParamId
 
 from .agreement import raise_what_any_rank_raised
 from .executors import reserve_staging
 from .gradients import StepGradients, check_any
-from .parking import resume_alone
 from .state.shard_blocks import Shards
 from .state.shard_state import ShardState, StepCalls, param_groups_of
 from .views import ShardViews
@@ -109,7 +108,6 @@ class ShardTarget(ShardState):
         return self._executor
 
     def _staging_bytes(self) -> int:
-        """Bytes of staging on the device."""
         return 0 if self._executor.staging is None else self._executor.staging.nbytes
 
     # -- the step --
@@ -568,7 +566,9 @@ class ShardTarget(ShardState):
     def close(self, keep_masters: bool = True) -> None:
         if self._closed:
             return
-        resume_alone(self._parts)
+        if (away := self._parts.parked) is not None:  # other ranks may be gone, and are not asked
+            away.bring_back()
+            is_back(self._parts)
         self._closed = True
         try:
             self.settle()

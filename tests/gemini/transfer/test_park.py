@@ -59,7 +59,8 @@ def lending(model, moved):
         moved.append(parked)
         assert parked.ram == parked.to_nvme == before - held(model) > 0 == held(model)
         assert parked.device == parked.to_host == 0  # the CPU computes
-        assert model.resume() == parked and held(model) == before
+        model.resume()
+        assert held(model) == before
 
     return lend
 

@@ -7,35 +7,47 @@ not. On the way back nothing is given up before every rank has all of it, so it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from gemini.chunk.parameter import unwatch, watch
+from gemini.chunk.parameter import watch
 from gemini.optim.rules.config import NvmeConfig
 from gemini.optim.state.deferred_signals import DeferredSignals
-from gemini.optim.state.parking import (
-    Parked,
-    ParkedBytes,
-    Where,
-    bytes_to_park,
-    storages_to_park,
-)
-from gemini.optim.state.parking import (
-    park as move_away,
-)
+from gemini.optim.state.parking import Parked, Where, storages_of
+from gemini.optim.state.parking import park as move_away
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.machine import memory_left
-from gemini.runtime.parts import Parts, refuse_parked
+from gemini.runtime.parts import Parts, is_back, refuse_parked
 from gemini.units import format_bytes
 
 if TYPE_CHECKING:
-    from .state.shard_state import ShardState
+    from gemini.runtime.step.state.shard_state import ShardState
 
 STAYS = "model data stays where it is, on all ranks"
 PARKED_STILL = "model data is parked still, on all ranks; resume() may be repeated"
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedBytes:
+    """Bytes that parking moves, of one rank.
+
+    device, ram: whose memory was given back, of devices and of the host. to_host, to_nvme: of their
+    copies there, of which one is 0.
+    """
+
+    device: int
+    ram: int
+    to_host: int
+    to_nvme: int
+
+    @classmethod
+    def of(cls, storages: Sequence[UntypedStorage], where: Where) -> ParkedBytes:
+        ram = sum(s.nbytes() for s in storages if s.device.type == "cpu")
+        device = sum(s.nbytes() for s in storages) - ram
+        return cls(device, ram, *((device, 0) if where == "host" else (0, device + ram)))
 
 
 def park(
@@ -48,30 +60,28 @@ def park(
     if any(chunk.is_parked for chunk in parts.chunks):
         raise RuntimeError("parameters and state are parked; leave `optimizer.parked` first")
     begin()
-    away: Parked | None = None
+    moved: tuple[Parked, ParkedBytes] | None = None
     error: Exception | None = None
     with DeferredSignals():
         try:
-            away = _moved(parts, target, where)
+            moved = _moved(parts, target, where)
         except Exception as raised:
             error = raised
         said = parts.comm.gather_objects(None if error is None else str(error))
         if any(text is not None for text in said):
-            if away is not None:
-                away.bring_back()
-                away.close()
+            if moved is not None:
+                moved[0].bring_back()
+                moved[0].close()
             _raise(said, error, STAYS)
-        assert away is not None
-        parts.parked = away
-        events = parts.events
-        events.forward.listen(away.refuse)
+        assert moved is not None
+        parts.parked, nbytes = moved
         if parts.all_gathered:  # nobody asks for what is never released: reads are refused, too
             for param in parts.params:
                 watch(param)
-    return away.nbytes
+    return nbytes
 
 
-def resume(parts: Parts) -> ParkedBytes:
+def resume(parts: Parts) -> None:
     """See `GeminiDDP.resume`. Collective."""
     away = parts.parked
     if away is None:
@@ -86,27 +96,7 @@ def resume(parts: Parts) -> ParkedBytes:
         said = parts.comm.gather_objects(None if error is None else str(error))
         if any(text is not None for text in said):
             _raise(said, error, PARKED_STILL)
-        _is_back(parts, away)
-    return away.nbytes
-
-
-def resume_alone(parts: Parts) -> None:
-    """Bring back, if it is parked, what this rank has: its optimizer is closed, maybe as the last
-    thing that a rank does whose others go on. Not collective."""
-    away = parts.parked
-    if away is not None:
-        with DeferredSignals():
-            away.bring_back()
-            _is_back(parts, away)
-
-
-def _is_back(parts: Parts, away: Parked) -> None:
-    events, parts.parked = parts.events, None
-    events.forward.leave(away.refuse)
-    if parts.all_gathered:
-        for param in parts.params:
-            unwatch(param)
-    away.close()
+        is_back(parts)
 
 
 def _raise(said: Sequence[str | None], error: Exception | None, state: str) -> None:
@@ -118,15 +108,15 @@ def _raise(said: Sequence[str | None], error: Exception | None, state: str) -> N
     raise RuntimeError(f"rank {rank}: {text}; {state}")
 
 
-def _moved(parts: Parts, target: ShardState | None, where: Where) -> Parked:
+def _moved(parts: Parts, target: ShardState | None, where: Where) -> tuple[Parked, ParkedBytes]:
     tensors = _movable(parts, target)
     nvme = NvmeConfig() if target is None else target.parks_as
     folder = parts.planning.nvme_folder
     if folder is not None and not nvme.folders:
         nvme = replace(nvme, folders=(folder,))
-    storages = storages_to_park(tensors, where)
-    _check_room(parts, bytes_to_park(storages, where), nvme)
-    return move_away(tensors, where, nvme)
+    nbytes = ParkedBytes.of(storages_of(tensors, where), where)
+    _check_room(parts, nbytes, nvme)
+    return move_away(tensors, where, nvme), nbytes
 
 
 def _movable(parts: Parts, target: ShardState | None) -> list[Tensor]:
