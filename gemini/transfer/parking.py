@@ -127,8 +127,7 @@ def _movable(parts: Parts, target: ShardState | None) -> list[Tensor]:
     else:
         found = list(target.movable())
     for kept in (parts.originals, *parts.storage.averages):
-        kept.rest()
-        found += kept.in_memory
+        found += kept.movable()
     return found
 
 

@@ -150,9 +150,8 @@ class Originals:
         """Bytes written to files that still exist."""
         return sum(store.traffic.written_bytes for store in self.stores)
 
-    @property
-    def in_memory(self) -> list[Tensor]:
-        """[S] of every original in memory, which parking moves."""
+    def movable(self) -> list[Tensor]:
+        self.rest()
         return list(self._memory.values())
 
     def clear(self) -> None:

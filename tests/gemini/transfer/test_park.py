@@ -34,7 +34,7 @@ def held(model):
         slabs = (*state.device_slabs, *state.host_slabs)
         found += [tensor for slab in slabs for tensor in slab.tensors.values()]
     for kept in (engine.originals, *engine.storage.averages):
-        found += kept.in_memory
+        found += kept.movable()
     return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in found)}.values())
 
 
