@@ -82,6 +82,7 @@ def of_both(rank, stage, precision, options):
     for groups in (Groups(), None):
         model, optimizer = wrapped(groups, stage, precision, **options)
         found.append((train(model, optimizer), model.digest(), everything(model, optimizer)))
+        assert "policy" not in options or model.engine.storage.gradient_files is not None
         optimizer.close()
         if groups is not None:
             chunks = [c.spec.shard_numel for c in model.engine.chunks]
