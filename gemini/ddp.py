@@ -32,6 +32,7 @@ from gemini.runtime.comm.connect import check_stages, connect, is_pipeline, stag
 from gemini.runtime.engine import GeminiEngine
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.memory.backend import Backend, make_backend
+from gemini.runtime.parts import refuse_parked
 from gemini.runtime.schedule.begin import begin_planning
 from gemini.runtime.schedule.planning import Planning
 from gemini.runtime.wrap.keep_fp32 import (
@@ -233,6 +234,7 @@ class GeminiDDP(ModuleFace):
         transform of torch.func where parameters are not on the device."""
         if self.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
+        refuse_parked(self.engine)
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(msg=NO_GRAPH)
         if self.broadcast_buffers:
@@ -400,6 +402,7 @@ class GeminiDDP(ModuleFace):
         found = named_gradients(engine, engine.meetings, engine.gradients, full=full)
         while True:
             with engine.lock:
+                refuse_parked(engine)
                 engine.refuse_beside_pass("named_gradients()")
                 one = next(found, None)
             if one is None:

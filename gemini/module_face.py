@@ -18,6 +18,7 @@ from gemini.callers import torchs_wrapper, wants_dtensors
 from gemini.chunk.parameter import handle_of
 from gemini.optim.target import changes, reads
 from gemini.runtime.engine import TO_EMPTY, GeminiEngine, check_stays
+from gemini.runtime.parts import refuse_parked
 from gemini.runtime.wrap.module_check import changed
 from gemini.saved_names import (
     SavedNames,
@@ -29,7 +30,9 @@ from gemini.saved_names import (
 from gemini.units import parse_bytes
 
 if TYPE_CHECKING:
+    from gemini.optim.state.parking import Where
     from gemini.transfer.outgoing import WeightBucket, WeightVersion
+    from gemini.transfer.parking import ParkedBytes
 
 
 class ModuleFace(nn.Module):
@@ -262,6 +265,76 @@ class ModuleFace(nn.Module):
                 return
             yield one
 
+    @changes
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], Any] | None, *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Call `hook(shard)` between reduction and step, as FSDP2 does, to average over replica
+        groups that are no part of `process_group` or `mesh`; None: no more.
+
+        shard: this rank's reduced gradients of a chunk, flat, on the device, fp32 or in the compute
+            dtype, with the loss scale. The hook changes it in place; a Work that it returns is
+            waited for. stream: on which it runs, of a CUDA device, without replicas in the mesh.
+
+        Once a step, behind the backward that reduces (behind `no_sync` alone in `step()`), for
+        every chunk with a gradient, in the same order on all ranks and in all groups that train the
+        same parameters. A skip follows the averages, so all groups skip together. Gradients in RAM
+        or a file are brought, and written back. If it raises, on any rank, all ranks raise, and
+        weights and state are those of the last step. `ignored_params` and tables of
+        `gemini.CachedEmbedding` do not come to it.
+
+        Raises ValueError for `update="speculate"` and pipelines, RuntimeError beside gradients, and
+        then in a backward that would add to gradients which the hook has had.
+        """
+        from gemini.runtime.gradients.by_name import set_all_reduce_hook
+
+        if self.engine.together is not None:
+            raise ValueError(
+                "set_all_reduce_hook() of a stage of a pipeline; expected a module without stages"
+            )
+        set_all_reduce_hook(self.engine, hook, stream)
+
+    @changes
+    def park(self, where: Where = "host") -> ParkedBytes:
+        """Move parameters, gradients, optimizer state, originals and averages out of memory, while
+        a sampler has the device. All ranks call; `resume` moves them back, bit for bit.
+
+        where: `"host"`, from the device to RAM; `"nvme"`, from the device and RAM to files in the
+            folder of the optimizer, or of the placement policy. What is in files already stays, and
+            so do staging buffers, and gradients that wait in RAM beside a device.
+
+        Returns the bytes that this rank has moved. Until `resume` whatever reads or changes model
+        data raises RuntimeError; a plain view that the loop has kept must not be read.
+        `optimizer.close()` resumes this rank first. An error on the way out, on any rank, leaves
+        everything in place on all.
+
+        Raises BudgetError for copies that a budget, or the machine, has no room for, and ValueError
+        for another `where`; RuntimeError where it is parked, summoned or unwrapped.
+        """
+        from gemini.transfer.parking import park
+
+        engine = self.engine
+        if engine.is_unwrapped:
+            raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
+        if engine.is_summoned or engine.is_lent:
+            raise RuntimeError(
+                "park() while parameters are summoned, or an average is swapped in; leave the "
+                "context first"
+            )
+        engine.call("model.park()")
+        return park(engine, engine.find_optimizer(), engine.begin_step, where)
+
+    @changes
+    def resume(self) -> None:
+        """Move back what `park` has moved. All ranks call.
+
+        After an error, on any rank, model data is parked still on all, and it may be called again.
+        Raises RuntimeError for a module that is not parked.
+        """
+        from gemini.transfer.parking import resume
+
+        resume(self.engine)
+
     @reads
     def salvage(self) -> dict[str, Tensor]:
         """Parameters that this rank has in memory, in the compute dtype, for when files are lost.
@@ -270,6 +343,7 @@ class ModuleFace(nn.Module):
         """
         from gemini.runtime.inspect.full_parameters import salvageable
 
+        refuse_parked(self.engine)
         return salvageable(self.engine)
 
     @changes

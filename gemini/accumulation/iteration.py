@@ -82,11 +82,12 @@ class Iteration:
         calls.end_forward(self._model.module, (), {}, True)
         if engine.reducer.synchronise:
             engine.reducer.reduce_held((), after=self._begun)
-            engine.gradients.exchange_presence()
         engine.ledger.note()
         calls.forget()
         calls.unpin()
         engine.homes.graph_is_open = False
+        if engine.reducer.synchronise:
+            engine.gradients.end_backward()
 
     def _broken_off(self) -> None:
         engine = self._engine

@@ -186,6 +186,15 @@ class Chunk:
         shard = self._shard
         return shard is not None and shard.untyped_storage().nbytes() < shard.nbytes
 
+    def movable(self) -> list[Tensor]:
+        """Tensors in memory that parking moves, when nothing is under way."""
+        self.wait_gathered()
+        self.gradient.end_reduce()
+        held = [self.payload, self.gradient.buffer, self.gradient.shard, self.gradient.own]
+        if self.files is None:
+            held.append(self.shard)
+        return [tensor for tensor in held if tensor is not None]
+
     def begin_update(self, ticket: Ticket[None]) -> None:
         """Note that a step reads the gradient and changes the shard until `ticket`: their readers
         wait."""

@@ -65,7 +65,7 @@ from gemini.runtime.wrap.specs import Collected
 from gemini.units import ChunkId, ParamId
 
 from .meetings import Meetings, describe
-from .parts import EngineEvents, Parts, in_pass, refuse_beside_pass
+from .parts import EngineEvents, Parts, in_pass, refuse_beside_pass, refuse_parked
 from .step import weights
 from .step.state.shard_state import StepCalls
 
@@ -398,6 +398,7 @@ class GeminiEngine(Parts):
 
     def begin_step(self) -> None:
         """End windows and sampling, meet, and let masters follow what the user wrote."""
+        refuse_parked(self)
         if self.is_summoned:
             raise RuntimeError("step() while parameters are summoned; leave the context first")
         if self.is_lent:

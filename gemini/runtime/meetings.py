@@ -15,7 +15,7 @@ from itertools import groupby
 from gemini.chunk.layout import ChunkLayout
 from gemini.units import ChunkId
 
-from .parts import Parts
+from .parts import Parts, refuse_parked
 
 # Brings all names of one kind that any rank reads; it is given the names that this rank wants, too.
 Reader = Callable[[Sequence[str], Container[str]], None]
@@ -84,6 +84,7 @@ class Meetings:
 
     def call(self, name: str) -> None:
         """Begin a method that all ranks must call; see `Communicator.call`."""
+        refuse_parked(self._parts)
         self.end_reading()
         self._parts.comm.call(name)
         self._has_met()

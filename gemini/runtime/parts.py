@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.opaque import Opaque
+from gemini.chunk.parameter import unwatch
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
 from gemini.nvme import NvmeError
@@ -43,7 +44,9 @@ from gemini.units import WORLD, ChunkId, ParamId
 
 if TYPE_CHECKING:
     from gemini.activations.saved_tensors import SavedTensors
+    from gemini.optim.state.parking import Parked
     from gemini.placement.orders import Accumulated
+    from gemini.runtime.schedule.all_reduce_hook import AllReduceHook
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -185,10 +188,12 @@ class Parts:
     module_check: ModuleCheck | None = None  # of the module that was wrapped
     saved_tensors: SavedTensors | None = None  # where activations may leave the device
     accumulated: Accumulated | None = None  # by the last `gemini.accumulate`
+    all_reduce_hook: AllReduceHook | None = None  # of the user; None: there is none
     hook_handles: list[Any] = field(default_factory=list)  # on modules and parameters
     forward_depth: int = 0  # forwards of the root module inside each other, now
     is_summoned: bool = False
     is_unwrapped: bool = False
+    parked: Parked | None = None  # model data that `model.park` has moved; None: it is here
     # in micro-batches of a pipeline's schedule, which begins and ends cycles and backwards
     in_schedule: bool = False
     stage: tuple[int, int] | None = None  # of a pipeline: (index, number of stages)
@@ -215,8 +220,25 @@ class Parts:
         return self.storage.originals
 
 
+def refuse_parked(parts: Parts) -> None:
+    """Raise RuntimeError where model data is not here."""
+    if parts.parked is not None:
+        raise RuntimeError("model data is parked; call model.resume() first, on all ranks")
+
+
+def is_back(parts: Parts) -> None:
+    """Give copies up: what was parked is back in its memory, on this rank."""
+    away, parts.parked = parts.parked, None
+    if parts.all_gathered:
+        for param in parts.params:
+            unwatch(param)
+    if away is not None:
+        away.close()
+
+
 def settle(parts: Parts) -> None:
     """Wait, before weights are read, until the last step counts, or is undone: raises its error."""
+    refuse_parked(parts)
     if parts.target is not None:
         parts.target.settle()
 

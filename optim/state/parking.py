@@ -1,4 +1,4 @@
-"""`optimizer.parked`: lend the memory of parameters, gradients and state for a while.
+"""`optimizer.parked`, `model.park`: lend the memory of parameters, gradients and state for a while.
 
 [Note: parking] Storages are parked, not tensors: their bytes are copied away, the storage is freed
 with `resize_(0)` and refilled on the way back. Every view into it (parameters, segments of a slab,
@@ -38,11 +38,14 @@ def park(tensors: Iterable[Tensor], where: Where, config: NvmeConfig) -> Parked:
     To the host go those of other devices only. A storage that cannot be freed (memory of numpy, a
     mapped file) stays as it is.
     """
+    return Parked(storages_of(tensors, where), config if where == "nvme" else None)
+
+
+def storages_of(tensors: Iterable[Tensor], where: Where) -> list[UntypedStorage]:
+    """Storages that `park` moves, each once."""
     found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     storages = [s for s in found.values() if s.nbytes() and _can_be_freed(s)]
-    if where == "host":
-        return Parked([s for s in storages if s.device.type != "cpu"], None)
-    return Parked(storages, config)
+    return storages if where == "nvme" else [s for s in storages if s.device.type != "cpu"]
 
 
 class Parked:

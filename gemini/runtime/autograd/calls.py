@@ -36,6 +36,7 @@ from gemini.runtime.parts import (
     has_pass_elsewhere,
     in_pass,
     is_elsewhere,
+    refuse_parked,
     say_what_is_left,
     settle,
     taking_turns,
@@ -202,6 +203,7 @@ class Calls:
     def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a forward of the root module, by whichever entry point it is called."""
         parts = self._parts
+        refuse_parked(parts)
         outermost = not (parts.forward_depth or in_backward() or self._announced)
         # `generate` calls the module by itself; what only decodes was planned before it ran
         if outermost and not torch.is_grad_enabled() and parts.plan.kind == "train":
@@ -272,7 +274,7 @@ class Calls:
 
     def _check_backward(self) -> None:
         settle(self._parts)
-        self._gradients.check_complete()
+        self._gradients.check_backward()
 
     def _start_backward(self) -> None:
         parts, manager = self._parts, self._manager
@@ -326,12 +328,12 @@ class Calls:
         self._collector.before_change()
         self._reducer.finish()
         self._collector.after_change()
-        if self._reducer.synchronise:
-            self._gradients.exchange_presence()
         self._parts.ledger.note()
         self.forget()
         self.unpin()
         self._homes.graph_is_open = False
+        if self._reducer.synchronise:
+            self._gradients.end_backward()
 
     def forget(self) -> None:
         """Forget open module calls: the backward has ended."""

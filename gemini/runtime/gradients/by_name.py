@@ -9,8 +9,10 @@ from torch import Tensor
 
 from gemini.chunk.local import full_tensor_of
 from gemini.chunk.storage import Chunk, params_in
+from gemini.placement.timetable.updates import SPECULATE
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts
+from gemini.runtime.schedule.all_reduce_hook import AllReduceHook, Hook
 
 from .values import reduce_what_is_left
 from .waiting import Gradients, clipped_by
@@ -83,3 +85,28 @@ def _over(
             run.copy_((values if changed is None else changed) * scale)
 
     return over
+
+
+def set_all_reduce_hook(
+    parts: Parts, hook: Hook | None, stream: torch.cuda.Stream | None = None
+) -> None:
+    """Let a hook have all reduced gradients, from now on; see `GeminiDDP`."""
+    if parts.update == SPECULATE:
+        raise ValueError(
+            'update="speculate" updates with gradients that the all-reduce hook has not had; '
+            'expected update="serial" or update="tail"'
+        )
+    device = parts.backend.device
+    if stream is not None and (device.type != "cuda" or parts.scope.replicas):
+        raise ValueError(
+            "stream= of an all-reduce hook is for a CUDA device and a mesh without replicas; "
+            "expected None"
+        )
+    if any(chunk.gradient.exists or chunk.gradient.num_arrived for chunk in parts.chunks):
+        raise RuntimeError(
+            "set_all_reduce_hook() beside gradients that another step is to take; call it behind "
+            "zero_grad()"
+        )
+    parts.all_reduce_hook = (
+        None if hook is None else AllReduceHook(parts.chunks, parts.comm, hook, stream)
+    )

@@ -33,7 +33,8 @@ class GradientValues:
     def are_local(self) -> bool:
         """Whether gradients are this rank's own: the last backward was not reduced, as in DDP."""
         reducer = self._parts.reducer
-        return self._parts.comm.world_size > 1 and reducer.unsynchronised and reducer.leftover
+        is_sum = self._parts.comm.world_size > 1 or self._parts.all_reduce_hook is not None
+        return is_sum and reducer.unsynchronised and reducer.leftover
 
     def read(self, param: ParamId) -> Tensor:
         """Copy of a gradient, fp32 and flat. Every rank calls it, for the same `param` or not."""
@@ -123,12 +124,15 @@ def own_parts(parts: Parts, chunk: Chunk, param: ParamId) -> Iterator[tuple[slic
 
 
 def reduce_what_is_left(parts: Parts) -> Sequence[bool]:
-    """Reduce gradients left by `no_sync` or late; returns which parameters have one. Collective."""
+    """Reduce gradients left by `no_sync` or late, and let the all-reduce hook have all that it has
+    not had; returns which parameters have one. Collective."""
     said = parts.comm.numbers([*parts.present, parts.reducer.leftover], torch.float64)
     parts.comm.all_reduce(said).wait()
     *there, leftover = (count > 0 for count in said.tolist())
     if leftover:
         parts.reducer.reduce_leftovers()
+    if parts.all_reduce_hook is not None:
+        parts.all_reduce_hook.run(there)
     return there
 
 

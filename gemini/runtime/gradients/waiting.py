@@ -21,12 +21,13 @@ from gemini.runtime.parts import (
     has_pass_elsewhere,
     in_pass,
     is_elsewhere,
+    refuse_parked,
     taking_turns,
 )
 from gemini.tickets import Done, Ticket
 from gemini.units import WORLD, ParamId
 
-from .values import GradientValues, norm_of, own_parts
+from .values import GradientValues, norm_of, own_parts, reduce_what_is_left
 
 if TYPE_CHECKING:
     from .view import GradientView
@@ -108,12 +109,15 @@ class Gradients:
         ticket.wait()
         return bool(counts.numel() and counts[param] > 0)
 
-    def exchange_presence(self) -> None:
-        """Begin to exchange which parameters have a gradient, after a backward was reduced."""
+    def end_backward(self) -> None:
+        """End a backward that was reduced: begin to exchange which parameters have a gradient, and
+        let the all-reduce hook have them."""
         parts = self._parts
         if parts.comm.world_size > 1:
             counts = parts.comm.numbers(parts.present, torch.int32)
             self._somewhere = (parts.comm.all_reduce(counts), counts)
+        if parts.all_reduce_hook is not None:
+            reduce_what_is_left(parts)
 
     # -- all of them --
 
@@ -154,6 +158,13 @@ class Gradients:
                 "call zero_grad() before you go on"
             )
 
+    def check_backward(self) -> None:
+        """Raise RuntimeError for a backward that could not add to the gradients that are there."""
+        self.check_complete()
+        hook = self._parts.all_reduce_hook
+        if hook is not None:
+            hook.check_backward()
+
     @taking_turns
     def zero_all(self) -> None:
         """Set all gradients to zero; a step takes zeros as gradients."""
@@ -177,12 +188,20 @@ class Gradients:
 
     def _forget(self) -> None:
         """Forget edits, views and cached values."""
+        refuse_parked(self._parts)
         self._parts.broken.clear()
+        self._new_to_hook()
         self._parts.pending_clip = None
         self._values.have_changed()
         for known in (self._edits, self._views, self._changes):
             known.clear()
         self._somewhere = (Done(None), torch.zeros(0))
+
+    def _new_to_hook(self) -> None:
+        """The gradients that follow are others than those that the all-reduce hook has had."""
+        hook = self._parts.all_reduce_hook
+        if hook is not None:
+            hook.forget()
 
     def tell_changes(self) -> None:
         """Record this rank's edits, which the coming vote compares over ranks."""
@@ -195,12 +214,14 @@ class Gradients:
     @taking_turns
     def clear_but(self, spared: Sequence[int], set_to_none: bool) -> None:
         """Drop gradients of all parameters but `spared`, or set them to zero."""
+        refuse_parked(self._parts)
         self.notice_broken_backward()
         params = self._parts.params
         clear_gradients(param for i, param in enumerate(params) if i not in spared)
         for param in map(ParamId, range(len(self._parts.params))):
             if param not in spared and self.exists(param):
                 self._drop(param) if set_to_none else self.zero(param)
+        self._new_to_hook()
 
     @taking_turns
     def set(self, param: ParamId, value: Tensor | None) -> None:
@@ -452,6 +473,7 @@ class Gradients:
 
     def _check_time(self) -> None:
         parts = self._parts
+        refuse_parked(parts)
         self.check_complete()
         if has_pass_elsewhere(parts):
             raise RuntimeError(

@@ -150,6 +150,10 @@ class Originals:
         """Bytes written to files that still exist."""
         return sum(store.traffic.written_bytes for store in self.stores)
 
+    def movable(self) -> list[Tensor]:
+        self.rest()
+        return list(self._memory.values())
+
     def clear(self) -> None:
         """Give memory and files back."""
         self._memory.clear()

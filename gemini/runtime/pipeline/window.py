@@ -84,7 +84,7 @@ class Window:
         collector.before_change()
         parts.reducer.reduce_deferred(1 / divisor)
         collector.after_change()
-        self._gradients.exchange_presence()
+        self._gradients.end_backward()
         parts.ledger.note()
         self._homes.graph_is_open = False
 

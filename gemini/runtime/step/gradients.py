@@ -13,6 +13,7 @@ from gemini.optim.rules.clipping import Clip
 from gemini.optim.step.executor import Executor
 from gemini.optim.step.gradients import GradientRun, Measured
 from gemini.runtime.comm.ballot import Agreement, Ballot
+from gemini.runtime.gradients.values import reduce_what_is_left
 from gemini.runtime.parts import Parts, PendingClip
 
 from .agreement import exchange, heard
@@ -56,6 +57,8 @@ class StepGradients:
         parts.reducer.reduce_put_off()
         if parts.comm.world_size == 1 and parts.reducer.leftover:
             parts.reducer.reduce_leftovers()  # several ranks agree on it first
+        if parts.all_reduce_hook is not None:  # behind backwards that reduced nothing
+            reduce_what_is_left(parts)
         return self.present()
 
     def present(self) -> list[Chunk]:

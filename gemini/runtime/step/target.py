@@ -39,7 +39,7 @@ from gemini.optim.update.cpu_update import StepInputs
 from gemini.placement.plan import Plan
 from gemini.placement.timetable.updates import SPECULATE
 from gemini.runtime.comm.ballot import Agreement
-from gemini.runtime.parts import Parts
+from gemini.runtime.parts import Parts, is_back
 from gemini.units import ChunkId, ParamId
 
 from .agreement import raise_what_any_rank_raised
@@ -108,7 +108,6 @@ class ShardTarget(ShardState):
         return self._executor
 
     def _staging_bytes(self) -> int:
-        """Bytes of staging on the device."""
         return 0 if self._executor.staging is None else self._executor.staging.nbytes
 
     # -- the step --
@@ -567,6 +566,9 @@ class ShardTarget(ShardState):
     def close(self, keep_masters: bool = True) -> None:
         if self._closed:
             return
+        if (away := self._parts.parked) is not None:  # other ranks may be gone, and are not asked
+            away.bring_back()
+            is_back(self._parts)
         self._closed = True
         try:
             self.settle()

@@ -215,3 +215,26 @@ def test_memory_is_not_handed_on_before_updates_beside_have_read_it(params):
         weights.append([value.cpu() for value in model.state_dict().values()])
         optimizer.close()
     assert all(map(torch.equal, *weights))
+
+
+def test_a_parked_module_gives_the_device_back_and_a_hook_runs_on_its_stream():
+    model = GeminiDDP(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), precision="bf16")
+    optimizer = HybridAdam(model.parameters(), lr=1e-2)
+    stream, seen = torch.cuda.Stream(), []
+
+    def hook(shard):
+        seen.append((shard.device.type, torch.cuda.current_stream() == stream))
+
+    model.set_all_reduce_hook(hook, stream=stream)
+    for _ in range(2):
+        model(torch.randn(4, 64, device="cuda", dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = torch.cuda.memory_allocated()
+        parked = model.park("host")
+        assert parked.device == parked.to_host > 0 == parked.ram == parked.to_nvme
+        assert torch.cuda.memory_allocated() == before - parked.device
+        model.resume()
+        assert torch.cuda.memory_allocated() == before
+    assert set(seen) == {("cuda", True)}
+    optimizer.close()

@@ -80,6 +80,7 @@ class ShardState(Target):
         self._names = [spec.name for spec in parts.layout.params]
         self._matrices_of: tuple[list[Chunk], MatrixBuckets] | None = None  # of these chunks
         self._was_loaded = False
+        self.parks_as = config.nvme  # files that parking writes
         self._make_state(config.nvme, config.nvme_fraction)
         matrices = None
         if rule.works is Works.ON_MATRICES:
@@ -353,15 +354,8 @@ class ShardState(Target):
         parts = self._parts
         self._calls.begin()
         parts.manager.release_all()
-        found = list(self.tiered_state.movable())
-        for chunk in parts.chunks:
-            chunk.wait_gathered()
-            chunk.gradient.end_reduce()
-            held = (chunk.payload, chunk.gradient.buffer, chunk.gradient.shard)
-            found += [tensor for tensor in held if tensor is not None]
-            if chunk.files is None:
-                found.append(chunk.shard)
-        return found
+        own = self.tiered_state.movable()
+        return [*own, *(tensor for chunk in parts.chunks for tensor in chunk.movable())]
 
     @property
     def stores(self) -> Sequence[BlockStore]:
