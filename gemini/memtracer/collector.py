@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini.arguments import by_name
 from gemini.chunk.layout import ParamSpec, specs_of
@@ -387,7 +388,7 @@ def trace(
     tracker = StorageTracker()
     saved_bytes = SavedCounter(tracker)
     collector = MemStatsCollector(specs, [tracker], saved=saved_bytes)
-    with FakeTensorMode():
+    with FakeTensorMode(), _GroupsInFp32():
         made = [
             torch.empty(spec.shape, dtype=dtype, requires_grad=spec.trainable) for spec in specs
         ]
@@ -429,6 +430,17 @@ def trace(
             collector.abandon()
             for drop in drops:
                 drop.remove()
+
+
+class _GroupsInFp32(TorchDispatchMode):
+    """Lets products of experts in fp32 be traced: torch computes them on fake tensors in bf16
+    alone, though on real ones in both."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+            first, second, *others = args
+            return func(first.bfloat16(), second.bfloat16(), *others, **(kwargs or {})).float()
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -352,7 +352,11 @@ class Calls:
     def begins(self, caller: Caller) -> None:
         if self._collector.collecting:
             self._sampler.record("enter", caller)
-        self._make_there(caller.chunks)
+        try:
+            self._make_there(caller.chunks)
+        except Exception:  # torch runs the hook that ends the call, but not after Ctrl-C
+            self._manager.begin_use(caller.chunks, caller.params)
+            raise
         self._manager.begin_use(caller.chunks, caller.params)
 
     @taking_turns

@@ -71,15 +71,16 @@ def answers(model, ids, **options):
     )  # fmt: skip
 
 
-def served(folder, tmp_path, share=0.4):
+def served(folder, tmp_path, share=0.4, **options):
     """A model of whose weights a share has room, and where that is below all stacks."""
-    roomy = gemini.load_pretrained(folder, serve=True, **BOUNDS)
+    options = {**BOUNDS, **options}
+    roomy = gemini.load_pretrained(folder, serve=True, **options)
     planned = roomy.engine.planning
     asked = planned.inputs.trace.peak_non_model_bytes
     nbytes = sum(chunk.payload_bytes for chunk in planned.plan.chunks)
     budget = asked + round(share * nbytes)
     return gemini.load_pretrained(
-        folder, serve=True, device_budget=budget, nvme_dir=str(tmp_path), **BOUNDS
+        folder, serve=True, device_budget=budget, nvme_dir=str(tmp_path), **options
     )
 
 
@@ -164,6 +165,17 @@ def test_a_long_prompt_reads_all_experts_once_and_decodes_plain_tokens(tmp_path)
         want = answers(plain, ids)
     assert all(len(experts) == EXPERTS for experts in passes[0].values())
     assert torch.equal(answers(model, ids), want)
+
+
+def test_experts_in_fp32_are_read_as_routed_too(tmp_path):
+    plain = saved(tmp_path / "model", "mixtral").float()
+    model = served(tmp_path / "model", tmp_path, precision="fp32")
+    assert stacks_in_files(model)
+    found = []
+    read, gathers = moved(model, lambda: found.append(answers(model, prompts(1))))
+    assert torch.equal(found[0], answers(plain, prompts(1)))
+    stacks = model.engine.planning.inputs.layout.chunks
+    assert 0 < read < sum(stacks[c].payload_bytes * count for c, count in gathers.items())
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
@@ -423,6 +435,8 @@ def test_a_disk_that_fails_for_a_while_raises_and_then_the_model_decodes_as_befo
     plain = saved(tmp_path / "model", "mixtral")
     model = served(tmp_path / "model", tmp_path)
     want = answers(plain, prompts(1))
+    assert torch.equal(answers(model, prompts(1)), want)
+    rests = model.engine.manager.bytes_in_use()
     with (
         failing("preadv", errno.EIO, "-base-", after=after) as failed,
         pytest.raises(nvme.TransferError) as raised,
@@ -432,6 +446,7 @@ def test_a_disk_that_fails_for_a_while_raises_and_then_the_model_decodes_as_befo
     for count in (1, 3):
         assert torch.equal(answers(model, prompts(count)), answers(plain, prompts(count)))
     assert torch.equal(answers(model, prompts(1)), want)
+    assert model.engine.manager.bytes_in_use() == rests  # the call that failed has ended, too
 
 
 # -- values --
