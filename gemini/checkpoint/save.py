@@ -34,15 +34,15 @@ from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.dcp.writer import RankFile, Save
 from gemini.checkpoint.format.manifest import CheckpointError
 from gemini.checkpoint.model.keys import Keys, encode, known_stores, random_state
-from gemini.checkpoint.model.plain import PlainRuns, can_be_runs, plain_state
+from gemini.checkpoint.model.plain import can_be_runs, plain_runs, plain_state
 from gemini.checkpoint.model.state import (
     RunState,
-    ShardedState,
-    StagesState,
     alone,
+    check_parts,
     first_names,
     inside,
     parts_of,
+    sharded_runs,
 )
 from gemini.ddp import GeminiDDP
 from gemini.nvme import is_gone
@@ -160,7 +160,7 @@ def _save_pinned(save: Save, runs: RunState, keeper: ShardTarget) -> None:
     with ExitStack() as stack:
 
         def stream(file: RankFile) -> None:
-            runs.weights.visit(runs.shown(file.add_run))
+            runs.visit_weights(file.add_run)
             # The pin's witness is a file of the finished checkpoint. `settle` runs when the save
             # has ended, well or not: only then is it known whether that file exists.
             version, settle = keeper.pin_state(save.target / file.pinned_name)
@@ -317,21 +317,24 @@ def runs_of(
 ) -> RunState | None:
     """Runs that are streamed; None for a module that only torch's own state dicts can save.
 
-    once: True for a save, see `ShardedState`.
+    once: True for a save, see `sharded_runs`.
     Raises CheckpointError for an optimizer that is not the module's.
     """
     parts = parts_of(model)
     if parts:
         if optimizer is None or isinstance(optimizer, TieredOptimizer):
-            if parts[0].engine.together is not None:
-                return StagesState(parts, optimizer, keys, weights=weights, once=once)
-            return ShardedState(parts[0], optimizer, keys, weights=weights, once=once)
+            if parts[0].engine.together is not None and optimizer is not None:
+                check_parts(parts, optimizer)
+            modules = [sharded_runs(part, optimizer, weights=weights, once=once) for part in parts]
+            has_optimizer = optimizer is not None
+            return RunState(modules, keys, with_optimizer=has_optimizer, with_weights=weights)
         raise CheckpointError(
             f"a {type(optimizer).__name__} has no state of a GeminiDDP; give its HybridAdam or the "
             "like"
         )
     if isinstance(optimizer, TieredOptimizer) and world_size == 1 and can_be_runs(model):
-        return PlainRuns(model, optimizer, keys, weights=weights)
+        modules = [plain_runs(model, optimizer, weights=weights)]
+        return RunState(modules, keys, with_optimizer=True, with_weights=weights)
     return None
 
 

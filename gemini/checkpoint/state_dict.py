@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gemini.checkpoint.dcp.boxes import FlatRuns, Region
 from gemini.checkpoint.model.keys import Keys
-from gemini.checkpoint.model.state import ShardedState
+from gemini.checkpoint.model.state import RunState, sharded_runs
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 
@@ -28,7 +28,7 @@ def get_state_dict(
     model: GeminiDDP, optimizer: TieredOptimizer | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(state dict of the module, of the optimizer), sharded, with the inner module's names."""
-    runs = ShardedState(model, optimizer, Keys())
+    runs = _runs_of(model, optimizer, Keys())
     state = state_of(runs, model, optimizer, first=True)
 
     def keep(key: str, region: Region, start: int, values: Tensor) -> None:
@@ -59,7 +59,7 @@ def set_state_dict(
         values.copy_(runs.held[start])
         return True
 
-    runs = ShardedState(model, optimizer, keys)
+    runs = _runs_of(model, optimizer, keys)
     runs.fill(put)
     for name, buffer in runs.buffers.items():
         if name in model_state_dict:
@@ -69,3 +69,7 @@ def set_state_dict(
             for plane in sorted(whole.keys() & planes.get(name, {}).keys()):
                 whole[plane].copy_(planes[name][plane])
         optimizer.load_param_groups(optim_state_dict["param_groups"])
+
+
+def _runs_of(model: GeminiDDP, optimizer: TieredOptimizer | None, keys: Keys) -> RunState:
+    return RunState([sharded_runs(model, optimizer)], keys, with_optimizer=optimizer is not None)

@@ -3,7 +3,7 @@ ours, so that state on disk is streamed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from gemini.checkpoint.dcp.boxes import Region
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.dcp.reader import CheckpointSource
 from gemini.checkpoint.format.data_file import can_be_raw
@@ -31,7 +32,7 @@ from gemini.saved_names import SavedNames
 from gemini.units import ParamId
 
 from .keys import Keys, check_fits, differences, params_of_group, step_count
-from .state import RunState, WeightStream, names_of
+from .state import ModuleRuns, WeightStream, names_of
 
 
 def plain_state(
@@ -129,47 +130,42 @@ def can_be_runs(module: nn.Module) -> bool:
     )
 
 
-class PlainRuns(RunState):
-    """The parameters of a module that `can_be_runs`, and the state of its optimizer."""
+def plain_runs(
+    module: nn.Module, optimizer: TieredOptimizer, *, weights: bool = True
+) -> ModuleRuns:
+    """Runs of a module that `can_be_runs`, and of the state of its optimizer.
 
-    def __init__(
-        self, module: nn.Module, optimizer: TieredOptimizer, keys: Keys, *, weights: bool = True
-    ) -> None:
-        """Raise CheckpointError for an optimizer over other parameters."""
-        named = saved_params(module)
-        self.names = [names for _, names in named]
-        params = {names[0]: param.detach() for param, names in named}
-        self.shapes = {name: param.size() for name, param in params.items()}
-        flats = {n: param.view(-1) for n, param in params.items()} if weights else {}
-        self.buffers = dict(saved_buffers(module)) if weights else {}
-        by_id = {id(param): names[0] for param, names in named}
-        targets = [target for target in optimizer.targets if isinstance(target, PlainTarget)]
-        self._whole: dict[str, dict[str, Tensor]] = {}
-        for target in targets:
-            strangers = [param for param in target.params if id(param) not in by_id]
-            if strangers or len(targets) < len(optimizer.targets):
-                raise CheckpointError(
-                    "the optimizer updates parameters that the module does not have; save a "
-                    "module that holds all of them"
-                )
-            planes = {plane.name for plane in target.planes}
-            self._whole |= {
-                by_id[id(param)]: {name: state[name] for name in state if name not in planes}
-                for param, state in target.shown_state().items()
-            }
-        segments = [
-            (flat, [ShardSegment(ParamId(i), 0, flat.numel(), 0)])
-            for i, flat in enumerate(flats.values())
-            if flat.numel()
-        ]
-        super().__init__(
-            keys,
-            WeightStream(list(flats), segments, lambda flat: flat),
-            [stream for target in targets for stream in target.streams(by_id)],
-            {name: flat.dtype for name, flat in flats.items()},
-            with_optimizer=True,
-            with_weights=weights,
-        )
-
-    def small_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        return self._whole
+    Raises CheckpointError for an optimizer over other parameters.
+    """
+    named = saved_params(module)
+    params = {names[0]: param.detach() for param, names in named}
+    flats = {n: param.view(-1) for n, param in params.items()} if weights else {}
+    by_id = {id(param): names[0] for param, names in named}
+    targets = [target for target in optimizer.targets if isinstance(target, PlainTarget)]
+    whole: dict[str, dict[str, Tensor]] = {}
+    for target in targets:
+        strangers = [param for param in target.params if id(param) not in by_id]
+        if strangers or len(targets) < len(optimizer.targets):
+            raise CheckpointError(
+                "the optimizer updates parameters that the module does not have; save a "
+                "module that holds all of them"
+            )
+        planes = {plane.name for plane in target.planes}
+        whole |= {
+            by_id[id(param)]: {name: state[name] for name in state if name not in planes}
+            for param, state in target.shown_state().items()
+        }
+    segments = [
+        (flat, [ShardSegment(ParamId(i), 0, flat.numel(), 0)])
+        for i, flat in enumerate(flats.values())
+        if flat.numel()
+    ]
+    return ModuleRuns(
+        names=[names for _, names in named],
+        regions={name: Region.whole(param.shape) for name, param in params.items()},
+        buffers=dict(saved_buffers(module)) if weights else {},
+        weights=WeightStream(list(flats), segments, lambda flat: flat),
+        states=[stream for target in targets for stream in target.streams(by_id)],
+        dtypes={name: flat.dtype for name, flat in flats.items()},
+        whole=lambda: whole,
+    )

@@ -1,21 +1,22 @@
 """State of a module and its optimizer as runs, to save and to load.
 
-`RunState` is the base; `ShardedState` is for a wrapped module, `StagesState` for the parts of a
-pipeline, `plain.PlainRuns` for a plain module whose optimizer is ours. State on disk is read and
-written one block at a time.
+`sharded_runs` names those of a wrapped module, `plain.plain_runs` those of a plain module whose
+optimizer is ours; `RunState` is one of them, or all of the stages of a pipeline that this process
+has. State on disk is read and written one block at a time.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from gemini.checkpoint.dcp.boxes import FlatRuns, Region
+from gemini.checkpoint.dcp.boxes import FlatRun, FlatRuns, Region
 from gemini.checkpoint.dcp.reader import RunFiller
 from gemini.checkpoint.format.manifest import CheckpointError
 from gemini.chunk.layout import ShardSegment, saved_params
@@ -42,6 +43,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 H = TypeVar("H")
+SmallState = Mapping[str, Mapping[str, Tensor]]  # by parameter and plane
 RunVisitor = Callable[[str, Region, int, Tensor], None]  # (key, region, first element of it, [n])
 
 
@@ -96,77 +98,90 @@ class WeightStream(Generic[H]):
         ]
 
 
-class RunState:
-    """One process's part of a module and its optimizer: runs of weights, runs of planes.
+@dataclass(frozen=True, slots=True)
+class ModuleRuns:
+    """Runs of one module's weights, and of its optimizer's state, that this process has.
 
-    A weight with an fp32 master in the optimizer is saved as that master, and has no run of its
-    own. Subclasses know where the other weights are.
+    names: of every parameter; a tied one has several.
+    regions: of every parameter, by its first name: all of it, unless torch has split it.
+    weights: of parameters without an fp32 master; one with a master is saved as that master.
+    dtypes: of every weight without a master, by the parameter's name.
+    whole: returns state that every process has whole, by the name of an optimized parameter, as in
+        torch's optimizers: `step`, [] fp32, and lines of matrices.
+    silent: parameters whose runs another rank shows.
+    filled: called once all runs have their new values.
     """
 
-    names: Sequence[tuple[str, ...]]  # of every parameter; a tied one has several
-    shapes: Mapping[str, torch.Size]  # of every parameter, whole, by its first name
+    names: Sequence[tuple[str, ...]]
+    regions: Mapping[str, Region]
     buffers: Mapping[str, Tensor]
-    on_other_ranks: frozenset[str] = frozenset()  # names that other ranks have, of other parts
+    weights: WeightStream[Any]
+    states: Sequence[StateStream]
+    dtypes: Mapping[str, torch.dtype]
+    whole: Callable[[], SmallState]
+    silent: frozenset[str] = frozenset()
+    filled: Callable[[], None] = lambda: None
+
+    @property
+    def streams(self) -> Sequence[WeightStream[Any] | StateStream]:
+        return [self.weights, *self.states]
+
+
+class RunState:
+    """Runs of this process under the keys of a checkpoint: of a module, or of stages of a pipeline.
+
+    A checkpoint of a pipeline has the whole model: each rank streams the runs of its parts, under
+    the names that their parameters have in the whole model. So it loads at any number of stages.
+
+    shapes: of every parameter, whole, by its first name.
+    tensors: by key, what DCP is told of this process's runs.
+    on_other_ranks: names that other ranks have, of other parts.
+    """
+
+    on_other_ranks: frozenset[str] = frozenset()
 
     def __init__(
         self,
+        modules: Sequence[ModuleRuns],
         keys: Keys,
-        weights: WeightStream[Any],
-        states: Sequence[StateStream],
-        dtypes: Mapping[str, torch.dtype],
         *,
         with_optimizer: bool,
         with_weights: bool = True,
-        silent: Collection[str] = (),
     ) -> None:
-        """Describe the runs of `weights` and `states` as tensors for DCP.
-
-        dtypes: of every weight without a master, by the parameter's name.
-        silent: parameters whose runs another rank shows.
-        with_weights: False for subclasses that give no buffers, runs or dtypes of weights.
-        """
-        self._keys = keys
-        self.weights, self.states = weights, states
-        self._with_optimizer = with_optimizer
-        self._with_weights = with_weights
-        self._silent = frozenset(silent)
-        columns = [column for stream in states for column in stream.columns()]
-        names = dict.fromkeys(plane.name for _, plane in columns)
-        self.planes = tuple(name for name in names if name != MASTER)
-        found = {keys.weight(name): dtype for name, dtype in dtypes.items()}
-        found |= {
-            self._key(name, plane.name): DTYPES[plane.dtype]
-            for name, plane in columns
-            if self._has(plane.name)
-        }
-        by_key: dict[str, list[tuple[int, int, int]]] = {}  # (start, numel, place in the stream)
-        place = 0
-        for run in [run for stream in self._streams for run in stream.runs()]:
-            if (key := self._key_of(run)) is not None:
-                by_key.setdefault(key, []).append((run.start, run.values.numel(), place))
-                place += 1
-        region_of_key = {
-            self._key(name, plane): self.region(name)
-            for name in self.shapes
-            for plane in (MASTER, *self.planes)
-        }
+        """with_weights: False for modules that give no buffers, runs or dtypes of weights."""
+        self.modules, self._keys = modules, keys
+        self._with_optimizer, self._with_weights = with_optimizer, with_weights
+        self.names = [names for module in modules for names in module.names]
+        self.buffers = _merged([module.buffers for module in modules])
+        regions = _merged([module.regions for module in modules])
+        self.shapes = {name: torch.Size(region.shape) for name, region in regions.items()}
+        found: dict[str, tuple[Region, torch.dtype]] = {}
+        planes: dict[str, None] = {}
+        for module in modules:
+            for name, dtype in module.dtypes.items():
+                found[keys.weight(name)] = module.regions[name], dtype
+            for name, plane in (column for one in module.states for column in one.columns()):
+                planes[plane.name] = None
+                if self._has(plane.name):
+                    key = self._key(name, plane.name)
+                    found[key] = module.regions[name], DTYPES[plane.dtype]
+        self.planes = tuple(name for name in planes if name != MASTER)
+        runs: dict[str, list[FlatRun]] = {}
+        order: dict[str, list[int]] = {}
+        for place, (key, run) in enumerate(self._keyed()):
+            runs.setdefault(key, []).append((run.start, run.values.numel()))
+            order.setdefault(key, []).append(place)
         self.tensors = {
-            key: FlatRuns(
-                region_of_key[key],
-                dtype,
-                [(start, numel) for start, numel, _ in by_key.get(key, ())],
-                [place for _, _, place in by_key.get(key, ())],
-            )
-            for key, dtype in found.items()
+            key: FlatRuns(region, dtype, runs.get(key, ()), order.get(key, ()))
+            for key, (region, dtype) in found.items()
         }
 
-    @property
-    def _streams(self) -> Sequence[WeightStream[Any] | StateStream]:
-        return [self.weights, *self.states]
-
-    def region(self, name: str) -> Region:
-        """Region of a parameter in this process: all of it, unless torch has split it."""
-        return Region.whole(self.shapes[name])
+    def _keyed(self) -> Iterator[tuple[str, StateRun]]:
+        """(key, run without values) of all, in the order in which `visit` shows them."""
+        for module in self.modules:
+            for run in (run for stream in module.streams for run in stream.runs()):
+                if (key := self._key_of(module, run)) is not None:
+                    yield key, run
 
     @property
     def nbytes(self) -> int:
@@ -195,43 +210,49 @@ class RunState:
             if self._with_weights
         }
 
-    def small_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """State that every process has whole, by the name of an optimized parameter, as in torch's
-        optimizers: `step`, [] fp32, and lines of matrices."""
-        raise NotImplementedError
+    def small_state(self) -> SmallState:
+        """State that every process has whole; see `ModuleRuns`."""
+        return _merged([module.whole() for module in self.modules])
 
-    def set_small_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def set_small_state(self, state: SmallState) -> None:
         """Copy `state` into `small_state`; parameters without an entry keep theirs."""
-        for name, whole in self.small_state().items():
-            for plane, value in state.get(name, {}).items():
-                whole[plane].copy_(value)
+        for module in self.modules:  # two stages may have copies of one weight
+            for name, whole in module.whole().items():
+                for plane, value in state.get(name, {}).items():
+                    whole[plane].copy_(value)
 
     # -- out --
 
     def visit(self, look: RunVisitor) -> None:
         """Show every run, state on disk a block at a time. The visitor copies values it keeps."""
-        for stream in self._streams:
-            stream.visit(self.shown(look))
+        for module in self.modules:
+            for stream in module.streams:
+                stream.visit(self.shown(module, look))
+
+    def visit_weights(self, look: RunVisitor) -> None:
+        """Show the runs of weights without a master."""
+        for module in self.modules:
+            module.weights.visit(self.shown(module, look))
 
     def snapshot(self) -> Snapshot:
         """Snapshot of this state, to be shown while training continues."""
-        return Snapshot([self])
+        return Snapshot(self)
 
-    def shown(self, look: RunVisitor) -> StateVisitor:
-        """Visitor of streams that shows their runs to `look`."""
+    def shown(self, module: ModuleRuns, look: RunVisitor) -> StateVisitor:
+        """Visitor of a module's streams that shows their runs to `look`."""
 
         def show(run: StateRun) -> None:
-            if (key := self._key_of(run)) is not None:
-                look(key, self.region(run.name), run.start, run.values)
+            if (key := self._key_of(module, run)) is not None:
+                look(key, module.regions[run.name], run.start, run.values)
 
         return show
 
     def _has(self, plane: str) -> bool:
         return self._with_weights if plane == MASTER else self._with_optimizer
 
-    def _key_of(self, run: StateRun) -> str | None:
+    def _key_of(self, module: ModuleRuns, run: StateRun) -> str | None:
         """Key under which a run is saved; None: it is not."""
-        shows = run.name not in self._silent and self._has(run.plane)
+        shows = run.name not in module.silent and self._has(run.plane)
         return self._key(run.name, run.plane) if shows else None
 
     def _key(self, name: str, plane: str) -> str:
@@ -242,10 +263,11 @@ class RunState:
     ) -> None:
         """Show every run of the state, without values, with the byte at which it begins in a
         version."""
-        (stream,) = self.states
+        (module,) = self.modules
+        (stream,) = module.states
         for run, at in stream.places(version):
-            if (key := self._key_of(run)) is not None:
-                look(key, self.region(run.name), run, at)
+            if (key := self._key_of(module, run)) is not None:
+                look(key, module.regions[run.name], run, at)
 
     # -- back --
 
@@ -254,35 +276,39 @@ class RunState:
 
         given: keys of which `put` has every run.
         """
+        for module in self.modules:
+            for stream in module.streams:
+                # A load that replaces all state need not read the old state from disk first.
+                whole = {self._key_of(module, run) for run in stream.runs()} <= given
+                stream.fill(self._source(module, put), whole=whole)
+            module.filled()
 
+    def _source(self, module: ModuleRuns, put: RunFiller) -> StateSource:
         def source(run: StateRun) -> None:
-            if (key := self._key_of(run)) is not None:
+            if (key := self._key_of(module, run)) is not None:
                 put(key, run.start, run.values)
 
-        for stream in self._streams:
-            # A load that replaces all state need not read the old state from disk first.
-            stream.fill(source, whole={self._key_of(run) for run in stream.runs()} <= given)
+        return source
 
 
 class Snapshot:
-    """States at the moment when this was made, readable while training continues. Close it."""
+    """State at the moment when this was made, readable while training continues. Close it."""
 
-    def __init__(self, states: Sequence[RunState]) -> None:
-        self._states = states
-        self._pins = [(s, stream, stream.pin()) for s in states for stream in s.states]
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._pins = [(m, stream, stream.pin()) for m in state.modules for stream in m.states]
 
     def visit_memory(self, look: RunVisitor) -> None:
         """Show all runs that the next step changes in place: weights, and state in memory."""
-        for state in self._states:
-            state.weights.visit(state.shown(look))
-            for stream in state.states:
-                stream.visit_memory(state.shown(look))
+        self._state.visit_weights(look)
+        for module, stream, _ in self._pins:
+            stream.visit_memory(self._state.shown(module, look))
 
     def visit_disk(self, look: RunVisitor) -> None:
         """Show state on disk, whose version is kept until then. Any thread may call."""
-        for state, stream, pin in self._pins:
+        for module, stream, pin in self._pins:
             if pin is not None:
-                stream.visit(state.shown(look), pin)
+                stream.visit(self._state.shown(module, look), pin)
 
     def close(self) -> None:
         """Let go of what was not shown. Any number of times."""
@@ -291,88 +317,78 @@ class Snapshot:
                 pin.close()
 
 
-class ShardedState(RunState):
-    """One rank's part of a wrapped module and its optimizer. Nothing is gathered.
+def sharded_runs(
+    model: GeminiDDP,
+    optimizer: TieredOptimizer | None,
+    *,
+    weights: bool = True,
+    once: bool = False,
+) -> ModuleRuns:
+    """Runs of a wrapped module and its optimizer on this rank. Nothing is gathered.
 
-    optimizer: None saves and loads weights alone, as masters if the module has an optimizer, else
-        as fp32 originals.
+    optimizer: None for weights alone, as masters if the module has an optimizer, else as fp32
+        originals.
     weights: False leaves weights and masters out.
     once: True for a save: one of the ranks that have the same shard shows it.
     """
+    engine = model.engine
+    if optimizer is not None:
+        optimizer.bind_to(engine)
+    engine.write_back_changes()
+    target, layout = engine.target, engine.layout
+    # an opaque base is in no checkpoint: only its digest is, see `save.base_of`
+    regions = {
+        spec.name: Region(*region_of(param))
+        for spec, param in zip(layout.params, engine.params, strict=True)
+        if spec.form is None
+    }
+    if once and weights:
+        tell_rounded_once(engine)
+    has_masters = target is not None and target.has_master
+    chunks = [chunk for chunk in engine.chunks if chunk.spec.dtype != BYTES]
+    shown = [chunk for chunk in chunks if chunk.counts or not once]
+    bare = [chunk for chunk in shown if weights and not (has_masters and chunk.spec.trainable)]
+    dtypes: dict[str, torch.dtype] = {}
+    for chunk in chunks if weights else ():
+        dtype = torch.float32 if chunk.spec.id in engine.originals else chunk.dtype
+        names = [layout.params[slot.param].name for slot in chunk.spec.slots]
+        dtypes |= dict.fromkeys(names, dtype)
+    silent = {
+        layout.params[slot.param].name
+        for chunk in chunks
+        if chunk not in shown
+        for slot in chunk.spec.slots
+    }
 
-    def __init__(
-        self,
-        model: GeminiDDP,
-        optimizer: TieredOptimizer | None,
-        keys: Keys,
-        *,
-        weights: bool = True,
-        once: bool = False,
-    ) -> None:
-        engine = model.engine
-        if optimizer is not None:
-            optimizer.bind_to(engine)
-        engine.write_back_changes()
-        self._engine = engine
-        self._target = engine.target
-        layout = engine.layout
-        # an opaque base is in no checkpoint: only its digest is, see `save.base_of`
-        self.names = [spec.names for spec in layout.params if spec.form is None]
-        self._regions = {
-            spec.name: Region(*region_of(param))
-            for spec, param in zip(layout.params, engine.params, strict=True)
-            if spec.form is None
-        }
-        self.shapes = {name: torch.Size(region.shape) for name, region in self._regions.items()}
-        self.buffers = dict(model.saved_tensors()) if weights else {}
-        if once and weights:
-            tell_rounded_once(engine)
-        has_masters = self._target is not None and self._target.has_master
-        chunks = [chunk for chunk in engine.chunks if chunk.spec.dtype != BYTES]
-        shown = [chunk for chunk in chunks if chunk.counts or not once]
-        bare = [chunk for chunk in shown if weights and not (has_masters and chunk.spec.trainable)]
-        dtypes: dict[str, torch.dtype] = {}
-        for chunk in chunks if weights else ():
-            dtype = torch.float32 if chunk.spec.id in engine.originals else chunk.dtype
-            names = [layout.params[slot.param].name for slot in chunk.spec.slots]
-            dtypes |= dict.fromkeys(names, dtype)
-        super().__init__(
-            keys,
-            WeightStream(
-                [spec.name for spec in layout.params],
-                [(chunk, layout.shard_segments(chunk.spec, chunk.rank)) for chunk in bare],
-                partial(weights_without_master, engine),
-                partial(set_without_master, engine),
-            ),
-            [] if self._target is None else self._target.streams(self._target.names),
-            dtypes,
-            with_optimizer=optimizer is not None,
-            with_weights=weights,
-            silent={
-                layout.params[slot.param].name
-                for chunk in chunks
-                if chunk not in shown
-                for slot in chunk.spec.slots
-            },
-        )
-
-    def region(self, name: str) -> Region:
-        return self._regions[name]
-
-    def small_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        target = self._target
+    def whole() -> SmallState:
         if target is None:
             return {}
-        shown: Mapping[Any, dict[str, Tensor]] = target.shown_state()
-        whole = {target.names[id(param)]: state for param, state in shown.items()}
-        silent = self._silent  # a copy of a tied weight: another stage shows it
-        return {n: state for n, state in whole.items() if n in self.shapes and n not in silent}
+        found: Mapping[Any, dict[str, Tensor]] = target.shown_state()
+        by_name = {target.names[id(param)]: state for param, state in found.items()}
+        # a copy of a tied weight: another stage shows it
+        return {n: state for n, state in by_name.items() if n in regions and n not in silent}
 
-    def fill(self, put: RunFiller, given: Set[str] = frozenset()) -> None:
-        super().fill(put, given)
+    def filled() -> None:
         # Payloads that are gathered still have the values from before the load.
-        self._engine.manager.release_all()
-        self._engine.shards_changed()
+        engine.manager.release_all()
+        engine.shards_changed()
+
+    return ModuleRuns(
+        names=[spec.names for spec in layout.params if spec.form is None],
+        regions=regions,
+        buffers=dict(model.saved_tensors()) if weights else {},
+        weights=WeightStream(
+            [spec.name for spec in layout.params],
+            [(chunk, layout.shard_segments(chunk.spec, chunk.rank)) for chunk in bare],
+            partial(weights_without_master, engine),
+            partial(set_without_master, engine),
+        ),
+        states=[] if target is None else target.streams(target.names),
+        dtypes=dtypes,
+        whole=whole,
+        silent=frozenset(silent),
+        filled=filled,
+    )
 
 
 def inside(model: nn.Module) -> nn.Module:
@@ -414,68 +430,12 @@ def alone(changes: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorated
 
 
-class StagesState(RunState):
-    """One process's parts of a pipeline and their optimizer: a `ShardedState` for each part.
-
-    A checkpoint of a pipeline has the whole model: each rank streams the runs of its parts, under
-    the names that their parameters have in the whole model. So it loads at any number of stages.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[GeminiDDP],
-        optimizer: TieredOptimizer | None,
-        keys: Keys,
-        *,
-        weights: bool,
-        once: bool = False,
-    ) -> None:
-        """Raise CheckpointError if the optimizer has other parts."""
-        if optimizer is not None:
-            _check_parts(parts, optimizer)
-        self._states = [
-            ShardedState(part, optimizer, keys, weights=weights, once=once) for part in parts
-        ]
-        self._keys, self._with_weights = keys, weights
-        self.names = [names for state in self._states for names in state.names]
-        self.shapes: Mapping[str, torch.Size] = _merged([s.shapes for s in self._states])
-        self.buffers: Mapping[str, Tensor] = _merged([s.buffers for s in self._states])
-        self.planes = self._states[0].planes
-        self.tensors: dict[str, FlatRuns] = {}
-        before = 0  # runs in the stream
-        for state in self._states:
-            for key, tensor in state.tensors.items():
-                order = [before + place for place in tensor.order]
-                runs = tensor.runs
-                if (other := self.tensors.get(key)) is not None:  # of a weight that stages tie
-                    runs, order = other.runs + runs, [*other.order, *order]
-                self.tensors[key] = FlatRuns(tensor.region, tensor.dtype, runs, order)
-            before += sum(len(tensor.runs) for tensor in state.tensors.values())
-
-    def small_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        return _merged([state.small_state() for state in self._states])
-
-    def set_small_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        for part in self._states:  # two may have copies of one weight
-            part.set_small_state(state)
-
-    def visit(self, look: RunVisitor) -> None:
-        for state in self._states:
-            state.visit(look)
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(self._states)
-
-    def fill(self, put: RunFiller, given: Set[str] = frozenset()) -> None:
-        for state in self._states:
-            state.fill(put, given)
-
-
 def _merged(found: Sequence[Mapping[str, T]]) -> dict[str, T]:
     return {name: value for part in found for name, value in part.items()}
 
 
-def _check_parts(parts: Sequence[GeminiDDP], optimizer: TieredOptimizer) -> None:
+def check_parts(parts: Sequence[GeminiDDP], optimizer: TieredOptimizer) -> None:
+    """Raise CheckpointError if the optimizer has other parts of a pipeline."""
     stepped = {
         id(target.parts)
         for target in optimizer.targets
