@@ -6,11 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gemini.chunk.layout import ChunkLayout
+from gemini.memtracer.forecast import without_saved
+from gemini.optim.rules.state_layout import WEIGHT_DTYPE
 from gemini.placement.homes.budgets import given_budgets
 from gemini.placement.plan import Plan, UpdatePath
 from gemini.placement.planner import PlanInputs, PlanResult, make_plan, plan_within
-from gemini.placement.policy import AutoPlacement, Placement
+from gemini.placement.policy import AutoPlacement, Placement, spills
 from gemini.placement.problem import DEVICE_BUFFERS
+from gemini.placement.saved import Spilling
 from gemini.placement.sizes import (
     FP32_BYTES,
     NOT_WAITING,
@@ -56,14 +59,32 @@ def few_blocks_numel(layout: ChunkLayout) -> int:
     return min(BLOCK_NUMEL, max(MIN_BLOCK_NUMEL, 1 << (numel // _MOST_BLOCKS).bit_length()))
 
 
-def assumed_state(may_split: frozenset[ChunkId], has_master: bool) -> StateBytes:
-    """State of the optimizer that is yet to come. may_split: chunks whose masters may be split.
+def may_split(layout: ChunkLayout) -> frozenset[ChunkId]:
+    """Chunks whose masters an optimizer may split."""
+    return frozenset(chunk.id for chunk in layout.chunks if chunk.dtype == WEIGHT_DTYPE)
 
-    Files and staging may be larger for these: planes and weights are whole pages.
+
+def assumed_state(layout: ChunkLayout, has_master: bool) -> StateBytes:
+    """State of the optimizer that is yet to come.
+
+    Files and staging may be larger for masters that may be split: planes and weights are whole
+    pages.
     """
-    split = may_split if has_master else frozenset[ChunkId]()
+    split = may_split(layout) if has_master else frozenset[ChunkId]()
     nbytes = ASSUMED_STATE_BYTES + (FP32_BYTES if has_master else 0)
     return StateBytes(nbytes, has_master, split_on_disk=split)
+
+
+def first_inputs(inputs: PlanInputs, policy: Placement) -> PlanInputs:
+    """Inputs of a run's first plan, with what follows from its policy: whether activations may
+    leave the device, and the most elements of a block."""
+    limited = inputs.budgets.device < UNLIMITED
+    if not (spills(policy) and limited):
+        inputs = replace(inputs, trace=without_saved(inputs.trace))
+    elif inputs.has_host_tier or policy.has_files:
+        spilling = Spilling.within(inputs.budgets.device, has_files=policy.has_files)
+        inputs = replace(inputs, spilling=spilling)
+    return replace(inputs, block_numel=block_sizes(policy, inputs)[0])
 
 
 def assume(inputs: PlanInputs, policy: Placement) -> PlanInputs:
@@ -155,6 +176,23 @@ def with_ahead(fitted: Callable[[int], Fitted], num_ahead: int) -> Fitted:
     except BudgetError:
         return without
     return more if more[0] == replace(without[0], num_ahead=num_ahead) else without
+
+
+def fit_ahead(
+    inputs: PlanInputs,
+    policy: Placement,
+    num_ahead: int,
+    *,
+    is_measured: bool,
+    least_block_numel: int | None = None,
+) -> Fitted:
+    """`fit` with as many more buffers, if `with_ahead` has room for them."""
+
+    def fitted(extra_buffers: int) -> Fitted:
+        more = replace(inputs, num_ahead=extra_buffers)
+        return fit(more, policy, is_measured=is_measured, least_block_numel=least_block_numel)
+
+    return with_ahead(fitted, num_ahead)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from gemini.placement.fit import (
     StateRequest,
     assumed_state,
     few_blocks_numel,
-    fit,
-    usual_block_numel,
-    with_ahead,
+    first_inputs,
+    fit_ahead,
+    may_split,
 )
 from gemini.placement.orders import (
     BATCHES,
@@ -33,7 +33,6 @@ from gemini.placement.orders import (
 from gemini.placement.planner import PlanInputs, PlanResult, plan_within
 from gemini.placement.policy import AUTO, KEEP, AutoPlacement, has_budgets
 from gemini.placement.problem import average_bytes
-from gemini.placement.saved import Spilling
 from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
 from gemini.placement.speeds import usual_speeds
 from gemini.placement.tiers import Tier
@@ -253,12 +252,9 @@ class Question:
             self.update, has_masters=self.state.has_master,
             has_budgets=has_budgets(policy),
         )  # fmt: skip
-
-        def fitted(extra_buffers: int) -> Fitted:
-            more = replace(inputs, num_ahead=extra_buffers)
-            return fit(more, policy, is_measured=True, least_block_numel=least_block_numel)
-
-        return with_ahead(fitted, num_ahead)
+        return fit_ahead(
+            inputs, policy, num_ahead, is_measured=True, least_block_numel=least_block_numel
+        )
 
     def _begun(self) -> PlanInputs:
         """Inputs of the plan when the module is wrapped."""
@@ -266,35 +262,29 @@ class Question:
         inputs = PlanInputs(
             layout=self.layout,
             trace=self.trace,
-            state=assumed_state(self._may_split(), self.state.has_master),
+            state=assumed_state(self.layout, self.state.has_master),
             budgets=self.machine.budgets(),
             bandwidths=self.machine.run_speeds or usual_speeds(has_host_tier),
             has_host_tier=has_host_tier,
             with_originals=self.with_originals,
         )
-        has_files = self.machine.nvme > 0
         if self.activations_go == AUTO:  # what a layer takes has a part in its choice
             links = replace(inputs.bandwidths, flops=self.machine.bandwidths.flops)
             inputs = replace(inputs, bandwidths=links, flops=self._flops)
-        if self.spills and (has_host_tier or has_files):
-            spilling = Spilling.within(inputs.budgets.device, has_files=has_files)
-            inputs = replace(inputs, spilling=spilling)
-        block_numel = usual_block_numel(inputs)
+        inputs = first_inputs(inputs, self.policy)
         average: tuple[tuple[Tier, int], ...] = ()
         if self.ema is not None:
             home = Tier.NVME if self.ema == "nvme" else inputs.memory
             trained = [chunk for chunk in self.layout.chunks if chunk.trainable]
-            average = average_bytes(trained, {c.id: home for c in trained}, block_numel)
-        return replace(inputs, block_numel=block_numel, average=average)
-
-    def _may_split(self) -> frozenset[ChunkId]:
-        return frozenset(c.id for c in self.layout.chunks if c.dtype == "bfloat16")
+            homes = {chunk.id: home for chunk in trained}
+            average = average_bytes(trained, homes, inputs.block_numel)
+        return replace(inputs, average=average)
 
     def _state(self, wrapped: PlanResult) -> StateBytes:
         """Sizes of the state, with the chunks whose masters are split, as the optimizer says."""
         if not (self.splits and self.state.has_master):
             return self.state
-        split = self._may_split()
+        split = may_split(self.layout)
         in_files = {s.chunk for s in wrapped.plan.shards if s.param_home is Tier.NVME}
         apart = frozenset(c.id for c in self.layout.chunks if c.num_shards > 1)
         return replace(self.state, split_on_disk=split - in_files, split_in_memory=split & apart)

@@ -4,6 +4,7 @@ Wherever nothing else puts ranks in order they meet first: they read what they a
 them end in an error that names both. Nothing ends by a signal.
 """
 
+import logging
 import os
 import re
 import threading
@@ -333,28 +334,47 @@ def test_a_forked_child_of_a_rank_is_refused_and_the_ranks_go_on():
 # -- collectives of the user's own -----------------------------------------------------------
 
 
-def reads_while_others_wait(rank, deadline_seconds):
+def reads_while_others_wait(rank, deadline_seconds, goes_on):
     """Rank 0 reads a parameter, and the others wait for it in torch's own barrier."""
     communicator.DEADLINE_SECONDS = deadline_seconds
     model = GeminiDDP(Layers(), precision="fp32", min_chunk_size_m=1 / 2**20, search_range_m=0)
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("gemini").addHandler(handler)
     if rank == 0:
-        model.module.layers[2].weight.data.norm()
-    dist.barrier()
+        with pytest.raises(SequenceError) if goes_on else nullcontext():
+            model.module.layers[2].weight.data.norm()
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        error.add_note("logged: " + "".join(logged))
+        raise
+    return logged
+
+
+def told_of(rank):
+    return (
+        f"rank 0 reads chunk 2 (layers.2.weight), and waits for rank {rank}, which is in "
+        "torch.distributed.barrier() and waits for rank 0"
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_that_reads_while_others_are_in_a_barrier_ends_them_all(world_size):
     """As TRL's server mode does. Every rank is told of the parameter and of both ranks."""
     with pytest.raises(AssertionError) as raised:
-        run_ranks(reads_while_others_wait, world_size, 1.0, processes=True)
+        run_ranks(reads_while_others_wait, world_size, 1.0, False, processes=True)
     texts = dict(re.findall(r"^(\d): (.*?)(?=^\d: |\Z)", str(raised.value), re.M | re.S))
+    assert any(f"SequenceError: {told_of(rank)}" in texts["0"] for rank in range(1, world_size))
     for rank in range(1, world_size):
-        want = (
-            f"SequenceError: rank 0 reads chunk 2 (layers.2.weight), and waits for rank {rank}, "
-            "which is in torch.distributed.barrier() and waits for rank 0"
-        )
-        assert want in texts[str(rank)].strip().splitlines()[-1]
-    assert "SequenceError: rank 0 reads" in texts["0"] and "layers.2.weight" in texts["0"]
+        assert f"logged: {told_of(rank)}" in texts[str(rank)]
+        assert "SequenceError" not in texts[str(rank)]  # it is in code of the user's
+
+
+def test_a_rank_that_comes_to_the_barrier_after_its_error_is_waited_for():
+    first, second = run_ranks(reads_while_others_wait, 2, 1.0, True, processes=True)
+    assert first == [] and len(second) == 1 and second[0].startswith(told_of(1))
 
 
 def reads_while_two_others_talk(rank, looks):

@@ -2,26 +2,28 @@
 
 Neither can continue: rank 0, say, reads a parameter and waits for rank 1 to gather it, and rank 1
 is in a barrier and waits for rank 0. In rank 1 the only code of ours that runs is a thread. It
-looks four times per deadline whether a rank waits, and publishes the call that its rank is in.
-Then both ranks raise.
+looks four times per deadline whether a rank waits, logs who waits for what, and publishes the call
+that its rank is in. The rank that waits raises. If its process ends with that, so does the call.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
+import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
-from .collective_log import Deadline, SequenceError
+from .collective_log import Deadline
 from .meeting import MeetingPoint
+
+log = logging.getLogger("gemini")
 
 LOOKS_PER_DEADLINE = 4
 JOIN_SECONDS = 5.0  # what one look takes, on a busy machine
@@ -44,6 +46,7 @@ class UserCalls:
     ) -> None:
         self.meeting, self.rank, self._ranks = meeting, rank, tuple(ranks)
         self._owner = threading.current_thread()
+        self._told: tuple[int, int] | None = None  # place of the call that was published last
         stop = threading.Event()
         looks = threading.Thread(
             target=_look_on,
@@ -59,8 +62,9 @@ class UserCalls:
         """Look once; return the place of the user's collective that this rank is in, or None.
 
         before: the result of the last look. If the rank has not moved since, publish the call for
-        the rank that waits, and raise in the watched thread once it returns to Python.
+        the rank that waits, once.
         """
+        told, self._told = self._told, None
         waiting = self.meeting.waiting()
         thread = self._owner.ident
         if waiting is None or thread is None or not self._owner.is_alive():
@@ -71,12 +75,14 @@ class UserCalls:
             return None
         here = id(frame), frame.f_lasti
         reader, does = waiting
-        if here == before and self._has_member(call.f_locals.get("group"), reader):
+        if here == told:
+            self._told = told
+        elif here == before and self._has_member(call.f_locals.get("group"), reader):
             name = f"torch.distributed.{call.f_code.co_name}()"
-            # before the answer: it ends the reader, and that may end this rank's call
-            _raise_in(thread, text_of(reader, does, self.rank, name))
+            # before the answer: it ends the reader, and that may end this process
+            log.error("%s", text_of(reader, does, self.rank, name))
             self.meeting.answer(name)
-            return None
+            self._told = here
         return here
 
     def _has_member(self, group: Any, rank: int) -> bool:
@@ -95,7 +101,7 @@ def _end_all() -> None:
 
 
 def text_of(reader: int, does: str, rank: int, call: str) -> str:
-    """Text of the error that both ranks raise."""
+    """Text of the reader's error, which the other rank logs."""
     return (
         f"rank {reader} {does}, and waits for rank {rank}, which is in {call} and waits for rank "
         f"{reader}. All ranks must do so before they go on; take it out of what one rank runs alone"
@@ -125,14 +131,3 @@ def _users_call(frame: FrameType) -> FrameType | None:
     own = str(caller.f_globals.get("__name__")) if caller is not None else ""
     has_others = call is not None and call.f_code.co_name not in _OF_TWO_RANKS
     return call if has_others and not own.startswith("gemini.runtime.comm.") else None
-
-
-def _raise_in(thread: int, text: str) -> None:
-    """Raise a SequenceError in another thread, when it returns to Python."""
-    # CPython takes a class and no object: so the class itself has the text.
-    error = type("SequenceError", (SequenceError,), {"__init__": _init_of(text)})
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
-
-
-def _init_of(text: str) -> Callable[[SequenceError], None]:
-    return lambda self: RuntimeError.__init__(self, text)

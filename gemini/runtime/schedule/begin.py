@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gemini.chunk.layout import ChunkLayout
-from gemini.memtracer.forecast import without_saved
 from gemini.memtracer.trace import (
     Trace,
     reduce_traces,
     sequential_trace,
 )
-from gemini.optim.rules.state_layout import WEIGHT_DTYPE
 from gemini.placement.fit import (
     assume,
     assumed_state,
-    block_sizes,
+    first_inputs,
 )
 from gemini.placement.homes.budgets import resolve
 from gemini.placement.plan import UpdatePath
@@ -26,9 +24,7 @@ from gemini.placement.policy import (
     Placement,
     StaticPlacement,
     has_budgets,
-    spills,
 )
-from gemini.placement.saved import Spilling
 from gemini.placement.sizes import (
     UNLIMITED,
     Budgets,
@@ -72,8 +68,6 @@ def begin_planning(
         update, has_masters=has_master,
         has_budgets=has_budgets(policy),
     )  # fmt: skip
-    may_split = frozenset(c.id for c in layout.chunks if c.dtype == WEIGHT_DTYPE)
-    state = assumed_state(may_split, has_master)
     folder = policy.nvme_dir if isinstance(policy, AutoPlacement) else None
     machine = look_at_machine(backend, ranks_per_node or ranks_here(comm), folder)
     budgets = resolve(policy, machine)
@@ -93,18 +87,13 @@ def begin_planning(
         used = reduce_traces(traces)
     updates_on_host = backend.has_host_tier and not backend.updates_by_triton
     inputs = PlanInputs(
-        layout=layout, trace=used, state=state, budgets=budgets, bandwidths=machine.speeds.links,
+        layout=layout, trace=used, state=assumed_state(layout, has_master),
+        budgets=budgets, bandwidths=machine.speeds.links,
         has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch,
         off_device=UpdatePath.CPU if updates_on_host else UpdatePath.STREAM, fixed_params=fixed,
         with_originals=with_originals, num_ahead=num_ahead, brings_params=update == SPECULATE,
     )  # fmt: skip
-    if spills(policy) and budgets.device < UNLIMITED:
-        if backend.has_host_tier or policy.has_files:
-            spilling = Spilling.within(budgets.device, has_files=policy.has_files)
-            inputs = replace(inputs, spilling=spilling)
-    else:
-        inputs = replace(inputs, trace=without_saved(used))
-    inputs = replace(inputs, block_numel=block_sizes(policy, inputs)[0])
+    inputs = first_inputs(inputs, policy)
     if trace is None:
         inputs = assume(inputs, policy)
     return Planning(comm, policy, inputs, trace is not None, machine)

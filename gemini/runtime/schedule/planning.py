@@ -21,7 +21,7 @@ from gemini.memtracer.trace import (
 from gemini.placement.fit import (
     Fitted,
     StateRequest,
-    fit,
+    fit_ahead,
     fit_state,
     fit_within,
     with_ahead,
@@ -91,12 +91,9 @@ class Planning:
         if self.has_trace:
             self.levels.like = self.inputs.trace
         begun, self._num_ahead = self.inputs, self.inputs.num_ahead
-
-        def fitted(num_ahead: int) -> Fitted:
-            wanted = replace(begun, num_ahead=num_ahead)
-            return fit(wanted, self.policy, is_measured=self.has_trace)
-
-        self._take(lambda: with_ahead(fitted, self._num_ahead))
+        self._take(
+            lambda: fit_ahead(begun, self.policy, self._num_ahead, is_measured=self.has_trace)
+        )
         self._begun = replace(begun, num_ahead=self.inputs.num_ahead), self.has_trace
 
     @property
