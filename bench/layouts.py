@@ -36,12 +36,12 @@ from gemini.integrations.auto.autoparallel import AutoParallelPlugin, options_of
 from gemini.integrations.auto.machines import cluster_here
 from gemini.integrations.auto.shapes import shape_of
 from gemini.integrations.booster.booster import Booster
-from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.layouts.cluster import Cluster
 from gemini.layouts.layout import GlobalBatch, ParallelLayout
 from gemini.layouts.search import Found, search
 from gemini.memtracer.monitor import process_peak_rss_bytes, resident_bytes
 from gemini.optim import HybridAdam
+from gemini.parallel.sizes import MeshSizes
 from gemini.plan.models import maker
 from gemini.units import GIB, MIB
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from gemini.chunk.layout import ChunkLayout, ParamSpec, training_layout
 from gemini.chunk.local import mesh_dims
 from gemini.chunk.sizing.search import ChunkConfiguration, cut, search_chunk_configuration
+from gemini.comm.communicator import Communicator
+from gemini.comm.connect import check_stages, connect, is_pipeline, stage_of
 from gemini.digests import digest_of
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.trace import Trace
@@ -27,8 +29,6 @@ from gemini.placement.policy import AutoPlacement, Placement, parse_placement, s
 from gemini.placement.timetable.updates import TAIL, current_update
 from gemini.runtime.autograd.gradient_hooks import refuse_transforms
 from gemini.runtime.autograd.io_casts import Boundary
-from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.comm.connect import check_stages, connect, is_pipeline, stage_of
 from gemini.runtime.engine import GeminiEngine
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.memory.backend import Backend, make_backend

@@ -34,7 +34,7 @@ PURE = [
     "gemini.doctor.report",
     "gemini.plan.machine",
     "gemini.plan.words",
-    "gemini.runtime.comm.ballot",
+    "gemini.comm.ballot",
     "optim.rules.loss_scale",
     "optim.rules.clipping",
     "optim.state.flow",

@@ -34,7 +34,7 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     from bench.rows.ranks import join_group
-    from gemini.integrations.parallel.cut import stages_of
+    from gemini.parallel.cut import stages_of
 
     join_group(job)
     mesh = make_mesh(model, job, given)

@@ -21,12 +21,12 @@ from gemini import strangers
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.manifest import FormatError
 from gemini.checkpoint.untrusted.lazy_tensors import INDEX, TORCH_INDEX, LazyTensors
+from gemini.comm.connect import everyone, is_pipeline
 from gemini.ddp import GeminiDDP
 from gemini.options import ModuleOptions, takes_options_of
 from gemini.placement.policy import AutoPlacement
 from gemini.plan.models import config_fields, model_class_of
 from gemini.plan.quantised import stacked_experts
-from gemini.runtime.comm.connect import everyone, is_pipeline
 from gemini.runtime.wrap.materialise import Materialiser, init_empty
 
 from .converted import converted

@@ -44,12 +44,12 @@ from gemini.checkpoint.model.state import (
     parts_of,
     sharded_runs,
 )
+from gemini.comm.leaving import ask_at_the_end
 from gemini.ddp import GeminiDDP
 from gemini.nvme import is_gone
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.groups import as_torchs
 from gemini.optim.state.deferred_signals import DeferredSignals
-from gemini.runtime.comm.leaving import ask_at_the_end
 from gemini.runtime.inspect.digest import base_digests
 from gemini.runtime.step.target import ShardTarget
 from gemini.tickets import Done, Ticket

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gemini.runtime.comm.links import Links
+from gemini.comm.links import Links
 from gemini.tickets import CopyTicket, Ticket
 
 from .layout import ChunkSpec

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from gemini.comm.links import Links
 from gemini.dtypes import DTYPES
 from gemini.ranges import OFF, named
-from gemini.runtime.comm.links import Links
 from gemini.tickets import Ticket
 from gemini.units import ChunkId
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from gemini.comm.links import Links, Tie
 from gemini.dtypes import DTYPES
 from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.ranges import OFF, named
-from gemini.runtime.comm.links import Links, Tie
 from gemini.tickets import CopyTicket, Ticket
 from gemini.units import ChunkId, ParamId
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gemini.runtime.comm.communicator import Communicator
+from gemini.comm.communicator import Communicator
 
 ENDED = -1  # in place of a number of ids: this rank's loader has no further batch
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gemini.arguments import passes_on
+from gemini.comm.communicator import Communicator
 from gemini.nvme import NvmeError, local_folder
 from gemini.optim.state.memory import memory_of
-from gemini.runtime.comm.communicator import Communicator
 
 from . import saving
 from .exchange import RowExchange

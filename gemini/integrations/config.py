@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemini import strangers
+from gemini.comm.connect import rank, world_size
 from gemini.integrations.options import SCALE_NAMES
-from gemini.integrations.parallel.sizes import BLOCKS, LAYOUTS
-from gemini.integrations.parts import rank, world_size
+from gemini.parallel.sizes import BLOCKS, LAYOUTS
 
 if TYPE_CHECKING:  # what is launched need not import plugins
     from gemini.integrations.plugins.hybrid import HybridParallelPlugin

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from gemini.comm.connect import rank, world_size
+from gemini.comm.leaving import rest_at_exit
 from gemini.integrations.config import global_context, read_config
-from gemini.integrations.parts import rank, seed_all, world_size
-from gemini.runtime.comm.leaving import rest_at_exit
+from gemini.integrations.parts import seed_all
 
 log = logging.getLogger("gemini")
 P = ParamSpec("P")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from gemini.comm.connect import rank, world_size
 from gemini.dtypes import DTYPES
 from gemini.optim.rules.state_layout import MASTER
-from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.wrap.precision import DTYPE_OF
 
 log = logging.getLogger("gemini")
@@ -40,23 +39,6 @@ def precision_of(option: str, dtype: torch.dtype) -> str:
     return PRECISIONS[dtype]
 
 
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def announce(
-    group: dist.ProcessGroup | None, call: str, tensors: Iterable[tuple[str, Tensor]]
-) -> None:
-    """Raise SequenceError on all ranks of a group unless each is about to send these tensors, in
-    this order, in `call`: torch's own collectives of unequal sizes abort the process."""
-    sent = [f"{name} {[*x.shape]} {x.dtype}" for name, x in tensors]
-    Communicator(group).announce(call, sent)
-
-
 def this_device(asked: torch.device | str | None = None) -> torch.device:
     """Device of this process: `asked`, or else its CUDA device, or else the CPU."""
     if asked is not None:
@@ -71,14 +53,6 @@ def inner_of(model: nn.Module) -> nn.Module:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model.module  # type: ignore[no-any-return]
     return model
-
-
-def put_in_place(
-    optimizer: torch.optim.Optimizer | None, instead: Mapping[int, torch.Tensor]
-) -> None:
-    """Replace parameters in an optimizer's groups; `instead` is by the id of the old one."""
-    for group in () if optimizer is None else optimizer.param_groups:
-        group["params"] = [instead.get(id(param), param) for param in group["params"]]
 
 
 def without_masters(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

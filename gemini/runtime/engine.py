@@ -28,6 +28,8 @@ from gemini.chunk.parameter import (
     take_gradient,
     wrap_in_place,
 )
+from gemini.comm.communicator import Communicator
+from gemini.comm.connect import Connections
 from gemini.dtypes import DTYPES
 from gemini.memtracer.module_calls import in_backward
 from gemini.memtracer.trace import Trace
@@ -41,8 +43,6 @@ from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.target import Group, new_lock
 from gemini.placement.tiers import Tier
 from gemini.runtime.autograd.calls import Calls
-from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.comm.connect import Connections
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.inspect.reports import say_start
 from gemini.runtime.memory.backend import Backend, FileConfig

@@ -16,6 +16,9 @@ from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.opaque import Opaque
 from gemini.chunk.parameter import unwatch
 from gemini.chunk.storage import Chunk
+from gemini.comm.ballot import Agreement, Scope
+from gemini.comm.communicator import Communicator
+from gemini.comm.links import Links
 from gemini.memtracer.module_calls import in_backward
 from gemini.nvme import NvmeError
 from gemini.optim.rules.clipping import Clip
@@ -23,9 +26,6 @@ from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.target import new_lock
 from gemini.placement.plan import Plan
 from gemini.placement.timetable.allowed import OverlapFacts, against, against_tail, allowed
-from gemini.runtime.comm.ballot import Agreement, Scope
-from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.comm.links import Links
 from gemini.runtime.events import EngineEvent as EngineEvent
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.ledger import MemoryLedger

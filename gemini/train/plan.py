@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from gemini import nvme
+from gemini.comm.communicator import Communicator
 from gemini.doctor.measure import flops_of
 from gemini.memtracer.monitor import resident_bytes
 from gemini.nvme.files.file import free_bytes
@@ -15,7 +16,6 @@ from gemini.placement.speeds import FOLDER, agreed
 from gemini.plan.ask import Training
 from gemini.plan.machine import TYPICAL_PROCESS, Hardware
 from gemini.plan.words import OPTIMIZERS
-from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import make_backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
 from gemini.units import parse_bytes

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from gemini.arguments import Parser
+from gemini.comm.connect import everyone
 from gemini.integrations.auto.machines import cluster_of
 from gemini.integrations.auto.shapes import shape_of
 from gemini.layouts.layout import GlobalBatch
@@ -25,7 +26,6 @@ from gemini.plan.ask import DTYPES, Training, ask, plan_for
 from gemini.plan.machine import CARDS, TYPICAL, Hardware, machine_of
 from gemini.plan.models import MODELS, build, is_trained_by_trl
 from gemini.plan.question import AVERAGES
-from gemini.runtime.comm.connect import everyone
 from gemini.settings import flag, setting
 from gemini.units import format_bytes, parse_bytes
 

@@ -17,13 +17,13 @@ import torch
 from gemini.arguments import stopped
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.pretrained import check_readable, downloaded, load_pretrained
+from gemini.comm.communicator import Communicator
+from gemini.comm.connect import everyone
 from gemini.ddp import GeminiDDP
 from gemini.nvme import NvmeError
 from gemini.plan.ask import plan_for
 from gemini.plan.models import adapters_of, build, maker
 from gemini.plan.words import five_lines
-from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.comm.connect import everyone
 from gemini.runtime.wrap.materialise import init_empty
 
 from .config import OF_THE_MACHINE, PARSER, TrainConfig, check, parse, quiet, read_config

@@ -12,11 +12,11 @@ from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP
 from gemini.chunk.layout import specs_of
+from gemini.comm.collective_log import SequenceError
 from gemini.memtracer import monitor
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
-from gemini.runtime.comm.collective_log import SequenceError
 from gemini.runtime.memory import machine
 from optim import HybridAdam, NvmeConfig
 from tests.support.spilled import BLOCKS, SMALL, homes, wrapped

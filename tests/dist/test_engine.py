@@ -17,7 +17,7 @@ from bench.shared.models import Tower, seeded, token_batches, token_loss
 from bench.shared.reference import flat, relative_error, train_reference
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
-from gemini.runtime.comm.collective_log import SequenceError
+from gemini.comm.collective_log import SequenceError
 from optim import HybridAdam, HybridSGD
 from tests.support.said import said
 
@@ -117,7 +117,7 @@ class count_calls:
     """Counts what goes to torch.distributed, by kind. gloo's reduce-scatter is an all-reduce."""
 
     def __enter__(self):
-        from gemini.runtime.comm import communicator as comm
+        from gemini.comm import communicator as comm
 
         self.count = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
         self._comm = comm

@@ -15,7 +15,7 @@ from torch import nn
 from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
-from gemini.runtime.comm.collective_log import SequenceError
+from gemini.comm.collective_log import SequenceError
 from optim import HybridAdam
 
 pytestmark = pytest.mark.ci

@@ -22,10 +22,10 @@ from bench.shared.models import seeded
 from bench.shared.threads import collect
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
-from gemini.runtime.comm import communicator
-from gemini.runtime.comm.collective_log import SequenceError
-from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.comm.user_calls import UserCalls
+from gemini.comm import communicator
+from gemini.comm.collective_log import SequenceError
+from gemini.comm.communicator import Communicator
+from gemini.comm.user_calls import UserCalls
 from optim import HybridAdam
 from tests.support.said import said
 from tests.support.until import until

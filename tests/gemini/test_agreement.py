@@ -5,7 +5,7 @@ import operator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.runtime.comm.ballot import Agreement, Ballot, Scope
+from gemini.comm.ballot import Agreement, Ballot, Scope
 
 ballots = st.builds(
     Ballot,

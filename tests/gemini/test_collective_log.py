@@ -1,6 +1,6 @@
 """What ranks compare of what they did."""
 
-from gemini.runtime.comm.collective_log import (
+from gemini.comm.collective_log import (
     Entry,
     SequenceLog,
     Wish,

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gemini.runtime.comm import meeting
-from gemini.runtime.comm.communicator import Communicator
+from gemini.comm import meeting
+from gemini.comm.communicator import Communicator
 
 
 class Alike:

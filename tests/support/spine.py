@@ -61,7 +61,14 @@ OWNERS = {
 OTHER_ROOMS = (
     *("gemini/accumulation", "gemini/activations"),
     *("gemini/checkpoint", "gemini/chunk", "gemini/doctor", "gemini/integrations"),
-    *("gemini/memtracer", "gemini/mesh", "gemini/migrate", "gemini/placement", "gemini/plan"),
+    *(
+        "gemini/memtracer",
+        "gemini/mesh",
+        "gemini/migrate",
+        "gemini/parallel",
+        "gemini/placement",
+        "gemini/plan",
+    ),
     *(
         "gemini/decoding",
         "gemini/layouts",
@@ -70,7 +77,7 @@ OTHER_ROOMS = (
         "gemini/train",
         "gemini/transfer",
         "gemini/runtime/autograd",
-        "gemini/runtime/comm",
+        "gemini/comm",
     ),
     "gemini/runtime/gradients",
     *("gemini/runtime/inspect", "gemini/runtime/pipeline", "gemini/runtime/schedule"),

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gemini.checkpoint.format.manifest import CheckpointError
+from gemini.comm.communicator import Communicator
 from gemini.ddp import GeminiDDP
-from gemini.runtime.comm.communicator import Communicator
 
 T = TypeVar("T")
 _Said = tuple[type[CheckpointError], str]  # of an error, for other ranks

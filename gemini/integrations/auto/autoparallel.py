@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from gemini.arguments import by_name
+from gemini.comm.connect import world_size
 from gemini.integrations.options import option
-from gemini.integrations.parts import world_size
 from gemini.integrations.plugins.hybrid import HybridParallelPlugin
 from gemini.layouts.cluster import Cluster
 from gemini.layouts.layout import PLANNED, GlobalBatch, ParallelLayout

@@ -10,12 +10,12 @@ from math import log2
 
 import torch
 
+from gemini.comm.communicator import Communicator
+from gemini.comm.connect import everyone
 from gemini.integrations.parts import this_device
 from gemini.layouts.cluster import Cluster, Link
 from gemini.placement.homes.budgets import USABLE
 from gemini.plan.machine import Hardware, machine_of
-from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.comm.connect import everyone
 from gemini.runtime.memory.backend import make_backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
 from gemini.units import MIB

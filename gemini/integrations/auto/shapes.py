@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from gemini.chunk.layout import ITEMSIZE, distinct, specs_of
-from gemini.integrations.parallel.cut import ends_of
-from gemini.integrations.parallel.experts import stacks_of
-from gemini.integrations.parallel.models import plan_of
-from gemini.integrations.parallel.shared_sequence import check_shareable
 from gemini.layouts.shape import ModelShape, Saved, decoder, module
 from gemini.memtracer.collector import trace
 from gemini.memtracer.trace import Trace
+from gemini.parallel.cut import ends_of
+from gemini.parallel.experts import stacks_of
+from gemini.parallel.models import plan_of
+from gemini.parallel.shared_sequence import check_shareable
 from gemini.placement.orders import LAYER_NUMBER
 from gemini.plan.activations import activations_of, depth_of
 from gemini.plan.ask import DTYPES

@@ -21,13 +21,13 @@ from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.model.keys import check_schedule
 from gemini.checkpoint.save import save_checkpoint
 from gemini.checkpoint.untrusted.torch_files import load_mapped
-from gemini.integrations.parallel.pipelined import Pipelined
 from gemini.integrations.parts import accept, inner_of
 from gemini.integrations.plugins import lora
 from gemini.integrations.plugins.float8 import in_float8
 from gemini.integrations.plugins.plugin import Plugin
 from gemini.integrations.plugins.precision import FP8MixedPrecision, MixedPrecision
 from gemini.integrations.plugins.torch_plugins import PlainPlugin
+from gemini.parallel.pipelined import Pipelined
 from gemini.tickets import Ticket
 
 from . import files

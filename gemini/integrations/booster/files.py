@@ -30,13 +30,13 @@ from gemini.checkpoint.save import in_background, settle
 from gemini.checkpoint.untrusted.lazy_tensors import TensorSpec
 from gemini.checkpoint.untrusted.torch_files import first_line, load_mapped
 from gemini.ddp import GeminiDDP
-from gemini.integrations.parallel.pipelined import Pipelined, gathered_weights
 from gemini.integrations.parts import by_position, without_masters
 from gemini.integrations.plugins.optimizers import Boosted
 from gemini.nvme.files import calls
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import ScaleState
 from gemini.optim.rules.saved import check_counters, check_steps
+from gemini.parallel.pipelined import Pipelined, gathered_weights
 from gemini.saved_config import save_config, written_dtype
 from gemini.saved_names import SavedNames
 from gemini.tickets import Done, Ticket

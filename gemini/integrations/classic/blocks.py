@@ -50,10 +50,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from gemini.comm.communicator import all_gather_tensor, reduce_scatter_tensor
+from gemini.comm.connect import announce
 from gemini.integrations.config import global_context, plugin_of
-from gemini.integrations.parallel.sizes import LAYOUTS, Layout
-from gemini.integrations.parts import announce, this_device
-from gemini.runtime.comm.communicator import all_gather_tensor, reduce_scatter_tensor
+from gemini.integrations.parts import this_device
+from gemini.parallel.sizes import LAYOUTS, Layout
 
 Group = dist.ProcessGroup | None  # None: this rank alone
 Map = Callable[..., Tensor]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from gemini.integrations.booster.booster import Booster
 from gemini.integrations.config import AMP_TYPE, global_context, plugin_of
-from gemini.integrations.parallel.pipelined import Pipelined
 from gemini.integrations.plugins.precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from gemini.parallel.pipelined import Pipelined
 
 from .handlers import GRADIENT_HANDLER
 from .schedules import PipelineSchedule

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini.integrations.parts import rank
+from gemini.comm.connect import rank
 
 if TYPE_CHECKING:
     from .trainer import Trainer

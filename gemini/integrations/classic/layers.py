@@ -4,7 +4,7 @@
 and 3D are in `gemini.integrations.classic.blocks`.
 
 They are split over the ranks that the launch's configuration has for layers, by a word of the plans
-in `gemini.integrations.parallel`; without such ranks they are plain. All ranks get the first rank's
+in `gemini.parallel`; without such ranks they are plain. All ranks get the first rank's
 values. A weight's `shape` is that of the whole, and its `to_local()` is this rank's part.
 """
 
@@ -18,9 +18,9 @@ from torch import nn
 
 from gemini.arguments import passes_on
 from gemini.integrations.config import global_context, plugin_of
-from gemini.integrations.parallel.plans import split_layer
-from gemini.integrations.parallel.sizes import LAYOUTS
 from gemini.integrations.parts import this_device
+from gemini.parallel.plans import split_layer
+from gemini.parallel.sizes import LAYOUTS
 
 from .blocks import BlockDropout, Linear2D, Linear2p5D, Linear3D, join_blocks
 

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from gemini.chunk.local import is_dtensor, local_of
-from gemini.integrations.parallel.plans import TensorParallel, split
-from gemini.integrations.parallel.sizes import MeshSizes
-from gemini.integrations.parallel.styles import output_dim
-from gemini.integrations.parts import rank, this_device, world_size
+from gemini.comm.connect import rank, world_size
+from gemini.integrations.parts import this_device
+from gemini.parallel.plans import TensorParallel, split
+from gemini.parallel.sizes import MeshSizes
+from gemini.parallel.styles import output_dim
 from gemini.runtime.wrap.materialise import Materialiser
 
 

@@ -16,8 +16,9 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
 from gemini.arguments import passes_on
+from gemini.comm.connect import rank
 from gemini.integrations.config import ParallelMode, global_context
-from gemini.integrations.parts import dataloader, rank
+from gemini.integrations.parts import dataloader
 
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.comm.connect import rank
 from gemini.ddp import GeminiDDP
 from gemini.fused import fuse
-from gemini.integrations import parts
 from gemini.integrations.options import FP16, SCALE_NAMES, Case
-from gemini.integrations.parallel.experts import share_experts
-from gemini.integrations.parallel.plans import TensorParallel, split
-from gemini.integrations.parallel.shared_sequence import (
+from gemini.integrations.torch_optimizers import TAKEN, convert
+from gemini.optim.base import TieredOptimizer
+from gemini.optim.rules.loss_scale import LossScale
+from gemini.parallel.experts import share_experts
+from gemini.parallel.plans import TensorParallel, split
+from gemini.parallel.shared_sequence import (
     SequenceParallel,
     SharedSequence,
     share_sequence,
 )
-from gemini.integrations.torch_optimizers import TAKEN, convert
-from gemini.optim.base import TieredOptimizer
-from gemini.optim.rules.loss_scale import LossScale
 from gemini.placement.policy import Placement, parse_placement
 
 from .float8 import in_float8
@@ -190,13 +190,13 @@ def _ids(model: nn.Module) -> set[int]:
 
 def print_search(model: GeminiDDP) -> None:
     """Print on rank 0 what the search for chunks found."""
-    if parts.rank() == 0:
+    if rank() == 0:
         sys.stdout.write(model.chunk_configuration.summary() + "\n")
 
 
 def print_skips(optimizer: TieredOptimizer, model: GeminiDDP) -> None:
     """Print on rank 0 every step that is skipped from now on."""
-    if parts.rank():
+    if rank():
         return
     # weak: the hook lives as long as the optimizer, which must not keep the model alive
     held = weakref.ref(model)

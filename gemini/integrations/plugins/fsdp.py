@@ -24,9 +24,10 @@ from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.distributed.fsdp.wrap import _Policy
 
 from gemini.arguments import by_name
+from gemini.comm.connect import announce
 from gemini.integrations.options import option
-from gemini.integrations.parts import announce, put_in_place
 from gemini.optim.base import TieredOptimizer
+from gemini.parallel.styles import put_in_place
 
 from .optimizers import boost_plain
 from .plugin import Plugin, check_over

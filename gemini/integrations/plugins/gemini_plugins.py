@@ -11,10 +11,10 @@ from torch import nn
 from gemini.arguments import by_name
 from gemini.chunk.sizing.search import ChunkConfiguration
 from gemini.integrations.options import FP16, SCALE, ZERO_SCALE, Case, option, size
-from gemini.integrations.parallel.plans import TensorParallel
-from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.parts import precision_of
 from gemini.memtracer.trace import Trace
+from gemini.parallel.plans import TensorParallel
+from gemini.parallel.sizes import MeshSizes
 from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement
 
 from .engine_plugin import (

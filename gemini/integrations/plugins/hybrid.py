@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.arguments import by_name
 from gemini.ddp import GeminiDDP
 from gemini.integrations.options import FP16, SCALE, Case, handed, option, size
-from gemini.integrations.parallel.cut import copies_of, shared_by, stages_of
-from gemini.integrations.parallel.pipelined import STYLES, MicrobatchSchedule, Pipelined
-from gemini.integrations.parallel.plans import TensorParallel
-from gemini.integrations.parallel.shared_sequence import MODES, SequenceParallel
-from gemini.integrations.parallel.sizes import LAYOUTS, MeshSizes, dims_of
 from gemini.integrations.parts import accept
+from gemini.parallel.cut import copies_of, shared_by, stages_of
+from gemini.parallel.pipelined import STYLES, MicrobatchSchedule, Pipelined
+from gemini.parallel.plans import TensorParallel
+from gemini.parallel.shared_sequence import MODES, SequenceParallel
+from gemini.parallel.sizes import LAYOUTS, MeshSizes, dims_of
 from gemini.placement.policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
 from gemini.runtime.pipeline.together import together_of
 

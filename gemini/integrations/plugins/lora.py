@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from gemini.checkpoint.pretrained import check_readable
 from gemini.checkpoint.quantise import config_of, quantise
+from gemini.comm.connect import rank
 from gemini.ddp import GeminiDDP
-from gemini.integrations.parts import inner_of, rank
+from gemini.integrations.parts import inner_of
 from gemini.runtime.inspect.full_parameters import full_parameters
 from gemini.saved_names import SavedNames, wrappers_aside
 

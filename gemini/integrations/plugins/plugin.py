@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from gemini.arguments import passes_on
+from gemini.comm.connect import rank, world_size
 from gemini.integrations.options import check_options, documented
-from gemini.integrations.parallel.sizes import MeshSizes
-from gemini.integrations.parts import dataloader, rank, this_device, world_size
+from gemini.integrations.parts import dataloader, this_device
+from gemini.parallel.sizes import MeshSizes
 
 from .precision import MixedPrecision, check_is_own, parse_precision
 

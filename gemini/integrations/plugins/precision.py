@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.arguments import by_name
-from gemini.integrations import parts
+from gemini.comm.connect import rank
 from gemini.integrations.options import SCALE_NAMES, TORCH_SCALE, ZERO_SCALE, check_options, option
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.optim.rules.report import LEAST_SCALE, Outcome, Skips, StepReport
@@ -172,7 +172,7 @@ class Scaling:
         self._options = options
         self._says_overflows = says_overflows
         self.state = options.start()
-        self._skips = Skips(least=max(options.least, LEAST_SCALE), tells=parts.rank() == 0)
+        self._skips = Skips(least=max(options.least, LEAST_SCALE), tells=rank() == 0)
         self._is_finite: bool | None = None  # of gradients that were unscaled
         self._nonfinite: str | None = None  # the first parameter of which one is not
 

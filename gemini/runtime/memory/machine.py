@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from gemini.comm.communicator import Communicator
 from gemini.kept_speeds import speeds_here
 from gemini.placement.homes.budgets import Machine
-from gemini.runtime.comm.communicator import Communicator
 
 from .backend import Backend
 

@@ -1,6 +1,6 @@
 """Seats in the vote of a pipeline: one for each part on each rank, over all stages. Pure.
 
-The vector is that of `gemini.runtime.comm.ballot`, with a slot for each seat in place of each rank.
+The vector is that of `gemini.comm.ballot`, with a slot for each seat in place of each rank.
 The counts of gradients follow the slots. Each part of the model has an offset of its own, which the
 ranks that shard the part share.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gemini.runtime.comm.ballot import Agreement, Ballot, Scope
+from gemini.comm.ballot import Agreement, Ballot, Scope
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from gemini.chunk.layout import ParamSpec
 from gemini.chunk.local import local_of
 from gemini.chunk.storage import Chunk
-from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.comm.links import Tie
+from gemini.comm.communicator import Communicator
+from gemini.comm.links import Tie
 from gemini.runtime.parts import Parts
 
 TIED = "tied "  # begins the last word of a sharding group

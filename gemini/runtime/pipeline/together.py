@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gemini.comm.ballot import Ballot
+from gemini.comm.communicator import Communicator
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.target import OWNER_ATTRIBUTE, Group, new_lock
-from gemini.runtime.comm.ballot import Ballot
-from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.machine import ranks_here
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.target import ShardTarget

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
-from gemini.runtime.comm.communicator import Communicator
+from gemini.comm.communicator import Communicator
 
 Hook = Callable[[Tensor], Any]  # of [S] on the device, which it changes in place
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gemini.chunk.layout import ChunkLayout
+from gemini.comm.communicator import Communicator
 from gemini.memtracer.trace import (
     Trace,
     reduce_traces,
@@ -35,7 +36,6 @@ from gemini.placement.speeds import agreed
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.allowed import buffers_ahead
 from gemini.placement.timetable.updates import SPECULATE
-from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
 

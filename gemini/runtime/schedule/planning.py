@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from gemini.chunk.layout import ChunkLayout
+from gemini.comm.communicator import Communicator
 from gemini.memtracer.forecast import covers, with_bytes_added
 from gemini.memtracer.layers import without_choice
 from gemini.memtracer.trace import (
@@ -43,7 +44,6 @@ from gemini.placement.sizes import (
 )
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.gathers import GatherSteps, told_apart
-from gemini.runtime.comm.communicator import Communicator
 from gemini.units import ChunkId
 
 from .iteration_plans import IterationPlan, IterationPlans, Lowered, lowered

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from gemini.activations.saved_tensors import SavedTensors
+from gemini.comm.communicator import Communicator
 from gemini.memtracer.blocks import BlockMeter
 from gemini.memtracer.layers import chosen
 from gemini.memtracer.module_calls import in_backward, repeated_blocks
 from gemini.memtracer.trace import Kind, Layer
 from gemini.placement.overruns import user_stacklevel
-from gemini.runtime.comm.communicator import Communicator
 from gemini.trees import tensors_in
 from gemini.units import Bytes
 

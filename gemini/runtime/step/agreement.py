@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gemini.runtime.comm.ballot import Agreement, Ballot
-from gemini.runtime.comm.communicator import Communicator
+from gemini.comm.ballot import Agreement, Ballot
+from gemini.comm.communicator import Communicator
 from gemini.runtime.parts import Parts
 
 

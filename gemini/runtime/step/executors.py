@@ -10,6 +10,7 @@ import torch
 
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
+from gemini.comm.communicator import Communicator
 from gemini.optim.rules.config import UpdateFacts
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import StateLayout
@@ -19,7 +20,6 @@ from gemini.optim.step.executors import MatrixUpdates, make_executor
 from gemini.optim.step.gradients import GradientRun
 from gemini.optim.update.updaters import CpuUpdater, cpu_updater
 from gemini.placement.plan import Plan, UpdatePath
-from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.parts import Parts
 from gemini.units import WORLD

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.comm.ballot import Agreement, Ballot
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.step.executor import Executor
 from gemini.optim.step.gradients import GradientRun, Measured
-from gemini.runtime.comm.ballot import Agreement, Ballot
 from gemini.runtime.gradients.values import reduce_what_is_left
 from gemini.runtime.parts import Parts, PendingClip
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from gemini.chunk.storage import Chunk
+from gemini.comm.communicator import Communicator
 from gemini.memtracer.forecast import with_bytes_added
 from gemini.memtracer.trace import Kind, Trace
 from gemini.optim.state.deferred_signals import DeferredSignals
@@ -21,7 +22,6 @@ from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, PlanResult
 from gemini.placement.renting import Tenancy, iteration_in_words, named, rising
 from gemini.placement.tiers import Tier
-from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.parts import Parts, settle
 from gemini.runtime.schedule.iteration_plans import Lowered
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from gemini.chunk.storage import Chunk
+from gemini.comm.communicator import Communicator
 from gemini.optim.rules.report import TailResult
 from gemini.optim.state.deferred_signals import DeferredSignals, TailSignals
 from gemini.optim.state.tiered_state import TieredState
@@ -25,7 +26,6 @@ from gemini.optim.step.driver import Step, alone
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import TAIL
 from gemini.ranges import named
-from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.parts import Parts, has_pass_elsewhere, update_of
 from gemini.tickets import Ticket
 
@@ -65,8 +65,8 @@ class StepTail:
         The views of the step keep the gradients that it reads. chunks: by shard of the state space.
         forget: takes counts of the step back.
         """
+        from gemini.comm.leaving import ask_at_the_end
         from gemini.optim.step.tail import Gates, Tail
-        from gemini.runtime.comm.leaving import ask_at_the_end
 
         parts, views = self._parts, cast("ShardViews", step.views)
         gates = Gates(tiered_state.space.blocks, len(chunks), views.let_go)
@@ -135,7 +135,7 @@ class StepTail:
             self._signals = None
 
     def _ended(self) -> None:
-        from gemini.runtime.comm.leaving import was_asked
+        from gemini.comm.leaving import was_asked
 
         self._tail = None
         was_asked(id(self))

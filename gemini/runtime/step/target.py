@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.comm.ballot import Agreement
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.report import Skips, StepReport, Traffic
@@ -38,7 +39,6 @@ from gemini.optim.target import AmpInputs, Group
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.placement.plan import Plan
 from gemini.placement.timetable.updates import SPECULATE
-from gemini.runtime.comm.ballot import Agreement
 from gemini.runtime.parts import Parts, is_back
 from gemini.units import ChunkId, ParamId
 

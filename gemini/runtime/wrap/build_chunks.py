@@ -11,10 +11,10 @@ from gemini.chunk.layout import ChunkLayout, ChunkSpec
 from gemini.chunk.local import is_dtensor, local_of, rebind
 from gemini.chunk.opaque import Opaque, OpaqueChunk
 from gemini.chunk.storage import Chunk
+from gemini.comm.links import Links
 from gemini.dtypes import BYTES, DTYPES
 from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
-from gemini.runtime.comm.links import Links
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.originals import Originals, has_same_values
 from gemini.runtime.memory.shard_storage import ShardStorage

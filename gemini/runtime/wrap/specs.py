@@ -14,9 +14,9 @@ from gemini.chunk.layout import ParamSpec, distinct, saved_params, spec_of
 from gemini.chunk.local import group_of, is_dtensor, local_of, mesh_dims
 from gemini.chunk.opaque import Opaque, is_opaque
 from gemini.chunk.parameter import handle_of
+from gemini.comm.communicator import Communicator
 from gemini.dtypes import DTYPES
 from gemini.memtracer.module_calls import is_compiled
-from gemini.runtime.comm.communicator import Communicator
 from gemini.saved_names import params_by_path
 from gemini.units import WORLD, ParamId
 

@@ -13,7 +13,7 @@ from bench.shared.models import seeded
 from bench.shared.reference import everything, relative_error, same
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
-from gemini.integrations.parallel.styles import FusedColwise
+from gemini.parallel.styles import FusedColwise
 from optim import HybridAdam
 from tests.support.meshes import (
     ADAM,

@@ -15,11 +15,11 @@ from torch import nn
 from bench.shared.simulated import SimBackend
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.chunk.storage import Chunk
+from gemini.comm.communicator import Communicator
+from gemini.comm.links import Links
 from gemini.placement.plan import Gather
 from gemini.placement.sizes import UNLIMITED
 from gemini.placement.timetable.gathers import gather_steps
-from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.comm.links import Links
 from gemini.runtime.memory.user_writes import UserWrites
 from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr, TensorState
 

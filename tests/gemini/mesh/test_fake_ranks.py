@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.shared.models import Experts, Mixture, Splittable, token_loss
 from gemini import GeminiDDP, StaticPlacement
-from gemini.runtime.comm import communicator as module
+from gemini.comm import communicator as module
 from optim import HybridAdam
 from tests.support.alike import one_of_many
 

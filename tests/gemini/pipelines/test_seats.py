@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input
 
+from gemini.comm.ballot import Ballot
 from gemini.pipeline import WeightLeaf, lost_weights
-from gemini.runtime.comm.ballot import Ballot
 from gemini.runtime.pipeline.seats import Part, Seats
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from bench.docs.doc_tables import placement_example
 from gemini.chunk.layout import ChunkLayout, ParamSpec
+from gemini.comm.communicator import Communicator
 from gemini.memtracer.trace import (
     Trace,
     TraceMoment,
@@ -33,7 +34,6 @@ from gemini.placement.tiers import Tier
 from gemini.placement.timetable.clock import StepClock, Work
 from gemini.placement.timetable.steps import num_uses
 from gemini.placement.timetable.updates import SERIAL
-from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.schedule.planning import Planning
 from tests.support.priced import READ, TEN, WRITE, asked
 

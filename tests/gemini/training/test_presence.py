@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini import GeminiDDP
-from gemini.runtime.comm.communicator import Communicator
+from gemini.comm.communicator import Communicator
 from tests.support.alike import one_of_many
 
 GPU = torch.device("cuda", 0)

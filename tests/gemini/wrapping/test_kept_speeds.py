@@ -10,12 +10,12 @@ from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP
 from gemini.__main__ import main
+from gemini.comm.connect import everyone
 from gemini.doctor.report import judge
 from gemini.kept_speeds import VARIABLE, file_of_speeds, keep, speeds_here
 from gemini.placement.sizes import Bandwidths
 from gemini.placement.speeds import USUAL, KeptSpeeds, Speeds, agreed, usual_speeds
 from gemini.plan.machine import machine_of
-from gemini.runtime.comm.connect import everyone
 from gemini.train.config import TrainConfig
 from gemini.train.plan import hardware
 from optim import HybridAdam

@@ -19,7 +19,7 @@ from bench.shared.models import seeded
 from bench.shared.reference import same
 from gemini import GeminiDDP
 from gemini.integrations import Booster, HybridParallelPlugin, chunk_loss
-from gemini.integrations.parallel.pipelined import Pipelined
+from gemini.parallel.pipelined import Pipelined
 from optim import HybridAdam
 from tests.support import plain_training
 from tests.support.meshes import ADAM, MAX_NORM, PARTS, STEPS

@@ -21,9 +21,9 @@ from lightning.pytorch.callbacks import (
 )
 
 from bench.shared.workers import run_ranks
+from gemini.comm.communicator import Communicator
 from gemini.integrations.lightning import GeminiStrategy
 from gemini.integrations.lightning.shared import REGISTERED
-from gemini.runtime.comm.communicator import Communicator
 from tests.integrations.cases.lightning_runs import (
     SMALL,
     ByHand,

@@ -8,12 +8,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
+from gemini.comm.collective_log import SequenceError
+from gemini.comm.communicator import Communicator
 from gemini.integrations.classic.moe import Experts
-from gemini.integrations.parallel.experts import share_experts
-from gemini.integrations.parallel.plans import TensorParallel, split, split_layer
 from gemini.integrations.plugins.fsdp import TorchFSDPPlugin
-from gemini.runtime.comm.collective_log import SequenceError
-from gemini.runtime.comm.communicator import Communicator
+from gemini.parallel.experts import share_experts
+from gemini.parallel.plans import TensorParallel, split, split_layer
 from gemini.runtime.pipeline.ties import Ties
 
 

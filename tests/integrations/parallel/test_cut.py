@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from bench.shared.models import Tower
-from gemini.integrations.parallel.cut import Cut, MissingLayer, shared_by, stages_of
-from gemini.integrations.parallel.pipelined import MicrobatchSchedule
+from gemini.parallel.cut import Cut, MissingLayer, shared_by, stages_of
+from gemini.parallel.pipelined import MicrobatchSchedule
 
 
 def test_layers_are_cut_evenly_or_as_given():

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.shared.workers import run_ranks
-from gemini.integrations.parallel.experts import share_experts
+from gemini.parallel.experts import share_experts
 from tests.integrations.cases.hybrid_runs import made
 from tests.support.said import said
 

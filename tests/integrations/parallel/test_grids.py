@@ -26,7 +26,7 @@ from gemini.integrations.classic.blocks import (
     split_blocks,
 )
 from gemini.integrations.config import ParallelMode, global_context, plugin_of, read_config
-from gemini.integrations.parallel.sizes import dims_of
+from gemini.parallel.sizes import dims_of
 from optim import HybridAdam
 from tests.support.meshes import ADAM, MAX_NORM, STAGES
 from tests.support.said import said

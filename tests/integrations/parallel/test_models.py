@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.shared.workers import run_ranks
 from gemini.integrations import GeminiPlugin
-from gemini.integrations.parallel.models import is_ours
-from gemini.integrations.parallel.plans import TensorParallel, split
+from gemini.parallel.models import is_ours
+from gemini.parallel.plans import TensorParallel, split
 from tests.integrations.cases.hybrid_runs import (
     BOTH,
     BOUND,

@@ -9,8 +9,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from bench.shared.models import Splittable, Tower
-from gemini.integrations.parallel import plans
-from gemini.integrations.parallel.plans import TensorParallel, split
+from gemini.parallel import plans
+from gemini.parallel.plans import TensorParallel, split
 
 
 def refused(model, said, plan=None, ranks=2, sequence=False):

@@ -10,10 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.shared.workers import run_ranks
 from gemini.integrations import chunk_loss
-from gemini.integrations.parallel import attention
-from gemini.integrations.parallel.cut import stages_of
-from gemini.integrations.parallel.shared_sequence import SequenceParallel, share_sequence
 from gemini.mesh.head_loss import HeadLoss
+from gemini.parallel import attention
+from gemini.parallel.cut import stages_of
+from gemini.parallel.shared_sequence import SequenceParallel, share_sequence
 from tests.integrations.cases.hybrid_runs import ZBV, Run, check_trained, made
 from tests.support.said import said
 

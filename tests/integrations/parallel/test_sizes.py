@@ -5,8 +5,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from gemini.integrations import GeminiPlugin, HybridParallelPlugin
-from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.plugins import plugin as plugins
+from gemini.parallel.sizes import MeshSizes
 
 HYBRID = {"precision": "fp32"}
 SHARING = {

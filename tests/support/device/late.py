@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gemini.runtime.comm.communicator import Communicator
+from gemini.comm.communicator import Communicator
 from gemini.tickets import Ticket
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.chunk.local import group_of, is_dtensor, split_like
-from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.comm.links import Links
+from gemini.comm.communicator import Communicator
+from gemini.comm.links import Links
 from gemini.units import WORLD
 
 _meshes: weakref.WeakKeyDictionary[Any, DeviceMesh] = weakref.WeakKeyDictionary()  # by group

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from gemini.chunk.local import full_tensor_of, own_part
 from gemini.chunk.storage import Chunk, params_in
+from gemini.comm.links import Links
 from gemini.dtypes import DTYPES
 from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import TieredState
-from gemini.runtime.comm.links import Links
 from gemini.runtime.parts import Parts
 from gemini.units import ChunkId, ParamId
 

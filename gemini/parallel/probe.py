@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.chunk.local import is_dtensor
-from gemini.integrations.parts import log, rank
+from gemini.comm.connect import rank
+from gemini.integrations.parts import log
 from gemini.trees import tensors_in
 
 from .cut import TransformerStage, input_name

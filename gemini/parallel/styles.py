@@ -10,7 +10,7 @@ parameters are DTensors of the whole (`_StridedShard`), so checkpoints have the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -30,6 +30,14 @@ from gemini.mesh.head_loss import in_multiples
 def output_dim(layer: nn.Module) -> int:
     """Output dimension of a layer's weight: 1 for GPT-2's Conv1D [in, out], else 0."""
     return 1 if type(layer).__name__ == "Conv1D" else 0
+
+
+def put_in_place(
+    optimizer: torch.optim.Optimizer | None, instead: Mapping[int, torch.Tensor]
+) -> None:
+    """Replace parameters in an optimizer's groups; `instead` is by the id of the old one."""
+    for group in () if optimizer is None else optimizer.param_groups:
+        group["params"] = [instead.get(id(param), param) for param in group["params"]]
 
 
 class FusedColwise(ParallelStyle):

@@ -130,4 +130,4 @@ def _users_call(frame: FrameType) -> FrameType | None:
         caller = caller.f_back
     own = str(caller.f_globals.get("__name__")) if caller is not None else ""
     has_others = call is not None and call.f_code.co_name not in _OF_TWO_RANKS
-    return call if has_others and not own.startswith("gemini.runtime.comm.") else None
+    return call if has_others and not own.startswith("gemini.comm.") else None

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gemini.integrations import parts
+from gemini.comm.connect import world_size
 
 Dims = tuple[tuple[str, int], ...]
 
@@ -117,7 +117,7 @@ class MeshSizes:
 
         Callers share one mesh per device type and sizes, as long as any of them keeps it.
         """
-        dims = self.dims(parts.world_size())
+        dims = self.dims(world_size())
         if not dims:
             return None
         assert dist.group.WORLD is not None

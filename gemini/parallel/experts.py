@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.integrations.parts import announce, put_in_place
+from gemini.comm.connect import announce
+from gemini.parallel.styles import put_in_place
 
 from .attention import exchanged
 from .styles import of_parts, replace

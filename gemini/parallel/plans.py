@@ -21,8 +21,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from gemini.chunk.local import is_dtensor, local_of
-from gemini.integrations.parts import announce, put_in_place
+from gemini.comm.connect import announce
 from gemini.mesh.head_loss import HeadLoss, has_causal_loss
+from gemini.parallel.styles import put_in_place
 
 from .models import is_ours, plan_of
 from .probe import Probe

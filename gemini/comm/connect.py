@@ -9,12 +9,13 @@ vote (`gemini.runtime.pipeline.seats`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.units import WORLD
@@ -28,6 +29,23 @@ if TYPE_CHECKING:
 
 
 PIPELINE = "pp"
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def announce(
+    group: dist.ProcessGroup | None, call: str, tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Raise SequenceError on all ranks of a group unless each is about to send these tensors, in
+    this order, in `call`: torch's own collectives of unequal sizes abort the process."""
+    sent = [f"{name} {[*x.shape]} {x.dtype}" for name, x in tensors]
+    Communicator(group).announce(call, sent)
 
 
 @dataclass(frozen=True, slots=True)
