@@ -11,7 +11,7 @@ fio/write            direct writes, and reads, of 4 MiB pieces: what the disk ca
 
 async_stall_fraction: seconds for which an asynchronous save held training up (the call, and steps
 that waited for a block to be saved), state on NVMe, over the seconds of a synchronous save.
-pinned_stall_seconds: of a save that pins state on NVMe (ADR 0020); pinned_stall_of_step: over a
+pinned_stall_seconds: of a save that pins state on NVMe (ADR 0016); pinned_stall_of_step: over a
 step of that model, whose passes take nothing.
 nvme_over_mixed: a save and a load of state on NVMe read and write every byte: their speed over half
 of what the disk moves when reads and writes are mixed.

@@ -9,7 +9,7 @@ An asynchronous save returns before step 2. State on disk keeps its version unti
 copied it. State in memory is copied to host memory, up to `async_ram_budget`; the rest is written
 before the call returns.
 
-A pinned save (ADR 0020) streams state in memory alone. State on disk is not copied: its store keeps
+A pinned save (ADR 0016) streams state in memory alone. State on disk is not copied: its store keeps
 that version, and step 3 writes the names of its files.
 """
 

@@ -6,6 +6,7 @@ nothing fails, and the outputs are wrong.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -17,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.chunk.local import is_dtensor
 from gemini.comm.connect import rank
-from gemini.integrations.parts import log
+
 from gemini.trees import tensors_in
 
 from .cut import TransformerStage, input_name
 
 ROWS = 2
+log = logging.getLogger("gemini")
 NOT_COMPARED = (
     "a %s is split by a plan of yours, and no input of it is known by which what it gives before "
     "and after could be compared: compare the first losses with those of one process"

@@ -1,4 +1,4 @@
-"""Event of an engine: who wants to know listens (ADR 0017)."""
+"""Event of an engine: who wants to know listens (ADR 0013)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kept versions: commits before the last one that a store does not write over (ADR 0020).
+"""Kept versions: commits before the last one that a store does not write over (ADR 0016).
 
 The newest are a history, by which a run goes back some steps. Any other commit may be pinned: it
 stays while its witness, a file of whoever pinned it, is there, and the store's files with it when

@@ -1,4 +1,4 @@
-"""Steps that training may go back to: commits on disk, and copies in memory (ADR 0020)."""
+"""Steps that training may go back to: commits on disk, and copies in memory (ADR 0016)."""
 
 from __future__ import annotations
 
