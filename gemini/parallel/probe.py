@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.chunk.local import is_dtensor
 from gemini.comm.connect import rank
-
 from gemini.trees import tensors_in
 
 from .cut import TransformerStage, input_name
