@@ -29,7 +29,7 @@ class Lengths(NamedTuple):
 class Factored(NamedTuple):
     """Options of a group, and the numbers that a step adds to them for a parameter.
 
-    floor: eps[0]; below 0 where it is the resolution of the dtype of updates.
+    floor: eps[0]; -1 means the machine epsilon of the update dtype.
     """
 
     lr: float

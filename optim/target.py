@@ -33,7 +33,7 @@ class AmpInputs:
 class ParameterOwner(Protocol):
     """Owner of the parameters of a wrapped module: its engine.
 
-    ignored: names by id of parameters of the module that it leaves as they are.
+    ignored: `{id(param): name}` of parameters that are not sharded (`ignored_params`).
     lock: held by whoever reads or changes weights, gradients or state. It is taken by `with lock:`
         alone, in which no signal comes between the lock and the body.
     """

@@ -131,7 +131,7 @@ class Chunk:
 
     @property
     def may_be_payload(self) -> bool:
-        """Whether the shard is a part of the payload, or becomes one where it comes home."""
+        """Whether the shard is, or will be after a promotion, a view of the payload."""
         return self.in_payload or self._links.world_size == 1
 
     def count_in(self, account: Account) -> None:

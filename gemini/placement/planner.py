@@ -163,7 +163,7 @@ def _draft_in(
     floor: Homes | None = None,
     ceiling: Homes | None = None,
 ) -> Draft:
-    """Draft of another plan, with what never moves where `plan` has it."""
+    """New draft; fp32 originals stay on the tier that `plan` gave them."""
     return Draft(replace(inputs, original_home=plan.original_home), policy, floor, ceiling)
 
 

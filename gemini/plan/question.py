@@ -58,7 +58,7 @@ SLACK_BYTES, SLACK_SHARE = 4 << 20, 0.005  # margin of what is measured, and of 
 # expert has two products forward, as many for gradients of inputs, and of weights where they are
 # trained.
 KEPT_PRODUCTS, EXPERT_PRODUCTS = 1024, 2
-SPREAD = 15.0  # numbers of rows that differ, by the root of their average: as measured
+SPREAD = 15.0  # distinct batch sizes that an expert sees, divided by sqrt(mean): as measured
 AVERAGES = {"host": "RAM", "nvme": "disk"}  # homes of `gemini.EMA`, in words
 MAX_BATCH = 1 << 16
 MAX_TOKENS, LENGTHS = 1 << 24, 64  # of a forward; parts of a length to which it is told

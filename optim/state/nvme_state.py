@@ -78,8 +78,8 @@ class NvmeState:
         columns: Columns = ALL_COLUMNS,
     ) -> None:
         """blocks: those of the space that are on disk now. num_ahead: more buffers, for blocks
-        that are updated after their step. num_waiting: for blocks that wait for others of the
-        step. columns: which planes a block has."""
+        that are updated after their step. num_waiting: extra buffers for blocks whose update needs
+        another block first. columns: which planes a block has."""
         self.blocks = _in_order(blocks)
         self._layout = layout
         self._records = Records(space.blocks, layout, split, undo=undo, columns=columns)
@@ -350,7 +350,7 @@ class NvmeState:
 
     @contextmanager
     def _lent(self) -> Iterator[WriteBehind]:
-        """All buffers, for blocks that pass through them one after the other."""
+        """Context: borrow every staging buffer for one sequential pass over blocks."""
         self._look()
         pool, free = self._pool, self.flow.free
         writes = WriteBehind(pool)

@@ -32,7 +32,7 @@ from .driver import Agree, Step, alone
 class Gate:
     """Ticket that ends when another thread opens it.
 
-    waited_seconds: waits of the thread that made it, which is the one that trains.
+    waited_seconds: seconds that the training thread, which made it, spent waiting on this gate.
 
     A signal's handler may run during `wait`, and may itself wait: the gate opens all the same.
     """

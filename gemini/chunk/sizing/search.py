@@ -302,7 +302,7 @@ def _search_group(key: GroupKey, packer: _Packer, least: int, most: int | None) 
 def _choose(
     key: GroupKey, packer: _Packer, preferred: Sequence[Packing], allowed: Sequence[Packing]
 ) -> GroupChoice:
-    """One of `preferred`; one of `allowed` where none of those wastes little at low cost."""
+    """Cheapest of `preferred`; if all of those waste too much, the cheapest of `allowed`."""
     used_numel = packer.sizes.used_numel
     candidates = preferred
     best = min(preferred, key=_order)

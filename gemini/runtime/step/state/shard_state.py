@@ -385,7 +385,7 @@ class ShardState(Target):
     @contextmanager
     def shards_with_masters(self) -> Iterator[None]:
         """Shards and masters are set together: where a disk fails, shards in memory go back to the
-        masters that are kept. One that shares its upper half with another's is neither."""
+        masters that are kept. Split masters share bits with a shard that failed: both stay."""
         try:
             yield
         except BaseException:
