@@ -21,6 +21,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,14 +138,23 @@ def save_checkpoint(
 
         file = ranks.together(open_file)
         if async_save:
-            return _save_later(save, runs, file, _budget(async_ram_budget))
+            done = partial(_remove_left, optimizer, common["files"])
+            return _save_later(save, runs, file, _budget(async_ram_budget), done)
         if runs is None:
             save.write()
         elif keeper is None:
             save.write(lambda file: runs.visit(file.add_run))
         else:
             _save_pinned(save, runs, keeper)
+    _remove_left(optimizer, common["files"])
     return Done(None)
+
+
+def _remove_left(optimizer: torch.optim.Optimizer | None, saved: Mapping[str, Any]) -> None:
+    """Remove files of killed processes that the complete checkpoint replaces. saved: its
+    `known_stores`; empty: it replaces none."""
+    if saved and isinstance(optimizer, TieredOptimizer):
+        optimizer.remove_left_stores(int(saved["step"]))
 
 
 def _save_pinned(save: Save, runs: RunState, keeper: ShardTarget) -> None:
@@ -195,8 +205,13 @@ def _keeper(model: nn.Module, optimizer: torch.optim.Optimizer | None, target: P
     return found
 
 
-def _save_later(save: Save, runs: RunState | None, file: RankFile, budget: int) -> Ticket[None]:
-    """Copy or write all that the next step changes in place; a thread does the rest."""
+def _save_later(
+    save: Save, runs: RunState | None, file: RankFile, budget: int, done: Callable[[], None]
+) -> Ticket[None]:
+    """Copy or write all that the next step changes in place; a thread does the rest.
+
+    done: called in the thread once the checkpoint is complete.
+    """
     save.state = _copied(save.state)
     failure: BaseException | None = None
     copies: list[tuple[str, Region, int, Tensor]] = []
@@ -231,6 +246,7 @@ def _save_later(save: Save, runs: RunState | None, file: RankFile, budget: int) 
         try:
             with save.or_nothing():
                 save.write(stream, failure)
+            done()  # not above: what fails here leaves the checkpoint
         finally:
             if snapshot is not None:
                 snapshot.close()

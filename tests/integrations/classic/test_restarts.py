@@ -27,9 +27,10 @@ def test_a_killed_rank_is_replaced_and_the_run_has_the_bits_of_an_undisturbed_on
     ended_well(started(undisturbed, "gemini run", "--nproc_per_node=2"))
     out = tmp_path / "out"
     flags = ["--nproc_per_node=2", "--max-restarts=1"]
-    ended_well(started(out, "gemini run", *flags, dies="rank 1 3"))
-    assert read(out, "said") == "from 0 with 2\nfrom 3 with 2\n"
+    ended_well(started(out, "gemini run", *flags, dies="rank 1 3", every=2))
+    assert read(out, "said") == "from 0 with 2\nfrom 2 with 2\n"
     assert read(out, "digest") == read(undisturbed, "digest")
+    # what the killed ranks left is of step 3: it goes once a later checkpoint is complete
     folders = [path for path in out.iterdir() if path.name.endswith(("-0", "-1")) and path.is_dir()]
     assert len(folders) == 2 and not any(path for one in folders for path in one.iterdir())
 

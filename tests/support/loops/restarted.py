@@ -1,8 +1,9 @@
 """Training that begins again from its last checkpoint: a script for torchrun and `gemini run`.
 
-python restarted.py OUT STEPS: writes OUT/pid-RANK, OUT/said (a line of rank 0 for each attempt) and
-OUT/digest. DIES, "rank 1 3" or "host 3", kills rank 1, or this host with all its ranks,
-behind the checkpoint of step 3 of the first attempt. It goes on until NEEDS ranks take part.
+python restarted.py OUT STEPS: writes OUT/pid-RANK, OUT/said (a line of rank 0 for each attempt),
+OUT/losses (a line for each step) and OUT/digest. DIES, "rank 1 3" or "host 3", kills rank 1, or
+this host with all its ranks, behind step 3 of the first attempt. It goes on until NEEDS ranks take
+part. Checkpoints are those of every EVERYth step.
 """
 
 from __future__ import annotations
@@ -27,13 +28,19 @@ STARTERS = {
 
 
 def started(
-    out: Path, starter: str, *flags: str, steps: int = 6, dies: str = "rank -1 -1", needs: int = 1
+    out: Path,
+    starter: str,
+    *flags: str,
+    steps: int = 6,
+    dies: str = "rank -1 -1",
+    needs: int = 1,
+    every: int = 1,
 ) -> subprocess.Popen[str]:
     """A process of its own session that runs `main` on ranks."""
     out.mkdir(exist_ok=True)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")]), "DIES": dies,
-        "NEEDS": str(needs),
+        "NEEDS": str(needs), "EVERY": str(every),
         # so long others may still join before those that are left go on; torch's own is 30 s
         "PET_RDZV_CONF": "last_call_timeout=2",
     }  # fmt: skip
@@ -76,11 +83,17 @@ def main() -> None:
             said.write(f"from {step} with {ranks}\n")
     while step < steps or ranks < int(os.environ["NEEDS"]):
         drawn = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step))
-        model(drawn[rank::ranks]).square().mean().backward()
+        loss = model(drawn[rank::ranks]).square().mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        save_checkpoint(checkpoint, model, optimizer, extra={"step": step})
+        dist.all_reduce(mean := loss.detach().double() / ranks)
+        if rank == 0:
+            with (out / "losses").open("a", encoding="utf-8") as losses:
+                losses.write(f"{step} {ranks} {mean.item()}\n")
+        if step % int(os.environ.get("EVERY", "1")) == 0:
+            save_checkpoint(checkpoint, model, optimizer, extra={"step": step})
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and step == int(numbers[-1]):
             if who == "host":
                 os.kill(os.getppid(), signal.SIGKILL)  # torchrun of this host
