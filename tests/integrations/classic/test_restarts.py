@@ -8,6 +8,8 @@ from contextlib import closing
 
 import pytest
 
+from tests.support import nodes
+from tests.support.loops import restarted
 from tests.support.loops.restarted import ROOT, ended_well, read, started
 from tests.support.ports import free_port
 from tests.support.until import until
@@ -78,3 +80,33 @@ def test_a_host_that_comes_takes_part(tmp_path):
     ended_well(first)
     alone, together = read(tmp_path, "said").splitlines()
     assert alone == "from 0 with 1" and together.endswith("with 2") and together != "from 0 with 2"
+
+
+@pytest.mark.skipif(not nodes.can_be_had(), reason="users have no namespaces on this machine")
+def test_two_nodes_with_disks_of_their_own_have_the_bits_of_one(tmp_path):
+    """Each node runs the same command, and the second node's rank is killed once."""
+    undisturbed = tmp_path / "undisturbed"
+    ended_well(started(undisturbed, "gemini run", "--nproc_per_node=2"))
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [
+        sys.executable, "-m", "gemini", "run", "--nnodes=2", "--master_addr=node-1",
+        "--max-restarts=1", restarted.__file__, str(out), "6",
+    ]  # fmt: skip
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")]), "DIES": "rank 1 3",
+        "NEEDS": "2", "DISK": f"{out}/disk",
+    }  # fmt: skip
+    run = nodes.started(out, command, environment)
+    disks = [out / "disks" / name for name in nodes.NAMES]
+
+    def each_has_its_files():
+        assert run.poll() is None
+        return all(list(disk.glob("gemini-*.blocks")) for disk in disks)
+
+    until(each_has_its_files)
+    ended_well(run)
+    assert read(out, "said") == "from 0 with 2\nfrom 3 with 2\n"
+    assert read(out, "digest") == read(undisturbed, "digest")
+    assert not any(path for disk in disks for path in disk.iterdir())
+    assert not any((out / "disk").iterdir())

@@ -3,7 +3,7 @@
 python restarted.py OUT STEPS: writes OUT/pid-RANK, OUT/said (a line of rank 0 for each attempt),
 OUT/losses (a line for each step) and OUT/digest. DIES, "rank 1 3" or "host 3", kills rank 1, or
 this host with all its ranks, behind step 3 of the first attempt. It goes on until NEEDS ranks take
-part. Checkpoints are those of every EVERYth step.
+part. Checkpoints are those of every EVERYth step, and files of state are in DISK.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
     model = GeminiDDP(inner, precision="bf16")
     optimizer = HybridAdam(
         model.parameters(), lr=1e-2, nvme_offload_fraction=1.0,
-        nvme_offload_dir=f"{out}/{{node}}-{{rank}}",
+        nvme_offload_dir=os.environ.get("DISK", f"{out}/{{node}}-{{rank}}"),
     )  # fmt: skip
     checkpoint, step = out / "checkpoint", 0
     if checkpoint.exists():
