@@ -211,7 +211,8 @@ def test_hosts_are_chosen_by_name(tmp_path):
     assert hosts(hostfile=file, nnodes=(2, 2)) == ["a", "b"]
     assert hosts(hostfile=file, nnodes=(1, 2)) == ["a", "b"]
     assert hosts(hostfile=file, nnodes=(2, 9)) == ["a", "b", "c"]
-    assert hosts(nnodes=(1, 2), master_addr="a") == hosts(nnodes=(2, 3), master_addr="a") == []
+    for joined in ((1, 2), (2, 3), (2, 2)):
+        assert hosts(nnodes=joined, master_addr="a") == []
     assert hosts(hostfile=file, include="c,a") == ["a", "c"]
     assert hosts(hostfile=file, exclude="a") == ["b", "c"]
     for wrong in (

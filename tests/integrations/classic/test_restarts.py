@@ -62,24 +62,40 @@ def hosts_at(port, out, **options):
     return first, flags
 
 
-def test_a_host_is_lost_and_the_other_goes_on_alone(tmp_path):
-    first, flags = hosts_at(free_port(), tmp_path)
-    second = started(tmp_path, "gemini run", *flags, dies="host 3")
+def losses_of(out):
+    """Loss by step, of the last attempt that has come to it, and the ranks that had it."""
+    lines = [line.split() for line in read(out, "losses").splitlines()]
+    return {int(step): (float(loss), int(ranks)) for step, ranks, loss in lines}
+
+
+def test_a_host_is_lost_and_another_comes_and_losses_are_those_of_two_that_stayed(tmp_path):
+    out, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
+    first, flags = hosts_at(free_port(), out, needs=2, precision="fp32")
+    second = started(out, "gemini run", *flags, dies="host 3", precision="fp32")
     second.communicate()
     assert second.returncode != 0
-    ended_well(first)
-    assert read(tmp_path, "said") == "from 0 with 2\nfrom 3 with 1\n"
-    assert read(tmp_path, "digest")
 
+    def goes_on_alone():
+        assert first.poll() is None
+        return read(out, "said").count("\n") > 1
 
-def test_a_host_that_comes_takes_part(tmp_path):
-    first, flags = hosts_at(free_port(), tmp_path, needs=2)
-    until((tmp_path / "checkpoint").exists)
-    second = started(tmp_path, "gemini run", *flags, needs=2)
-    ended_well(second)
+    until(goes_on_alone)
+    third = started(out, "gemini run", *flags, needs=2, precision="fp32")
+    ended_well(third)
     ended_well(first)
-    alone, together = read(tmp_path, "said").splitlines()
-    assert alone == "from 0 with 1" and together.endswith("with 2") and together != "from 0 with 2"
+    said = read(out, "said").splitlines()
+    assert said[:2] == ["from 0 with 2", "from 3 with 1"]
+    assert said[2].endswith("with 2") and len(said) == 3
+    found = losses_of(out)
+    flags = ["--nproc_per_node=2"]
+    ended_well(started(undisturbed, "gemini run", *flags, steps=len(found), precision="fp32"))
+    expected = losses_of(undisturbed)
+    assert [found[step] for step in (1, 2, 3)] == [expected[step] for step in (1, 2, 3)]
+    assert {ranks for _, ranks in found.values()} == {1, 2} and len(found) > 6
+    # one rank adds the twelve products of a batch in another order than two ranks do: each step
+    # differs in the last bits of fp32, which Adam carries on
+    worst = max(abs(found[step][0] / loss - 1) for step, (loss, _) in expected.items())
+    assert found.keys() == expected.keys() and worst < 1e-4
 
 
 @pytest.mark.skipif(not nodes.can_be_had(), reason="users have no namespaces on this machine")
