@@ -296,3 +296,27 @@ def test_a_work_that_the_hook_returns_is_waited_for():
     model.set_all_reduce_hook(Work)
     token_loss(model, token_batches(1, 1)[0][0]).backward()
     assert all(torch.all(p.grad == 0.5) for p in model.parameters() if p.grad is not None)
+
+
+def skipping(rank, skips):
+    """Sizes of shards that a hook gets where no rank runs the layers in `skips`."""
+    groups = Groups()
+    model, optimizer = wrapped(groups)
+    for number in skips:
+        model.module.layers[number].forward = lambda x: x
+    token_loss(model, own_parts(*token_batches(1, dist.get_world_size()))[0]).backward()
+    skipped = {id(p) for number in skips for p in model.module.layers[number].parameters()}
+    params = model.engine.params
+    used = [
+        chunk.spec.shard_numel for chunk in model.engine.chunks
+        if not all(id(params[slot.param]) in skipped for slot in chunk.spec.slots)
+    ]  # fmt: skip
+    found = [numel for numel, _ in groups.seen]
+    optimizer.close()
+    return found, used, len(model.engine.chunks)
+
+
+def test_a_hook_gets_no_chunk_that_nobody_used():
+    """A group that began later has no gradient of it either: sizes would not fit."""
+    for found, used, num_chunks in run_ranks(skipping, 2, (1, 2)):
+        assert found == used and len(used) < num_chunks
