@@ -1,4 +1,4 @@
-"""Train with Ray Train: workers that Ray starts, checkpoints that Ray keeps, and a worker that may die.
+"""Train with Ray Train: workers that Ray starts, and checkpoints that it keeps.
 
     pip install "ray[train]"
     python examples/ray_train.py --workers 2 --steps 30 --out /shared/runs

@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nnodes",
         metavar="N",
         help="use the first so many hosts, or without --host as many as run this with one "
-        "--master_addr; 1:4: as many of 1 to 4 as are there, and those that are left if one is lost",
+        "--master_addr; 1:4: as many of 1 to 4 as are there, and those that are left if one is "
+        "lost",
     )
     parser.add_argument(
         "--max_restarts",
