@@ -125,7 +125,7 @@ def check_gemini_run(args, address):
     check_train([options.script, *options.arguments])
     options.nnodes = gemini_run.num_hosts(options.nnodes)
     assert gemini_run.chosen_hosts(options) == []  # each pod runs it, and joins the others
-    _, _, runner, *flags = gemini_run._torchrun(options, "logs")
+    _, _, runner, *flags = gemini_run.torchrun_command(options, "logs")
     assert runner == "gemini.integrations.torchrun"
     config, _, _ = config_from_args(torchruns_parser().parse_args(flags))
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (PODS, PODS, 8)

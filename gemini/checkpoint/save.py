@@ -121,6 +121,8 @@ def save_checkpoint(
         }
         if weights and any(part.engine.is_lent for part in parts_of(model)):
             common["averaged"] = True  # by gemini.EMA, while the optimizer's state is of others
+        if isinstance(optimizer, TieredOptimizer) and weights:
+            save.done = partial(optimizer.remove_left_stores, common["files"]["step"])
         save.state, runs = ranks.together(
             lambda: _content(model, optimizer, scheduler, extra, ranks, weights, common)
         )
@@ -138,23 +140,14 @@ def save_checkpoint(
 
         file = ranks.together(open_file)
         if async_save:
-            done = partial(_remove_left, optimizer, common["files"])
-            return _save_later(save, runs, file, _budget(async_ram_budget), done)
+            return _save_later(save, runs, file, _budget(async_ram_budget))
         if runs is None:
             save.write()
         elif keeper is None:
             save.write(lambda file: runs.visit(file.add_run))
         else:
             _save_pinned(save, runs, keeper)
-    _remove_left(optimizer, common["files"])
     return Done(None)
-
-
-def _remove_left(optimizer: torch.optim.Optimizer | None, saved: Mapping[str, Any]) -> None:
-    """Remove files of killed processes that the complete checkpoint replaces. saved: its
-    `known_stores`; empty: it replaces none."""
-    if saved and isinstance(optimizer, TieredOptimizer):
-        optimizer.remove_left_stores(int(saved["step"]))
 
 
 def _save_pinned(save: Save, runs: RunState, keeper: ShardTarget) -> None:
@@ -205,13 +198,8 @@ def _keeper(model: nn.Module, optimizer: torch.optim.Optimizer | None, target: P
     return found
 
 
-def _save_later(
-    save: Save, runs: RunState | None, file: RankFile, budget: int, done: Callable[[], None]
-) -> Ticket[None]:
-    """Copy or write all that the next step changes in place; a thread does the rest.
-
-    done: called in the thread once the checkpoint is complete.
-    """
+def _save_later(save: Save, runs: RunState | None, file: RankFile, budget: int) -> Ticket[None]:
+    """Copy or write all that the next step changes in place; a thread does the rest."""
     save.state = _copied(save.state)
     failure: BaseException | None = None
     copies: list[tuple[str, Region, int, Tensor]] = []
@@ -246,7 +234,6 @@ def _save_later(
         try:
             with save.or_nothing():
                 save.write(stream, failure)
-            done()  # not above: what fails here leaves the checkpoint
         finally:
             if snapshot is not None:
                 snapshot.close()

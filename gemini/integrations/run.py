@@ -106,7 +106,9 @@ def run(options: argparse.Namespace) -> int:
             hosts = [] if options.node_rank is not None else chosen_hosts(options)
             if not hosts:
                 added = _environment(options, logs)
-                return _run([_torchrun(options, logs)], added, begins_again=_begins_again(options))
+                return _run(
+                    [torchrun_command(options, logs)], added, begins_again=_begins_again(options)
+                )
         options.master_addr = options.master_addr or hosts[0]
         least = min(_least_hosts(options) or len(hosts), len(hosts))
         options.nnodes = least, len(hosts)
@@ -186,7 +188,7 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _torchrun(options: argparse.Namespace, logs: str) -> list[str]:
+def torchrun_command(options: argparse.Namespace, logs: str) -> list[str]:
     command = [
         sys.executable, "-m", "gemini.integrations.torchrun",
         f"--nproc-per-node={options.nproc_per_node}", "--tee=3", f"--log-dir={logs}",

@@ -15,14 +15,14 @@ from pathlib import Path
 
 NAMES = ("node-1", "node-2")
 _OWN = ("unshare", "--user", "--map-root-user", "--net", "--uts", "--mount")
-# This shell is the first node, and a process that sleeps keeps the namespaces of the second. What
+# This shell is the first node, and a process that waits keeps the namespaces of the second. What
 # it starts ends with the outer process's session.
 _SCRIPT = """
 set -eu
 folder=$1; shift
-unshare --net --uts --mount sleep 3600 & second=$!
+unshare --net --uts --mount tail -f /dev/null & second=$!
 trap 'kill $second' EXIT
-while [ "$(readlink /proc/$second/ns/mnt)" = "$(readlink /proc/$$/ns/mnt)" ]; do sleep 0.05; done
+while [ "$(readlink /proc/$second/ns/mnt)" = "$(readlink /proc/$$/ns/mnt)" ]; do :; done
 ip link add cable type veth peer name cable netns $second
 cat > "$folder/node" <<'END'
 set -eu

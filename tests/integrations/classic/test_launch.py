@@ -238,7 +238,7 @@ def test_hosts_that_join_by_themselves_number_themselves():
         rank = [] if number is None else [f"--node_rank={number}"]
         options = parser.parse_args(["--nnodes=2", "--master_addr=a", *rank, "script.py"])
         options.nnodes = num_hosts(options.nnodes)
-        flags = run._torchrun(options, "logs")
+        flags = run.torchrun_command(options, "logs")
         assert ("--rdzv-backend=c10d" in flags) is (number is None)
         assert ("--node-rank=1" in flags) is (number == 1)
 

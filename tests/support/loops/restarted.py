@@ -1,7 +1,8 @@
 """Training that begins again from its last checkpoint: a script for torchrun and `gemini run`.
 
-python restarted.py OUT STEPS: writes OUT/pid-RANK, OUT/said (a line of rank 0 for each attempt),
-OUT/losses (step, ranks and loss) and OUT/digest. DIES, "rank 1 3" or "host 3", kills rank 1, or
+python restarted.py OUT STEPS: writes OUT/attempts (torchrun's number of each, by all ranks),
+OUT/pid-RANK, OUT/said (a line of rank 0 for each attempt that has begun to train), OUT/losses
+(step, ranks and loss) and OUT/digest. DIES, "rank 1 3" or "host 3", kills rank 1, or
 this host with all its ranks, behind step 3 of the first attempt. It goes on until NEEDS ranks take
 part. Checkpoints are those of every EVERYth step, and files of state are in DISK.
 """
@@ -12,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -67,6 +67,8 @@ def read(out: Path, name: str) -> str:
 def main() -> None:
     out, steps = Path(sys.argv[1]), int(sys.argv[2])
     who, *numbers = os.environ["DIES"].split()
+    with (out / "attempts").open("a", encoding="utf-8") as attempts:
+        attempts.write(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     (out / f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
@@ -95,8 +97,6 @@ def main() -> None:
         if rank == 0:
             with (out / "losses").open("a", encoding="utf-8") as losses:
                 losses.write(f"{step} {ranks} {mean.item()}\n")
-        if ranks < int(os.environ["NEEDS"]):
-            time.sleep(0.2)  # or there were thousands of steps until another host has come
         if step % int(os.environ.get("EVERY", "1")) == 0:
             save_checkpoint(checkpoint, model, optimizer, extra={"step": step})
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and step == int(numbers[-1]):
