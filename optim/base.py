@@ -308,12 +308,19 @@ class TieredOptimizer(BoundOptimizer):
 
         began: by name the step of the run at which a store began to count.
         """
-        from gemini.nvme import remove_superseded
-
-        folders = dict.fromkeys(path.parent for store in self.stores for path in store.paths)
-        left = remove_superseded(folders, {name: step - at for name, at in began.items()})
-        self._left_stores = {name: began[name] for name in sorted(left)}
+        self._left_stores = dict(began)
+        self.remove_left_stores(step)
         self._steps_before = step - max((s.committed_step for s in self.stores), default=0)
+
+    def remove_left_stores(self, step: int) -> None:
+        """Remove stores of killed processes with no step after this one of a complete checkpoint,
+        where this process has its own."""
+        if began := self._left_stores:
+            from gemini.nvme import remove_superseded
+
+            folders = dict.fromkeys(path.parent for store in self.stores for path in store.paths)
+            left = remove_superseded(folders, {name: step - at for name, at in began.items()})
+            self._left_stores = {name: began[name] for name in sorted(left)}
 
     @reads
     def close(self, *, keep_masters: bool = True) -> None:

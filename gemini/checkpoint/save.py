@@ -21,6 +21,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,8 @@ def save_checkpoint(
         }
         if weights and any(part.engine.is_lent for part in parts_of(model)):
             common["averaged"] = True  # by gemini.EMA, while the optimizer's state is of others
+        if isinstance(optimizer, TieredOptimizer) and weights:
+            save.done = partial(optimizer.remove_left_stores, common["files"]["step"])
         save.state, runs = ranks.together(
             lambda: _content(model, optimizer, scheduler, extra, ranks, weights, common)
         )

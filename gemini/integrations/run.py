@@ -33,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nnodes",
         metavar="N",
-        help="use the first so many hosts; 1:4: as many of 1 to 4 as are there, and those that are "
-        "left if one is lost",
+        help="use the first so many hosts, or without --host as many as run this with one "
+        "--master_addr; 1:4: as many of 1 to 4 as are there, and those that are left if one is "
+        "lost",
     )
     parser.add_argument(
         "--max_restarts",
@@ -105,7 +106,9 @@ def run(options: argparse.Namespace) -> int:
             hosts = [] if options.node_rank is not None else chosen_hosts(options)
             if not hosts:
                 added = _environment(options, logs)
-                return _run([_torchrun(options, logs)], added, begins_again=_begins_again(options))
+                return _run(
+                    [torchrun_command(options, logs)], added, begins_again=_begins_again(options)
+                )
         options.master_addr = options.master_addr or hosts[0]
         least = min(_least_hosts(options) or len(hosts), len(hosts))
         options.nnodes = least, len(hosts)
@@ -144,7 +147,7 @@ def chosen_hosts(options: argparse.Namespace) -> list[str]:
     if options.nnodes is None:
         return hosts
     least, most = options.nnodes
-    if _least_hosts(options) and not hosts and options.master_addr is not None:
+    if not hosts and options.master_addr is not None:
         return []  # this host joins others, on each of which somebody runs this command
     if least > max(1, len(hosts)):
         raise ValueError(
@@ -185,7 +188,7 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _torchrun(options: argparse.Namespace, logs: str) -> list[str]:
+def torchrun_command(options: argparse.Namespace, logs: str) -> list[str]:
     command = [
         sys.executable, "-m", "gemini.integrations.torchrun",
         f"--nproc-per-node={options.nproc_per_node}", "--tee=3", f"--log-dir={logs}",
@@ -195,7 +198,8 @@ def _torchrun(options: argparse.Namespace, logs: str) -> list[str]:
     address = options.master_addr or "localhost"
     if most == 1 and options.master_addr is None and options.master_port == 29500:
         command += ["--standalone"]
-    elif _begins_again(options):  # which hosts do together in this kind of rendezvous alone
+    elif _begins_again(options) or (most > 1 and options.node_rank is None):
+        # hosts begin again together, and number themselves, in this kind of rendezvous alone
         command += [
             f"--nnodes={least}:{most}", "--rdzv-backend=c10d", "--rdzv-id=gemini",
             f"--rdzv-endpoint={address}:{options.master_port}",

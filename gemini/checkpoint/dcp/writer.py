@@ -112,6 +112,7 @@ class Save:
         self.ranks, self.target = ranks, target
         self.state: dict[str, Any] = {}
         self.aliases: Mapping[str, str] = {}
+        self.done: Callable[[], object] = bool  # called on every rank once it is complete
         self._group = ranks.group()
         self._keep_last = keep_last
         self._about = {
@@ -174,6 +175,7 @@ class Save:
         # Rank 0 commits only when all ranks have written and synced: one failure keeps all of them
         # from a checkpoint with a hole.
         ranks.through_first(lambda: _written(file, stream, plan, planner), commit, group)
+        self.done()
 
     def _commit(self, metadata: Metadata, written: list[_Written]) -> None:
         """Write `.metadata` and the manifest, and rename the folder; on rank 0."""

@@ -297,3 +297,31 @@ def test_a_work_that_the_hook_returns_is_waited_for():
     model.set_all_reduce_hook(Work)
     token_loss(model, token_batches(1, 1)[0][0]).backward()
     assert all(torch.all(p.grad == 0.5) for p in model.parameters() if p.grad is not None)
+
+
+def dropping(rank, skips):
+    """Sizes of shards that a hook gets where all ranks drop the gradients of layers in `skips`
+    before the step reduces those of `no_sync`."""
+    groups = Groups()
+    model, optimizer = wrapped(groups)
+    with model.no_sync():
+        token_loss(model, own_parts(*token_batches(1, dist.get_world_size()))[0]).backward()
+    for number in skips:
+        for param in model.module.layers[number].parameters():
+            param.grad = None
+    optimizer.step()
+    skipped = {id(p) for number in skips for p in model.module.layers[number].parameters()}
+    params = model.engine.params
+    used = [
+        chunk.spec.shard_numel for chunk in model.engine.chunks
+        if not all(id(params[slot.param]) in skipped for slot in chunk.spec.slots)
+    ]  # fmt: skip
+    found = [numel for numel, _ in groups.seen]
+    optimizer.close()
+    return found, used, len(model.engine.chunks)
+
+
+def test_a_hook_gets_no_chunk_without_a_gradient():
+    """Nor has another group one of it: sizes would not fit."""
+    for found, used, num_chunks in run_ranks(dropping, 2, (1, 2)):
+        assert found == used and len(used) < num_chunks

@@ -163,6 +163,27 @@ def leaving(make):
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+def parks(make):
+    model, optimizer = make.step(placement_policy=AutoPlacement(nvme_dir=make.folder))
+    before = model.digest()
+    assert model.park("nvme").ram > 0
+    model.resume()
+    assert model.digest() == before
+    optimizer.close()
+
+
+def hooked(make):
+    found = []
+    for factor in (1.0, 0.5):
+        model = make.model()
+        model.set_all_reduce_hook(lambda shard, by=factor: shard.mul_(by))
+        make.backward(model)
+        found.append({name: g.clone() for name, g in model.named_gradients()})
+    whole, half = found
+    assert any(torch.any(g != 0) for g in whole.values())
+    assert all(torch.equal(half[name], g * 0.5) for name, g in whole.items())
+
+
 def grad(make):
     model, _ = make.trained()
     assert model.module.get_parameter(make.weight).grad is not None
@@ -204,6 +225,8 @@ ROWS = {
     "checkpoints, asynchronous too": checkpoints,
     "`named_gradients`, `map_gradients`": whole_gradients,
     "`weights()`": leaving,
+    "`park`, `resume`": parks,
+    "`set_all_reduce_hook`": hooked,
     "`p.grad`": grad,
     "`summon_full_params`, `unwrap`": whole_parameters,
     "thawing": thawing,

@@ -1,4 +1,5 @@
-"""A run that goes on from a checkpoint removes what processes before it left, but for later steps.
+"""A run that goes on from a checkpoint removes what processes before it left, but for later steps,
+and these once a checkpoint of its own has them.
 
 A killed process is one whose files are copied while it lives and put back after its end: nobody
 holds their locks then, as after a kill (tests/nvme/test_orphans.py kills).
@@ -62,15 +63,19 @@ def test_a_later_checkpoint_removes_what_every_process_before_it_left(kind, disk
     second = begin()
     load_checkpoint(tmp_path / "at 2", *second)
     assert set(nvme.orphans(disk)) == of_another_run | of_first  # step 3 is in no checkpoint
+    save_checkpoint(tmp_path / "at 2 again", *second)
+    assert set(nvme.orphans(disk)) == of_another_run | of_first
     run_for(second, 2, 4)
     save_checkpoint(tmp_path / "at 4", *second)
+    assert set(nvme.orphans(disk)) == of_another_run
     run_for(second, 4, 5)
     of_second = killed(second[1])
 
     third = begin()
     load_checkpoint(tmp_path / "at 4", *third)
     assert set(nvme.orphans(disk)) == of_another_run | of_second  # its third step, the run's fifth
-    save_checkpoint(tmp_path / "at 5", *run_for(third, 4, 5))
+    save_checkpoint(tmp_path / "at 5", *run_for(third, 4, 5), async_save=True).wait()
+    assert set(nvme.orphans(disk)) == of_another_run
     killed(third[1])
 
     fourth = begin()

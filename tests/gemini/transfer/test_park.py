@@ -15,6 +15,7 @@ from bench.shared.reference import everything, same
 from bench.shared.workers import run_ranks
 from gemini import EMA, AutoPlacement, GeminiDDP, save_checkpoint
 from gemini.placement.sizes import BudgetError
+from gemini.placement.tiers import Tier
 from optim import HybridAdam
 from optim.state.parking import Parked
 from tests.support.disks.faults import file_size_limit
@@ -213,14 +214,29 @@ def test_a_full_disk_leaves_everything_in_place(limit, tmp_path):
 
 
 def test_what_a_budget_has_no_room_for_stays(tmp_path):
-    policy = AutoPlacement(nvme_dir=str(tmp_path), nvme_budget="100KiB")
-    model = GeminiDDP(Tower(), placement_policy=policy, precision="fp32", **SMALL)
-    optimizer = HybridAdam(model.parameters(), lr=1e-2)
-    train(model, optimizer, steps=1)
+    """State in files takes its part of the budget, and files of what is parked two versions."""
+
+    def made(**budget):
+        policy = AutoPlacement(nvme_dir=str(tmp_path), **budget)
+        model = GeminiDDP(Tower(), placement_policy=policy, precision="fp32", **SMALL)
+        optimizer = HybridAdam(
+            model.parameters(), lr=1e-2, nvme_offload_fraction=0.5, nvme_offload_dir=str(tmp_path)
+        )
+        train(model, optimizer, steps=1)
+        return model, optimizer
+
+    model, optimizer = made()
+    moved, used = held(model), model.engine.ledger.totals()[Tier.NVME]
+    optimizer.close()
+    assert used > moved / 2
+    model, optimizer = made(nvme_budget=used + moved * 3 // 2)
     before, bytes_before = everything(model, optimizer), held(model)
     with pytest.raises(BudgetError, match=r"parking takes .* of nvme, .* raise nvme_budget"):
         model.park("nvme")
-    assert held(model) == bytes_before and same(everything(model, optimizer), before)
+    assert held(model) == bytes_before == moved and same(everything(model, optimizer), before)
+    optimizer.close()
+    model, optimizer = made(nvme_budget=used + 2 * moved)
+    assert model.park("nvme").to_nvme == moved
     optimizer.close()
 
 

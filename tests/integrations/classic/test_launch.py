@@ -1,5 +1,6 @@
 """Processes join by whatever started them; torchrun under `gemini run` says who failed first."""
 
+import argparse
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from bench.shared.workers import run_processes
 from gemini.__main__ import main
-from gemini.integrations import HybridParallelPlugin
+from gemini.integrations import HybridParallelPlugin, run
 from gemini.integrations import launch as doors
 from gemini.integrations.config import AMP_TYPE, global_context, plugin_of, read_config
 from gemini.integrations.recorded import InOrder
@@ -211,7 +212,8 @@ def test_hosts_are_chosen_by_name(tmp_path):
     assert hosts(hostfile=file, nnodes=(2, 2)) == ["a", "b"]
     assert hosts(hostfile=file, nnodes=(1, 2)) == ["a", "b"]
     assert hosts(hostfile=file, nnodes=(2, 9)) == ["a", "b", "c"]
-    assert hosts(nnodes=(1, 2), master_addr="a") == hosts(nnodes=(2, 3), master_addr="a") == []
+    for joined in ((1, 2), (2, 3), (2, 2)):
+        assert hosts(nnodes=joined, master_addr="a") == []
     assert hosts(hostfile=file, include="c,a") == ["a", "c"]
     assert hosts(hostfile=file, exclude="a") == ["b", "c"]
     for wrong in (
@@ -226,6 +228,19 @@ def test_hosts_are_chosen_by_name(tmp_path):
     for text in ("0", "4:1", "many", "1:x", ""):
         with pytest.raises(ValueError, match="expected a number of hosts, or two such as 1:4"):
             num_hosts(text)
+
+
+def test_hosts_that_join_by_themselves_number_themselves():
+    """Those that ssh starts have numbers, of which torchrun's static rendezvous needs one each."""
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    for number in (None, 1):
+        rank = [] if number is None else [f"--node_rank={number}"]
+        options = parser.parse_args(["--nnodes=2", "--master_addr=a", *rank, "script.py"])
+        options.nnodes = num_hosts(options.nnodes)
+        flags = run.torchrun_command(options, "logs")
+        assert ("--rdzv-backend=c10d" in flags) is (number is None)
+        assert ("--node-rank=1" in flags) is (number == 1)
 
 
 def gemini_run(tmp_path, *arguments, path=""):

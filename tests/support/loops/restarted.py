@@ -1,8 +1,10 @@
 """Training that begins again from its last checkpoint: a script for torchrun and `gemini run`.
 
-python restarted.py OUT STEPS: writes OUT/pid-RANK, OUT/said (a line of rank 0 for each attempt) and
-OUT/digest. DIES, "rank 1 3" or "host 3", kills rank 1, or this host with all its ranks,
-behind the checkpoint of step 3 of the first attempt. It goes on until NEEDS ranks take part.
+python restarted.py OUT STEPS: writes OUT/attempts (torchrun's number of each, by all ranks),
+OUT/pid-RANK, OUT/said (a line of rank 0 for each attempt that has begun to train), OUT/losses
+(step, ranks and loss) and OUT/digest. DIES, "rank 1 3" or "host 3", kills rank 1, or
+this host with all its ranks, behind step 3 of the first attempt. It goes on until NEEDS ranks take
+part. Checkpoints are those of every EVERYth step, and files of state are in DISK.
 """
 
 from __future__ import annotations
@@ -27,13 +29,20 @@ STARTERS = {
 
 
 def started(
-    out: Path, starter: str, *flags: str, steps: int = 6, dies: str = "rank -1 -1", needs: int = 1
+    out: Path,
+    starter: str,
+    *flags: str,
+    steps: int = 6,
+    dies: str = "rank -1 -1",
+    needs: int = 1,
+    every: int = 1,
+    precision: str = "bf16",
 ) -> subprocess.Popen[str]:
     """A process of its own session that runs `main` on ranks."""
     out.mkdir(exist_ok=True)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")]), "DIES": dies,
-        "NEEDS": str(needs),
+        "NEEDS": str(needs), "EVERY": str(every), "PRECISION": precision,
         # so long others may still join before those that are left go on; torch's own is 30 s
         "PET_RDZV_CONF": "last_call_timeout=2",
     }  # fmt: skip
@@ -58,15 +67,17 @@ def read(out: Path, name: str) -> str:
 def main() -> None:
     out, steps = Path(sys.argv[1]), int(sys.argv[2])
     who, *numbers = os.environ["DIES"].split()
+    with (out / "attempts").open("a", encoding="utf-8") as attempts:
+        attempts.write(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     (out / f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
     torch.manual_seed(0)
     inner = torch.nn.Sequential(torch.nn.Linear(8, 33), torch.nn.Tanh(), torch.nn.Linear(33, 4))
-    model = GeminiDDP(inner, precision="bf16")
+    model = GeminiDDP(inner, precision=os.environ.get("PRECISION", "bf16"))
     optimizer = HybridAdam(
         model.parameters(), lr=1e-2, nvme_offload_fraction=1.0,
-        nvme_offload_dir=f"{out}/{{node}}-{{rank}}",
+        nvme_offload_dir=os.environ.get("DISK", f"{out}/{{node}}-{{rank}}"),
     )  # fmt: skip
     checkpoint, step = out / "checkpoint", 0
     if checkpoint.exists():
@@ -75,12 +86,19 @@ def main() -> None:
         with (out / "said").open("a", encoding="utf-8") as said:
             said.write(f"from {step} with {ranks}\n")
     while step < steps or ranks < int(os.environ["NEEDS"]):
-        drawn = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step))
-        model(drawn[rank::ranks]).square().mean().backward()
+        drawn = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(step))
+        inputs, targets = drawn[rank::ranks].split([8, 4], 1)
+        loss = (model(inputs).float() - targets).square().mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        save_checkpoint(checkpoint, model, optimizer, extra={"step": step})
+        dist.all_reduce(mean := loss.detach().double() / ranks)
+        if rank == 0:
+            with (out / "losses").open("a", encoding="utf-8") as losses:
+                losses.write(f"{step} {ranks} {mean.item()}\n")
+        if step % int(os.environ.get("EVERY", "1")) == 0:
+            save_checkpoint(checkpoint, model, optimizer, extra={"step": step})
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and step == int(numbers[-1]):
             if who == "host":
                 os.kill(os.getppid(), signal.SIGKILL)  # torchrun of this host
