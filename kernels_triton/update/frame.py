@@ -23,11 +23,14 @@ from gemini.kernels_triton.rounding import (
     join_master,
     load,
     load_bits,
+    mark,
     noise,
     pointer,
+    round_stochastic,
     store,
     store_low,
     store_stochastic,
+    stored_bits,
     with_tie,
 )
 from gemini.kernels_triton.tiles import (
@@ -276,6 +279,8 @@ def _update_tile(
     KIND: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
+    marks,  # address of bits of the segment's elements, where MARKED
+    MARKED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK)
@@ -302,6 +307,7 @@ def _update_tile(
         keeper = _plane(s0, s1, s2, KEEPER)
         p = join_master(high, low, keeper)
         s0, s1, s2 = _with_plane(tl.abs(keeper), s0, s1, s2, KEEPER)
+    before = p  # rounds to the weight that the model sees, of which nothing is read for this
     p, s0, s1, s2 = FORMULA(p, g, s0, s1, s2, row)
     if SPLIT and KIND == 0:
         keeper = with_tie(_plane(s0, s1, s2, KEEPER), p)
@@ -326,6 +332,13 @@ def _update_tile(
         store_stochastic(param, i, p, random, mask, MASKED)
     else:
         store(param, i, p, mask, PARAM_DTYPE, MASKED)
+    if MARKED:
+        if STOCHASTIC:
+            after = round_stochastic(p, random).to(tl.int32)
+        else:
+            after = stored_bits(p, PARAM_DTYPE)
+        changed = (stored_bits(before, PARAM_DTYPE) != after) & mask
+        mark(marks, start, changed, remaining, BLOCK)
 
 
 @triton.jit
@@ -352,6 +365,8 @@ def update_kernel(
     KIND: tl.constexpr,  # in what planes are kept: see `quantised.py`
     STOCHASTIC: tl.constexpr,  # bf16 without a master: round at random, see `rounding.noise`
     BLOCK: tl.constexpr,
+    marks,  # int64 [n]: addresses of bits, or anything where MARKED is false
+    MARKED: tl.constexpr,  # set the bits of elements whose stored values change
 ):
     """Update one tile in one program. Full, aligned tiles take the unmasked branch (128-bit)."""
     program = tl.program_id(0).to(tl.int64)
@@ -374,6 +389,9 @@ def update_kernel(
         codes = (state0 + offset, state1 + offset, state2 + offset)
         shared = (shared0 + offset // 8, shared1 + offset // 8, shared2 + offset // 8)
         drawn = (seed, counter, first)
+        of_marks = start
+        if MARKED:
+            of_marks = tl.load(marks + segment)
         of_master = master + offset
         if SPLIT:  # told 8 of its 16 bytes of alignment, the compiler reads 4 elements a thread
             of_master = tl.multiple_of(of_master, 8)
@@ -382,12 +400,12 @@ def update_kernel(
                 param_address, grad_address, start, remaining,
                 of_master, codes, shared, coefficient_row, factor, limit, drawn,
                 FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER,
-                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, False,
+                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, of_marks, MARKED, False,
             )  # fmt: skip
         else:
             _update_tile(
                 param_address, grad_address, start, remaining,
                 of_master, codes, shared, coefficient_row, factor, limit, drawn,
                 FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER,
-                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, True,
+                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, of_marks, MARKED, True,
             )  # fmt: skip
