@@ -76,13 +76,16 @@ class UpdateSpec:
     ) -> None:
         """`update`, to be traced, with flags in the last column."""
         before = _bits(visible)
-        self.update(scale, coefficients, grad, visible, *rest[:-1])
-        rest[-1].copy_(_bits(visible) != before)
+        new = self.update(scale, coefficients, grad, visible, *rest[:-1])
+        rest[-1].copy_(_bits(new.to(self.visible)) != before)
 
     def update(
         self, scale: Tensor, coefficients: Tensor, grad: Tensor, visible: Tensor, *rest: Tensor
-    ) -> None:
-        """Update to be traced: grad in fp32 times scale[0], within +-scale[1]; then the formula."""
+    ) -> Tensor:
+        """Update to be traced: grad in fp32 times scale[0], within +-scale[1]; then the formula.
+
+        Returns the new parameter, fp32.
+        """
         param, planes = (rest[0], rest[1:]) if self.has_master else (visible.float(), rest)
         grad = (grad.float() * scale[0]).clamp(-scale[1], scale[1])
         before, keeper = list(planes), self._keeper
@@ -102,6 +105,7 @@ class UpdateSpec:
         visible.copy_(new)
         for plane, values in zip(planes, state, strict=True):
             plane.copy_(values)
+        return new
 
 
 @dataclass(frozen=True)
