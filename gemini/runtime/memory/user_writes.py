@@ -32,12 +32,20 @@ class UserWrites:
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [param._version for param in params]
         self._written: set[ParamId] = set()
+        self._unseen = [0] * len(params)  # possible writes that no version shows
         self.stale: set[ChunkId] = set()
         self._keeping = keeping
 
     def written(self, param: ParamId) -> None:
         """Note a possible write that the parameter's version does not show."""
         self._written.add(param)
+        self._unseen[param] += 1
+
+    def counters(self) -> tuple[int, ...]:
+        """Number of changes of every parameter, by anybody: another one means another value."""
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [param._version for param in self._params]
+        return tuple(map(sum, zip(versions, self._unseen, strict=True)))
 
     def stepped(self, params: Sequence[int]) -> None:
         """Raise the versions of parameters that a step changed.

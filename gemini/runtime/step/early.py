@@ -38,6 +38,7 @@ from gemini.units import BlockId, ParamId
 from .views import Shard, ShardViews
 
 if TYPE_CHECKING:
+    from gemini.runtime.memory.changed_weights import ChangedWeights
     from gemini.optim.step.triton_step import TritonStep
     from gemini.optim.update.staging import DeviceStaging
     from gemini.optim.update.triton_update import TritonUpdater
@@ -66,6 +67,10 @@ class EarlyViews(ShardViews):
 
     def left(self, block: Block, copies: CopyTicket) -> None:
         return
+
+    def _bits(self, kept: ChangedWeights, block: Block) -> Tensor | None:
+        kept.is_open = True  # what these bits are of is not changed before the step
+        return super()._bits(kept, block)
 
     def weight_of(self, block: Block) -> Tensor:
         """[n]: new weights of a block."""

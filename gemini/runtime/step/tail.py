@@ -155,6 +155,8 @@ class StepTail:
             tail.step.undo()
         finally:
             parts.user_writes.stepped(tail.step.taken)
+            if parts.storage.changed is not None:
+                parts.storage.changed.stepped(tail.step.taken)
             after_step(parts)
 
 
