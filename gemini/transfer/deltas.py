@@ -119,7 +119,8 @@ class Pack:
 
     @property
     def nbytes(self) -> int:
-        return self.bytes_of[-1].stop
+        end: int = self.bytes_of[-1].stop
+        return end
 
 
 Sizes = Sequence[Mapping[ParamId, Sequence[Size]]]  # of every rank

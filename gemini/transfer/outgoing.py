@@ -71,13 +71,13 @@ class WeightBucket:
                 continue
             if own.shape != tensor.shape:
                 raise ValueError(
-                    f"{name} is {list(own.shape)} here; expected {list(tensor.shape)}, as it is sent"
+                    f"{name} is {list(own.shape)} here; expected {list(tensor.shape)}, as sent"
                 )
             own.detach().copy_(tensor)
         for name, delta in self.deltas.items():
             if name not in weights:
                 raise ValueError(
-                    f"a delta of {name}, which is not here; expected the weights of an earlier version"
+                    f"a delta of {name}, which is not here; expected weights of an earlier version"
                 )
             delta.apply(weights[name])
 
@@ -110,7 +110,8 @@ def outgoing(
     whole = set[ParamId]().union(*(one for _, one in said))
     sizes, itemsizes = sizes_of(parts, kept, wanted - whole)
     whole = wanted - itemsizes.keys()  # and those of which most has changed
-    buckets = [*ranges_of(parts.layout, whole, nbytes), *packs_of(itemsizes, sizes, nbytes)]
+    buckets: list[Range | Pack] = [*ranges_of(parts.layout, whole, nbytes)]
+    buckets += packs_of(itemsizes, sizes, nbytes)
     sender = _Sender(parts, buckets, kept)
     for one in buckets:
         settle(parts)

@@ -1,4 +1,4 @@
-"""Which elements have changed: bits kept from the first `weights(deltas=True)` on, and looked up."""
+"""Which elements have changed: bits kept from the first `weights(deltas=True)` on."""
 
 from __future__ import annotations
 
@@ -64,9 +64,10 @@ def sizes_of(
     for spec in parts.layout.chunks:
         for slot in spec.slots:
             itemsize = ITEMSIZE[spec.dtype]
-            if slot.param in params and not is_dtensor(parts.params[slot.param]):
-                if nbytes_of(sizes, slot.param, itemsize) < slot.numel * itemsize:
-                    itemsizes[slot.param] = itemsize
+            if slot.param not in params or is_dtensor(parts.params[slot.param]):
+                continue
+            if nbytes_of(sizes, slot.param, itemsize) < slot.numel * itemsize:
+                itemsizes[slot.param] = itemsize
     return sizes, itemsizes
 
 
@@ -91,9 +92,7 @@ def _segments(
                 yield spec, segment
 
 
-def _positions(
-    kept: ChangedWeights, chunk: ChunkSpec, segment: ShardSegment, start: int
-) -> Tensor:
+def _positions(kept: ChangedWeights, chunk: ChunkSpec, segment: ShardSegment, start: int) -> Tensor:
     """Positions in a run of at most RUN_NUMEL elements, from `start` of the segment on."""
     numel = min(RUN_NUMEL, segment.numel - start)
     first = segment.offset + start

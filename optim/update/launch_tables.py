@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from gemini.kernels_triton.launch import Launch
-from gemini.kernels_triton.tiles import NUM_COLUMNS, SegmentRow, marks_table, segment_table, tile_table
+from gemini.kernels_triton.tiles import (
+    NUM_COLUMNS,
+    SegmentRow,
+    marks_table,
+    segment_table,
+    tile_table,
+)
 from gemini.optim.state.memory import Memory
 from gemini.optim.state.pieces import Piece
 

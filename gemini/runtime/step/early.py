@@ -38,10 +38,10 @@ from gemini.units import BlockId, ParamId
 from .views import Shard, ShardViews
 
 if TYPE_CHECKING:
-    from gemini.runtime.memory.changed_weights import ChangedWeights
     from gemini.optim.step.triton_step import TritonStep
     from gemini.optim.update.staging import DeviceStaging
     from gemini.optim.update.triton_update import TritonUpdater
+    from gemini.runtime.memory.changed_weights import ChangedWeights
 
 WINDOW = 16  # spans that streams have at once: a queue of all would let the host wait
 

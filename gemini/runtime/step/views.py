@@ -177,8 +177,8 @@ class ShardViews:
             for kept in self._shards:
                 grad = None if kept.grad is None else (kept.grad.data_ptr(), kept.grad.dtype)
                 places.append((grad, None if kept.memory is None else kept.memory.data_ptr()))
-            kept = self._storage.changed
-            bits = [] if kept is None else [bits.data_ptr() for bits in kept.bits.values()]
+            marks = self._storage.changed
+            bits = [] if marks is None else [bits.data_ptr() for bits in marks.bits.values()]
             self._signature = places, [hyper is None for hyper in self._hyper], bits
         return self._signature
 

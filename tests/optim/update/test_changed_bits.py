@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from optim.matrices.sites import DeviceSite
 from optim.adam import AdamRule
+from optim.matrices.sites import DeviceSite
 from optim.rules.split_master import remainder_of, tie_sign
 from optim.state.memory import memory_of
 from optim.state.pieces import Piece
