@@ -26,7 +26,7 @@ KINDS = {2: "skipped", 6: "undone", 7: "written", 9: "rewound", 11: "skipped", 1
          14: "loaded", 15: "read", 17: "rewound"}  # fmt: skip
 
 
-def made(home, folder, update, rank, world_size):
+def made(home, folder, update, rank, world_size, budget=152):
     on_disk = home in ("disk", "files", "replicated")
     nvme = NvmeConfig(block_numel=1024 if on_disk else 1 << 16, keep_versions=2 * on_disk)
     policy, device, trace = StaticPlacement(), None, None
@@ -37,7 +37,7 @@ def made(home, folder, update, rank, world_size):
         policy = StaticPlacement.zero(2)
     module = Tower()
     if home == "files":  # where activations take nothing
-        policy = AutoPlacement(world_size * 152 << 10, nvme_dir=folder)
+        policy = AutoPlacement(world_size * budget << 10, nvme_dir=folder)
         trace = sequential_trace(specs_of(module, "bfloat16"))
     model = GeminiDDP(module, device, policy, precision="bf16", trace=trace, update=update, **SMALL)
     optimizer = HybridAdam(
@@ -191,7 +191,7 @@ def test_what_is_updated_early_is_changed_with_its_step():
     run_ranks(early_and_sent, 1)
 
 
-def test_marks_are_counted_refused_above_a_budget_and_parked_with_the_rest(tmp_path):
+def test_marks_are_counted_and_parked_with_the_rest(tmp_path):
     run_ranks(counted, 1, str(tmp_path))
 
 
@@ -214,13 +214,22 @@ def counted(rank, folder):
     receiver.ask()
     receiver.check()
     optimizer.close()
-    tight = GeminiDDP(
-        Tower(), placement_policy=AutoPlacement("408KiB"), precision="bf16",
-        trace=sequential_trace(specs_of(Tower(), "bfloat16")), keep_homes=True, **SMALL,
-    )  # fmt: skip
-    with pytest.raises(BudgetError):
-        Receiver(tight).ask()
-    assert tight.engine.storage.changed is None
+
+
+def refused(rank, folder):
+    model, optimizer = made("files", folder, "serial", rank, 2, budget=150)
+    with pytest.raises(BudgetError, match="too small"):
+        Receiver(model).ask()
+    assert model.engine.storage.changed is None
+    step(model, optimizer)
+    receiver = Receiver(model)
+    receiver.ask(deltas=False)
+    receiver.check()
+    optimizer.close()
+
+
+def test_marks_above_a_budget_are_refused_and_whole_weights_leave_still(tmp_path):
+    run_ranks(refused, 2, str(tmp_path))
 
 
 def step(model, optimizer):
@@ -252,15 +261,15 @@ def stopped(rank, folder):
     for bucket in model.weights(since=version, deltas=True):
         bucket.apply(receiver.have)
         receiver.version = bucket.version
-        last = bucket
     receiver.check()
-    whole = {name: value.clone() for name, value in receiver.have.items()}
+    step(model, optimizer)
+    (bucket,) = (b for b in model.weights(since=receiver.version, deltas=True) if b.deltas)
     with pytest.raises(ValueError, match="is not here"):
-        next(iter(model.weights(since=version, deltas=True))).apply({})
-    name, delta = next(iter(last.deltas.items())) if last.deltas else ("", None)
-    if delta is not None:
+        bucket.apply({})
+    name, delta = next(iter(bucket.deltas.items()))
+    for other in (receiver.have[name].float(), receiver.have[name].view(-1)[1:]):
         with pytest.raises(ValueError, match="the parameter that it is of"):
-            delta.apply(whole[name].float())
+            delta.apply(other)
     optimizer.close()
 
 
