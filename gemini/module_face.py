@@ -261,18 +261,10 @@ class ModuleFace(nn.Module):
         Raises RuntimeError if weights change before the last bucket, and beside another thread's
         pass.
         """
-        from gemini.transfer.outgoing import outgoing
+        from gemini.transfer.outgoing import leaving
 
-        engine = self.engine
-        engine.call("model.weights()")
-        found = outgoing(engine, parse_bytes(bytes), since, deltas)
-        while True:
-            with engine.lock:
-                engine.refuse_beside_pass("weights()")
-                one = next(found, None)
-            if one is None:
-                return
-            yield one
+        self.engine.call("model.weights()")
+        yield from leaving(self.engine, parse_bytes(bytes), since, deltas)
 
     @changes
     def set_all_reduce_hook(

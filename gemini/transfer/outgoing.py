@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemini.chunk.local import full_tensor_of
 from gemini.runtime.memory.changed_weights import ChangedWeights
-from gemini.runtime.parts import Parts, settle
+from gemini.runtime.parts import Parts, refuse_beside_pass, settle
 from gemini.runtime.step.weights import write_back_changes
 from gemini.units import WORLD, ChunkId, ParamId
 
@@ -96,10 +96,39 @@ def version_of(parts: Parts) -> WeightVersion:
     return WeightVersion(parts.user_writes.counters())
 
 
-def outgoing(
-    parts: Parts, nbytes: int, since: WeightVersion | None, deltas: bool = False
+Also = Callable[[set[ParamId]], set[ParamId]]
+
+
+def leaving(
+    parts: Parts,
+    nbytes: int,
+    since: WeightVersion | None,
+    deltas: bool = False,
+    also: Also | None = None,
 ) -> Iterator[WeightBucket]:
-    """Yield buckets of the committed weights; see `GeminiDDP.weights`. Collective."""
+    """Yield buckets of the committed weights; see `GeminiDDP.weights`. Collective.
+
+    also: parameters that leave, of those that have changed, the same on all ranks: others may
+        follow from them.
+    """
+    found = outgoing(parts, nbytes, since, deltas, also)
+    while True:
+        with parts.lock:
+            refuse_beside_pass(parts, "weights()")
+            one = next(found, None)
+        if one is None:
+            return
+        yield one
+
+
+def outgoing(
+    parts: Parts,
+    nbytes: int,
+    since: WeightVersion | None,
+    deltas: bool = False,
+    also: Also | None = None,
+) -> Iterator[WeightBucket]:
+    """Yield buckets, for a caller that holds the lock; see `leaving`."""
     write_back_changes(parts)
     version = version_of(parts)
     changed = _changed(since, version)
@@ -108,6 +137,8 @@ def outgoing(
     said = parts.comm.gather_objects((changed, unknown))
     wanted = set[ParamId]().union(*(one for one, _ in said))
     whole = set[ParamId]().union(*(one for _, one in said))
+    if also is not None:
+        wanted = whole = also(wanted)
     sizes, itemsizes = sizes_of(parts, kept, wanted - whole)
     whole = wanted - itemsizes.keys()  # and those of which most has changed
     buckets: list[Range | Pack] = [*ranges_of(parts.layout, whole, nbytes)]
