@@ -79,7 +79,17 @@ class Delta:
         flat = into.detach().view(-1)
         for run in self.runs:
             place = run.start + positions_of(run.gaps)
+            if place.numel() != run.values.numel() or not _is_inside(run.start, place, flat):
+                raise ValueError(
+                    f"a run of {run.values.numel()} values from element {run.start} on, at "
+                    f"{place.numel()} places; expected as many places, inside of the parameter"
+                )
             flat[place.to(flat.device)] = run.values.to(flat.device)
+
+
+def _is_inside(start: int, place: Tensor, flat: Tensor) -> bool:
+    """Whether places, which rise, are elements."""
+    return start >= 0 and (not place.numel() or int(place[-1]) < flat.numel())
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemini import strangers
 from gemini.ddp import GeminiDDP
 from gemini.nvme.files import calls
 from gemini.transfer.deltas import Delta, Run
@@ -98,12 +99,12 @@ class WeightFiles:
         return number
 
     def _begin(self) -> tuple[int, Path]:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        calls.make_folders(self._folder)
         number = max(versions_in(self._folder), default=-1) + 1
         partial = self._folder / f".{number:06}.partial"
         if partial.exists():  # of a process that was killed
             shutil.rmtree(partial)
-        partial.mkdir()
+        calls.mkdir(partial)
         return number, partial
 
 
@@ -151,11 +152,16 @@ def read_weights(
 
 def _manifest(folder: Path, number: int) -> dict[str, Any]:
     place = folder / f"{number:06}" / MANIFEST
-    found = json.loads(place.read_text(encoding="utf-8"))
+    found = strangers.read_json(place)
     if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
         raise ValueError(f"{place} is no manifest; expected an object with files")
     found.setdefault("follows", None)
     return found
+
+
+def _sha256(path: Path) -> str:
+    with strangers.opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write(path: Path, bucket: WeightBucket, files: dict[str, str]) -> None:
@@ -169,23 +175,18 @@ def _write(path: Path, bucket: WeightBucket, files: dict[str, str]) -> None:
             tensors[f"{name}/{i}/{GAPS}"] = run.gaps.detach().cpu().clone()
             tensors[f"{name}/{i}/{VALUES}"] = run.values.detach().cpu().clone()
     content = save(tensors, {"deltas": json.dumps(about)})
-    _put(path, content)
+    calls.write_whole(path, content)
     files[path.name] = hashlib.sha256(content).hexdigest()
-
-
-def _put(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        calls.fsync(file.fileno())
 
 
 def _finish(
     partial: Path, place: Path, number: int, follows: int | None, files: dict[str, str]
 ) -> None:
     manifest = {"version": number, "follows": follows, "files": files}
-    _put(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-    calls.replace(partial, place)
+    calls.write_whole(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+    calls.sync_folder(partial)
+    calls.rename(partial, place)
+    calls.sync_folder(place.parent)
 
 
 def _read(path: Path) -> WeightBucket:

@@ -49,17 +49,11 @@ def sorted_digest(weights):
     return digest_of(dict(sorted(weights.items())))
 
 
-class Adapted(Tower):
-    """What peft needs of a model."""
-
-    config = None
-
-
 def with_lora(**options):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     config = peft.LoraConfig(
-        r=2, lora_alpha=6, target_modules=["layers.0.0", "layers.1.0"], **options
+        r=2, lora_alpha=6, target_modules=["layers.0.1", "layers.1.3"], **options
     )
     model = peft.get_peft_model(Tower(), config, autocast_adapter_dtype=False)
     for name, param in model.named_parameters():
@@ -69,7 +63,7 @@ def with_lora(**options):
 
 
 def merging(rank):
-    inner = with_lora(modules_to_save=["head"])
+    inner = with_lora(modules_to_save=["layers.2.0"])
     plain = {name for name, _ in Tower().named_parameters()}
     model, optimizer = wrapped(inner)
     (ids,) = token_batches(1, 1)[0]
@@ -81,22 +75,24 @@ def merging(rank):
             bucket.apply(have)
             version = bucket.version
         assert have.keys() == plain
-        for i in (0, 1):
-            part = f"base_model.model.layers.{i}.0"
+        for layer in ("layers.0.1", "layers.1.3"):
+            part = f"base_model.model.{layer}"
             added = before[f"{part}.lora_B.default.weight"].float() @ (
                 before[f"{part}.lora_A.default.weight"].float()
             ) * 3.0  # fmt: skip
             added = added.to(torch.bfloat16).float()  # as peft rounds it on a CPU
             wanted = (before[f"{part}.base_layer.weight"].float() + added).to(torch.bfloat16)
-            assert torch.equal(have[f"layers.{i}.0.weight"], wanted)
-        saved = before["base_model.model.head.modules_to_save.default.weight"]
-        assert torch.equal(have["head.weight"], saved)
+            assert torch.equal(have[f"{layer}.weight"], wanted)
+        saved = before["base_model.model.layers.2.0.modules_to_save.default.weight"]
+        assert torch.equal(have["layers.2.0.weight"], saved)
         assert torch.equal(have["embed.weight"], before["base_model.model.embed.weight"])
         after = weights_of(model)
         assert all(torch.equal(after[name], value) for name, value in before.items())
         stepped(model, optimizer, ids)
     sent = {name for b in merged_weights(model, since=version) for name in b.tensors}
-    assert sent == {"layers.0.0.weight", "layers.1.0.weight", "head.weight", "head.bias"} & plain
+    assert sent == {
+        "layers.0.1.weight", "layers.1.3.weight", "layers.2.0.weight", "layers.2.0.bias"
+    }  # fmt: skip
     assert {name for name, *_ in tensor_specs(model)} == plain
     optimizer.close()
     return sorted_digest(have)
@@ -300,7 +296,7 @@ def sent_buckets():
 
 
 def received(rank, buckets, want):
-    model, optimizer = wrapped(placement_policy=StaticPlacement())
+    model, optimizer = wrapped(Tower(1), placement_policy=StaticPlacement())
     assert sorted_digest(weights_of(model)) != want
     for bucket in buckets:
         load_bucket(model, bucket)
