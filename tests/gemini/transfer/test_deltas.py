@@ -1,6 +1,7 @@
 """Deltas that leave: a receiver has the sender's bits, whatever became of the steps between."""
 
 import errno
+from itertools import pairwise
 
 import pytest
 import torch
@@ -308,7 +309,7 @@ def test_gaps_are_positions_again_and_packs_have_every_run_once():
         for pack in packs:
             taken = [place for of_rank in pack.parts for part in of_rank
                      for place in (part.values, part.gaps)]  # fmt: skip
-            assert all(a.stop <= b.start for a, b in zip(taken, taken[1:], strict=False))
+            assert all(a.stop <= b.start for a, b in pairwise(taken))
             assert all(part.first % part.itemsize == 0 for parts in pack.parts for part in parts)
             assert taken[-1].stop <= pack.nbytes
         found = [part.size for pack in packs for of_rank in pack.parts for part in of_rank]
