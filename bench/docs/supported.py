@@ -371,8 +371,8 @@ SAMPLERS = (
     Row(
         "`model.weights(since=version, deltas=True)`",
         "of a changed parameter its changed elements, with 1 byte of position each; "
-        "`bucket.apply(weights)` puts them in place. Updates mark them from the first such call on, "
-        "1/8 byte a trained parameter; one receiver",
+        "`bucket.apply(weights)` puts them in place. Updates mark them from the first such call "
+        "on, 1/8 byte a trained parameter; one receiver",
         f"{_DELTAS}a_receiver_has_the_senders_digest_over_20_steps",
     ),
     Row(
