@@ -102,7 +102,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PackedRun:
     """Place of a run in the buffer of a bucket: values from byte `first` on, gaps behind them."""
 
     param: ParamId
@@ -124,7 +124,7 @@ class Pack:
     """Bucket of deltas: what each rank has of them lies together, rank by rank."""
 
     params: tuple[ParamId, ...]
-    parts: tuple[tuple[Part, ...], ...]  # by rank
+    parts: tuple[tuple[PackedRun, ...], ...]  # by rank
     bytes_of: tuple[slice, ...]  # of the buffer, by rank
 
     @property
@@ -161,14 +161,14 @@ def packs_of(itemsizes: Mapping[ParamId, int], sizes: Sizes, nbytes: int) -> Ite
 
 
 def _pack(params: Sequence[ParamId], itemsizes: Mapping[ParamId, int], sizes: Sizes) -> Pack:
-    parts: list[tuple[Part, ...]] = []
+    parts: list[tuple[PackedRun, ...]] = []
     places: list[slice] = []
     end = 0
     for of_rank in sizes:
         begin, found = end, []
         for param in params:
             for size in of_rank.get(param, ()):
-                part = Part(param, size, end, itemsizes[param])
+                part = PackedRun(param, size, end, itemsizes[param])
                 found.append(part)
                 end = align_up(part.gaps.stop, ALIGNED)
         parts.append(tuple(found))

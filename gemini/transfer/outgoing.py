@@ -132,18 +132,18 @@ def outgoing(
     write_back_changes(parts)
     version = version_of(parts)
     changed = _changed(since, version)
-    kept = tracked(parts, version.of_params) if deltas else None
-    unknown = changed if since is None else _unknown(parts, kept, changed, since, version)
+    marks = tracked(parts, version.of_params) if deltas else None
+    unknown = changed if since is None else _unknown(parts, marks, changed, since, version)
     said = parts.comm.gather_objects((changed, unknown))
     wanted = set[ParamId]().union(*(one for one, _ in said))
     whole = set[ParamId]().union(*(one for _, one in said))
     if also is not None:
         wanted = whole = also(wanted)
-    sizes, itemsizes = sizes_of(parts, kept, wanted - whole)
+    sizes, itemsizes = sizes_of(parts, marks, wanted - whole)
     whole = wanted - itemsizes.keys()  # and those of which most has changed
     buckets: list[Range | Pack] = [*ranges_of(parts.layout, whole, nbytes)]
     buckets += packs_of(itemsizes, sizes, nbytes)
-    sender = _Sender(parts, buckets, kept)
+    sender = _Sender(parts, buckets, marks)
     for one in buckets:
         settle(parts)
         if version_of(parts) != version:
@@ -156,8 +156,8 @@ def outgoing(
         else:
             yield WeightBucket(sender.tensors(one, whole), version)
     settle(parts)
-    if kept is not None and version_of(parts) == version:  # the receiver has all of it
-        kept.restart(version.of_params)
+    if marks is not None and version_of(parts) == version:  # the receiver has all of it
+        marks.restart(version.of_params)
 
 
 def _changed(since: WeightVersion | None, now: WeightVersion) -> set[ParamId]:
@@ -171,19 +171,19 @@ def _changed(since: WeightVersion | None, now: WeightVersion) -> set[ParamId]:
 
 def _unknown(
     parts: Parts,
-    kept: ChangedWeights | None,
+    marks: ChangedWeights | None,
     changed: set[ParamId],
     since: WeightVersion,
     now: WeightVersion,
 ) -> set[ParamId]:
     """Changed parameters of which it is not known what has changed."""
-    if kept is None:
+    if marks is None:
         return changed
     return {
         p
         for p in changed
-        if parts.chunk_of[p] not in kept.bits
-        or not kept.knows(p, since.of_params[p], now.of_params[p])
+        if parts.chunk_of[p] not in marks.bits
+        or not marks.knows(p, since.of_params[p], now.of_params[p])
     }
 
 
@@ -191,9 +191,9 @@ class _Sender:
     """Fills one buffer with bucket after bucket. Of a chunk in a file the shard is read once."""
 
     def __init__(
-        self, parts: Parts, buckets: list[Range | Pack], kept: ChangedWeights | None
+        self, parts: Parts, buckets: list[Range | Pack], marks: ChangedWeights | None
     ) -> None:
-        self._parts, self._kept = parts, kept
+        self._parts, self._marks = parts, marks
         sizes = (
             one.nbytes if isinstance(one, Pack)
             else len(one) * parts.chunks[one.chunk].dtype.itemsize
@@ -265,10 +265,10 @@ class _Sender:
 
     def _fill(self, pack: Pack, rank: int) -> None:
         """Put this rank's runs into the buffer."""
-        assert self._kept is not None
+        assert self._marks is not None
         for part in pack.parts[rank]:
             chunk = self._parts.chunk_of[part.param]
-            start, at = changed_positions(self._parts, self._kept, part.param, part.size.start)
+            start, at = changed_positions(self._parts, self._marks, part.param, part.size.start)
             shard = self._shard_of(chunk)
             values = shard[(start + at).to(shard.device)]
             self._buffer[part.values].view(values.dtype).copy_(values)

@@ -128,8 +128,8 @@ def _movable(parts: Parts, target: ShardState | None) -> list[Tensor]:
         found = list(target.movable())
     for kept in (parts.originals, *parts.storage.averages):
         found += kept.movable()
-    if parts.storage.changed is not None:
-        found += parts.storage.changed.bits.values()
+    if (marks := parts.storage.changed) is not None:
+        found += marks.bits.values()
     return found
 
 

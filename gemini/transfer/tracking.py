@@ -25,15 +25,16 @@ def tracked(parts: Parts, counters: Sequence[int]) -> ChangedWeights:
 
     Raises BudgetError where a budget has no room for them, and then nothing has changed.
     """
-    kept, storage = parts.storage.changed, parts.storage
+    marks, storage = parts.storage.changed, parts.storage
     chunks = [spec for spec in parts.layout.chunks if spec.trainable and spec.group == WORLD]
-    if kept is not None and kept.bits.keys() == {chunk.id for chunk in chunks}:
-        return kept
+    if marks is not None and marks.bits.keys() == {chunk.id for chunk in chunks}:
+        return marks
     on_device = updated_by_kernels(parts.plan, parts.backend)
-    tier = Tier.DEVICE if on_device else parts.planning.inputs.memory
-    total = Counter(dict(parts.planning.inputs.average))
-    total[tier] += sum(map(bytes_of, chunks)) - (0 if kept is None else kept.nbytes)
-    parts.planning.keep_averages(tuple((tier, n) for tier, n in total.items() if n))
+    planning, inputs = parts.planning, parts.planning.inputs
+    tier = Tier.DEVICE if on_device else inputs.memory
+    total = Counter(dict(inputs.average))
+    total[tier] += sum(map(bytes_of, chunks)) - (0 if marks is None else marks.nbytes)
+    planning.keep_averages(tuple((tier, n) for tier, n in total.items() if n))
     storage.follow(parts.plan)
 
     def zeros(nbytes: int) -> Tensor:
@@ -44,17 +45,17 @@ def tracked(parts: Parts, counters: Sequence[int]) -> ChangedWeights:
 
 
 def sizes_of(
-    parts: Parts, kept: ChangedWeights | None, params: Collection[ParamId]
+    parts: Parts, marks: ChangedWeights | None, params: Collection[ParamId]
 ) -> tuple[Sizes, dict[ParamId, int]]:
     """Sizes of deltas, of every rank, and bytes of an element of those that are worth it, in the
     order of chunks. Collective."""
-    if kept is None or not params:
+    if marks is None or not params:
         return [], {}
     shards = parts.links[WORLD].shards
     own: dict[ParamId, list[Size]] = {}
     for chunk, segment in _segments(parts, params, shards.rank):
         for start in range(0, segment.numel, RUN_NUMEL):
-            found = _positions(kept, chunk, segment, start)
+            found = _positions(marks, chunk, segment, start)
             if found.numel():
                 first = segment.param_offset + start
                 size = Size(first, found.numel(), gaps_of(found).numel())
@@ -72,14 +73,14 @@ def sizes_of(
 
 
 def changed_positions(
-    parts: Parts, kept: ChangedWeights, param: ParamId, start: int
+    parts: Parts, marks: ChangedWeights, param: ParamId, start: int
 ) -> tuple[int, Tensor]:
     """Positions int64 [k] of what has changed in the run of a parameter that begins at element
     `start` of it, and the element of this rank's shard [S] where that run begins."""
     rank = parts.links[WORLD].shards.rank
     for chunk, segment in _segments(parts, {param}, rank):
         inside = start - segment.param_offset
-        return segment.offset + inside, _positions(kept, chunk, segment, inside)
+        return segment.offset + inside, _positions(marks, chunk, segment, inside)
     raise AssertionError(f"rank {rank} has no part of parameter {param}")
 
 
@@ -92,11 +93,13 @@ def _segments(
                 yield spec, segment
 
 
-def _positions(kept: ChangedWeights, chunk: ChunkSpec, segment: ShardSegment, start: int) -> Tensor:
+def _positions(
+    marks: ChangedWeights, chunk: ChunkSpec, segment: ShardSegment, start: int
+) -> Tensor:
     """Positions in a run of at most RUN_NUMEL elements, from `start` of the segment on."""
     numel = min(RUN_NUMEL, segment.numel - start)
     first = segment.offset + start
-    bits = kept.of(chunk.id, first, first + numel)
+    bits = marks.of(chunk.id, first, first + numel)
     assert bits is not None
     found = positions(bits)
     return found[found < numel]  # behind it there is padding

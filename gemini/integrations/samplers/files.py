@@ -60,7 +60,8 @@ class WeightFiles:
         """
         comm = self._model.engine.comm
         follows = self._last if self._chain % self._whole_every else None
-        number, partial, error = 0, Path(), None
+        number, partial = 0, Path()
+        error: OSError | None = None
         files: dict[str, str] = {}
         if comm.rank == 0:
             try:
@@ -83,8 +84,9 @@ class WeightFiles:
                 _finish(partial, self._folder / f"{number:06}", number, follows, files)
             except OSError as raised:
                 error = raised
+        failure: str | None
         said = comm.gather_objects((number, None if error is None else str(error)))
-        number, failure = said[0]
+        number, failure = int(said[0][0]), said[0][1]
         if failure is not None:
             self._since = self._last = None
             self._chain = 0
@@ -92,7 +94,7 @@ class WeightFiles:
                 shutil.rmtree(partial, ignore_errors=True)
             if error is not None:
                 raise error
-            raise RuntimeError(f"rank 0: {failure}; the folder has the weights of before")
+            raise RuntimeError(f"rank 0: {failure}; weights in the folder are those of before")
         if version is not None:
             self._since = version
         self._last, self._chain = number, self._chain + 1
@@ -110,8 +112,8 @@ class WeightFiles:
 
 def versions_in(folder: Path) -> list[int]:
     """Numbers of the versions that are whole, rising."""
-    found = [path.name for path in folder.iterdir() if path.is_dir() and path.name.isdigit()]
-    return sorted(map(int, found))
+    paths = sorted(folder.iterdir())
+    return sorted(int(path.name) for path in paths if path.is_dir() and path.name.isdigit())
 
 
 def read_weights(
@@ -124,13 +126,13 @@ def read_weights(
     since: the version that `weights` are of; None: of none, and tensors that are missing are made.
     Files of a stranger are data: names, dtypes, shapes and checksums are looked at.
 
-    Raises FileNotFoundError for a folder without a version, and ValueError for files that are not
-    as the manifest has them, before anything of that version is applied.
+    Raises ValueError for a folder without a version, and for files that are not as the manifest has
+    them, before anything of that version is applied.
     """
     path = Path(folder)
     numbers = versions_in(path)
     if not numbers:
-        raise FileNotFoundError(f"{path} has no version of weights")
+        raise ValueError(f"{path} has no version of weights; expected one by WeightFiles.send()")
     chain: list[tuple[int, dict[str, Any]]] = []
     wanted: int | None = numbers[-1]
     while wanted is not None and wanted != since:
@@ -161,7 +163,10 @@ def _manifest(folder: Path, number: int) -> dict[str, Any]:
 
 def _sha256(path: Path) -> str:
     with strangers.opened(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        found = hashlib.sha256()
+        while piece := file.read(1 << 20):
+            found.update(piece)
+    return found.hexdigest()
 
 
 def _write(path: Path, bucket: WeightBucket, files: dict[str, str]) -> None:

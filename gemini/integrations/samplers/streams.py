@@ -179,7 +179,8 @@ def load_bucket(model: GeminiDDP, bucket: WeightBucket) -> None:
             f"a bucket with a delta of {next(iter(bucket.deltas))} for a sharded module; expected "
             "whole parameters, by weights(deltas=False)"
         )
-    known = {name for spec in model.engine.layout.params for name in spec.names}
+    layout = model.engine.layout
+    known = {name for spec in layout.params for name in spec.names}
     unknown = [name for name in bucket.tensors if name not in known]
     if unknown:
         raise ValueError(f"{unknown[0]} is no parameter here; expected names of this module")

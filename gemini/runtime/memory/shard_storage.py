@@ -287,10 +287,10 @@ class ShardStorage:
     @property
     def mark_bytes(self) -> tuple[int, int]:
         """Bytes of bits of what steps change: (on the device, on the host)."""
-        kept = self.changed
-        if kept is None:
+        marks = self.changed
+        if marks is None:
             return 0, 0
-        return (kept.nbytes, 0) if kept.on_device else (0, kept.nbytes)
+        return (marks.nbytes, 0) if marks.on_device else (0, marks.nbytes)
 
     @property
     def average_bytes(self) -> tuple[int, int]:

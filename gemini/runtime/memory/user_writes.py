@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from gemini.chunk.storage import Chunk
 from gemini.units import ChunkId, ParamId
 
+from .changed_weights import ChangedWeights
+
 
 class UserWrites:
     """Watcher of user writes to the parameters of one engine.
@@ -47,8 +49,8 @@ class UserWrites:
             versions = [param._version for param in self._params]
         return tuple(map(sum, zip(versions, self._unseen, strict=True)))
 
-    def stepped(self, params: Sequence[int]) -> None:
-        """Raise the versions of parameters that a step changed.
+    def stepped(self, params: Sequence[int], marks: ChangedWeights | None = None) -> None:
+        """Raise the versions of parameters that a step changed. marks: have what it changed.
 
         So autograd refuses a graph that was recorded before, as with torch's optimizers.
         """
@@ -56,6 +58,8 @@ class UserWrites:
             torch.autograd.graph.increment_version([self._params[param] for param in params])
             for param in params:
                 self._versions[param] += 1
+        if marks is not None:
+            marks.stepped(params)
 
     def write_back(self, chunk: Chunk) -> None:
         """Copy the user's values from a gathered payload to its shard, if there are any."""

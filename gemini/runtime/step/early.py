@@ -68,9 +68,9 @@ class EarlyViews(ShardViews):
     def left(self, block: Block, copies: CopyTicket) -> None:
         return
 
-    def _bits(self, kept: ChangedWeights, block: Block) -> Tensor | None:
-        kept.is_open = True  # what these bits are of is not changed before the step
-        return super()._bits(kept, block)
+    def _bits(self, marks: ChangedWeights, block: Block) -> Tensor | None:
+        marks.is_open = True  # what these bits are of is not changed before the step
+        return super()._bits(marks, block)
 
     def weight_of(self, block: Block) -> Tensor:
         """[n]: new weights of a block."""

@@ -154,9 +154,7 @@ class StepTail:
         try:
             tail.step.undo()
         finally:
-            parts.user_writes.stepped(tail.step.taken)
-            if parts.storage.changed is not None:
-                parts.storage.changed.stepped(tail.step.taken)
+            parts.user_writes.stepped(tail.step.taken, parts.storage.changed)
             after_step(parts)
 
 

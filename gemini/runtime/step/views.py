@@ -218,10 +218,10 @@ class ShardViews:
             for run in runs
         ]
 
-    def _bits(self, kept: ChangedWeights, block: Block) -> Tensor | None:
+    def _bits(self, marks: ChangedWeights, block: Block) -> Tensor | None:
         """Bits of what the step changes of a block."""
         start = block.shard_offset
-        return kept.of(self._chunks[block.shard].spec.id, start, start + block.numel)
+        return marks.of(self._chunks[block.shard].spec.id, start, start + block.numel)
 
     def _runs(self, block: Block) -> list[_PieceRange]:
         """Runs of a block: neighbours of one group and one step count are one, gaps included.
