@@ -376,30 +376,30 @@ SAMPLERS = (
         f"{_DELTAS}a_receiver_has_the_senders_digest_over_20_steps",
     ),
     Row(
-        "`merged_weights(model, since=)`",
+        "`streams.merged_weights(model, since=)`",
         "plain LoRA of peft added to each base weight in its bucket, by the names of the model "
         "without adapters; the model stays as it is",
         f"{_SAMPLERS}adapters_are_merged_bucket_by_bucket_under_plain_names",
     ),
     Row(
-        "`send_through(trainer.vllm_generation, model)`",
+        "`receivers.send_through(trainer.vllm_generation, model)`",
         "`sync_weights` of trl 1.16 takes buckets, `server` and `colocate`; names and shapes "
         "gather nothing",
         f"{_SAMPLERS}trls_own_loop_takes_buckets_in_both_modes",
     ),
     Row(
-        "`named_weights(model)`, `tensor_specs(model)`",
+        "`streams.named_weights(model)`, `tensor_specs(model)`",
         "what `send_weights` of a checkpoint engine of verl 0.9.1 and `load_weights` of vLLM take, "
         "and what vLLM's `update_weights` is told before; each against a stub",
         f"{_SAMPLERS}verls_checkpoint_engine_takes_the_stream",
     ),
     Row(
-        "`WeightFiles(folder, model).send()`, `read_weights(folder, weights, since)`",
+        "`files.WeightFiles(folder, model).send()`, `read_weights(folder, weights, since)`",
         "versions in safetensors, written whole or not at all, for a process without the model",
         f"{_SAMPLERS}an_evaluation_process_follows_versions_in_a_folder",
     ),
     Row(
-        "`load_bucket(other, bucket)`",
+        "`receivers.load_bucket(other, bucket)`",
         "a wrapped module of any world size is the receiver; whole parameters",
         f"{_SAMPLERS}another_wrapped_module_of_any_world_size_is_a_receiver",
     ),

@@ -166,22 +166,3 @@ def tensor_specs(model: GeminiDDP) -> list[Spec]:
             dtype = str(engine.chunks[chunk.id].dtype).removeprefix("torch.")
             found.append((names[slot.param], dtype, shape))
     return found
-
-
-def load_bucket(model: GeminiDDP, bucket: WeightBucket) -> None:
-    """Load a bucket into a wrapped module, of any world size. All ranks of that module call.
-
-    Rank 0's tensors count. Raises ValueError for a bucket with deltas, and for a name or a shape
-    that the module does not have.
-    """
-    if bucket.deltas:
-        raise ValueError(
-            f"a bucket with a delta of {next(iter(bucket.deltas))} for a sharded module; expected "
-            "whole parameters, by weights(deltas=False)"
-        )
-    layout = model.engine.layout
-    known = {name for spec in layout.params for name in spec.names}
-    unknown = [name for name in bucket.tensors if name not in known]
-    if unknown:
-        raise ValueError(f"{unknown[0]} is no parameter here; expected names of this module")
-    model.load_state_dict(dict(bucket.tensors), strict=False)

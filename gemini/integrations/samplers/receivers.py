@@ -1,6 +1,6 @@
-"""TRL's generation through vLLM, server and colocate, with weights that leave in buckets.
+"""Receivers of weights that leave in buckets: TRL's generation through vLLM, and a wrapped module.
 
-TRL 1.16 walks all parameters twice, to say names and shapes and to send, and gathers a whole model
+TRL 1.16, as a server's client and colocated, walks all parameters twice, to say names and shapes and to send, and gathers a whole model
 of peft to merge it. Here the first walk reads a layout, and the second goes through buckets.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gemini.ddp import GeminiDDP
+from gemini.transfer.outgoing import WeightBucket
 
 from .streams import named_weights, tensor_specs
 
@@ -46,3 +47,22 @@ def send_through(generation: Any, model: GeminiDDP, *, bytes: int | str = "256Mi
     if getattr(generation, "mode", None) == "server":
         # what the server is told before, without a walk; a shape never changes
         generation._weight_metadata = [(fix(name), dtype, shape) for name, dtype, shape in specs]
+
+
+def load_bucket(model: GeminiDDP, bucket: WeightBucket) -> None:
+    """Load a bucket into a wrapped module, of any world size. All ranks of that module call.
+
+    Rank 0's tensors count. Raises ValueError for a bucket with deltas, and for a name or a shape
+    that the module does not have.
+    """
+    if bucket.deltas:
+        raise ValueError(
+            f"a bucket with a delta of {next(iter(bucket.deltas))} for a sharded module; expected "
+            "whole parameters, by weights(deltas=False)"
+        )
+    layout = model.engine.layout
+    known = {name for spec in layout.params for name in spec.names}
+    unknown = [name for name in bucket.tensors if name not in known]
+    if unknown:
+        raise ValueError(f"{unknown[0]} is no parameter here; expected names of this module")
+    model.load_state_dict(dict(bucket.tensors), strict=False)
