@@ -192,7 +192,7 @@ def update_now(
             TRITON_DTYPES[grad_dtype], has_master and not is_split, is_split,
             form.keeper, form.under_root, codec.code,
             stochastic and param_dtype is torch.bfloat16, block,
-            segments if marks is None else marks, marks is not None, num_warps=num_warps, **_EXACT,
+            marks, num_warps=num_warps, **_EXACT,
         )  # fmt: skip
 
 

@@ -265,8 +265,7 @@ def _update_tile(
     codes,  # of three planes, and what their groups share
     shared,
     row,
-    factor,
-    limit,
+    scale,  # factor and limit of gradients
     drawn,  # by which noise is: seed, parameter, and its first element
     FORMULA: tl.constexpr,
     NUM_PLANES: tl.constexpr,
@@ -279,8 +278,7 @@ def _update_tile(
     KIND: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
-    marks,  # address of bits of the segment's elements, where MARKED
-    MARKED: tl.constexpr,
+    marks,  # address of the bits of the segment's elements, or None
     MASKED: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK)
@@ -291,9 +289,9 @@ def _update_tile(
     grad_alignment: tl.constexpr = 0 if MASKED else (16 if GRAD_DTYPE == tl.float32 else 8)
     param = pointer(param_address, start, PARAM_DTYPE, param_alignment)
     grad = pointer(grad_address, start, GRAD_DTYPE, grad_alignment)
-    g = load(grad, i, mask, GRAD_DTYPE, MASKED) * factor
-    g = tl.maximum(g, -limit, propagate_nan=tl.PropagateNan.ALL)
-    g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
+    g = load(grad, i, mask, GRAD_DTYPE, MASKED) * scale[0]
+    g = tl.maximum(g, -scale[1], propagate_nan=tl.PropagateNan.ALL)
+    g = tl.minimum(g, scale[1], propagate_nan=tl.PropagateNan.ALL)
     if SPLIT:
         low = load_bits(master, i, mask, MASKED)
         high = load_bits(param, i, mask, MASKED)
@@ -332,7 +330,7 @@ def _update_tile(
         store_stochastic(param, i, p, random, mask, MASKED)
     else:
         store(param, i, p, mask, PARAM_DTYPE, MASKED)
-    if MARKED:
+    if marks is not None:
         if STOCHASTIC:
             after = round_stochastic(p, random).to(tl.int32)
         else:
@@ -365,8 +363,7 @@ def update_kernel(
     KIND: tl.constexpr,  # in what planes are kept: see `quantised.py`
     STOCHASTIC: tl.constexpr,  # bf16 without a master: round at random, see `rounding.noise`
     BLOCK: tl.constexpr,
-    marks,  # int64 [n]: addresses of bits, or anything where MARKED is false
-    MARKED: tl.constexpr,  # set the bits of elements whose stored values change
+    marks,  # int64 [n]: addresses of bits of elements, set where stored values change; or None
 ):
     """Update one tile in one program. Full, aligned tiles take the unmasked branch (128-bit)."""
     program = tl.program_id(0).to(tl.int64)
@@ -389,8 +386,9 @@ def update_kernel(
         codes = (state0 + offset, state1 + offset, state2 + offset)
         shared = (shared0 + offset // 8, shared1 + offset // 8, shared2 + offset // 8)
         drawn = (seed, counter, first)
-        of_marks = start
-        if MARKED:
+        if marks is None:
+            of_marks = None
+        else:
             of_marks = tl.load(marks + segment)
         of_master = master + offset
         if SPLIT:  # told 8 of its 16 bytes of alignment, the compiler reads 4 elements a thread
@@ -398,14 +396,14 @@ def update_kernel(
         if (remaining >= BLOCK) & (((param_address | grad_address) & 15) == 0):
             _update_tile(
                 param_address, grad_address, start, remaining,
-                of_master, codes, shared, coefficient_row, factor, limit, drawn,
+                of_master, codes, shared, coefficient_row, (factor, limit), drawn,
                 FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER,
-                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, of_marks, MARKED, False,
+                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, of_marks, False,
             )  # fmt: skip
         else:
             _update_tile(
                 param_address, grad_address, start, remaining,
-                of_master, codes, shared, coefficient_row, factor, limit, drawn,
+                of_master, codes, shared, coefficient_row, (factor, limit), drawn,
                 FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER,
-                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, of_marks, MARKED, True,
+                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, of_marks, True,
             )  # fmt: skip

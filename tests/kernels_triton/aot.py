@@ -74,7 +74,7 @@ def sources():
             if split and form.keeper < 0:
                 continue
             codes = {"fp32": ["*fp32"] * 3, "bf16": ["*i16"] * 3, "8bit": ["*i8", "*u8", "*u8"]}
-            pointers = {**tables, "master": "*i16" if split else "*fp32", "marks": "*i64"}
+            pointers = {**tables, "master": "*i16" if split else "*fp32"}
             pointers |= {f"state{i}": kind for i, kind in enumerate(codes[form.kind])}
             pointers |= {f"shared{i}": "*u8" for i in range(3)}
             constants = {
@@ -82,7 +82,7 @@ def sources():
                 "GRAD_DTYPE": grad, "HAS_MASTER": master, "SPLIT": split,
                 "KEEPER": form.keeper, "UNDER_ROOT": form.under_root,
                 "KIND": codec.code, "STOCHASTIC": stochastic, "BLOCK": launch.block,
-                "MARKED": False,
+                "marks": None,
             }  # fmt: skip
             name = (
                 f"update-{rule.name}-{param}-{grad}{'-stochastic' * stochastic}{'-split' * split}"

@@ -1,6 +1,6 @@
 """Receivers of weights that leave in buckets: TRL's generation through vLLM, and a wrapped module.
 
-TRL 1.16, as a server's client and colocated, walks all parameters twice, to say names and shapes and to send, and gathers a whole model
+TRL 1.16 walks all parameters twice, to say names and shapes and to send, and gathers a whole model
 of peft to merge it. Here the first walk reads a layout, and the second goes through buckets.
 """
 
