@@ -187,12 +187,12 @@ def update_now(
         update_kernel[(tiles.shape[0],)](
             tiles, segments, coefficients, control, planes[0],
             codes[0], codes[min(1, len(codes) - 1)], codes[-1],
-            shared[0], shared[min(1, len(shared) - 1)], shared[-1],
+            shared[0], shared[min(1, len(shared) - 1)], shared[-1], marks,
             kernel.formula, form.num_planes, TRITON_DTYPES[param_dtype],
             TRITON_DTYPES[grad_dtype], has_master and not is_split, is_split,
             form.keeper, form.under_root, codec.code,
             stochastic and param_dtype is torch.bfloat16, block,
-            marks, num_warps=num_warps, **_EXACT,
+            num_warps=num_warps, **_EXACT,
         )  # fmt: skip
 
 

@@ -352,6 +352,7 @@ def update_kernel(
     shared0,  # uint8, one for 8 elements of state0, or anything where they share nothing
     shared1,
     shared2,
+    marks,  # int64 [n]: addresses of bits of elements, set where stored values change; or None
     FORMULA: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
@@ -363,7 +364,6 @@ def update_kernel(
     KIND: tl.constexpr,  # in what planes are kept: see `quantised.py`
     STOCHASTIC: tl.constexpr,  # bf16 without a master: round at random, see `rounding.noise`
     BLOCK: tl.constexpr,
-    marks,  # int64 [n]: addresses of bits of elements, set where stored values change; or None
 ):
     """Update one tile in one program. Full, aligned tiles take the unmasked branch (128-bit)."""
     program = tl.program_id(0).to(tl.int64)
