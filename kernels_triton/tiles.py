@@ -73,10 +73,8 @@ def segment_table(
     return table.to(device, non_blocking=True)
 
 
-def marks_table(segments: Sequence[SegmentRow], device: torch.device) -> Tensor | None:
-    """Addresses of the bits of segments, int64 [n]; None: they have none."""
-    if not any(s.marks for s in segments):
-        return None
+def marks_table(segments: Sequence[SegmentRow], device: torch.device) -> Tensor:
+    """Addresses of the bits of segments, int64 [n]."""
     assert all(s.marks for s in segments), "a launch has bits of all segments, or of none"
     table = torch.tensor([s.marks for s in segments], dtype=torch.int64)
     if device.type == "cuda":

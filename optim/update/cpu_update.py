@@ -27,8 +27,6 @@ from gemini.optim.rules.rule import UpdateRule, Works
 from gemini.optim.state.deferred_signals import DeferredSignals, wait_all
 from gemini.optim.state.pieces import Piece
 
-from .changed_bits import mark
-
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -203,6 +201,8 @@ def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, inputs: Ste
 
 def _update_marking(workers: CpuWorkers, rule: UpdateRule, tile: Piece, inputs: StepInputs) -> None:
     """Update a tile, and set the bits of what has changed of what the model sees."""
+    from .changed_bits import mark
+
     assert tile.changed is not None
     visible = tile.param
     before = workers.scratch("before", visible.numel(), visible.dtype).copy_(visible)

@@ -53,7 +53,8 @@ class LaunchTables:
         else:
             self.tiles = tile_table(self.numels, launch.block, device)
         self.segments = segment_table(rows, device, memory)
-        self.marks = marks_table(rows, device)
+        marked = bool(rows) and rows[0].marks != 0
+        self.marks = marks_table(rows, device) if marked else None
         self.ranges: list[tuple[Dtypes, int, int]] = []  # of tiles
         end = 0
         for dtypes, segment in keyed:

@@ -8,6 +8,7 @@ and fp32 masters follow before the payload is released and before the next step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from gemini.chunk.storage import Chunk
 from gemini.units import ChunkId, ParamId
 
-from .changed_weights import ChangedWeights
+if TYPE_CHECKING:
+    from .changed_weights import ChangedWeights
 
 
 class UserWrites:
