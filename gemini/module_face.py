@@ -235,7 +235,11 @@ class ModuleFace(nn.Module):
             raise RuntimeError(f"save_pretrained() failed on rank 0: {said}")
 
     def weights(
-        self, *, bytes: int | str = "256MiB", since: WeightVersion | None = None
+        self,
+        *,
+        bytes: int | str = "256MiB",
+        since: WeightVersion | None = None,
+        deltas: bool = False,
     ) -> Iterator[WeightBucket]:
         """Go through all parameters in buckets of at most `bytes`, for a sampler, say.
 
@@ -248,22 +252,19 @@ class ModuleFace(nn.Module):
 
         since: the `version` of an earlier bucket of this process: parameters that have not changed
             since are left out.
+        deltas: of a parameter that has changed, its changed elements leave, in `bucket.deltas`;
+            `bucket.apply(weights)` puts them in place. From the first such call on, updates mark
+            what they change, at 1/8 byte a trained parameter, which budgets count. What else
+            changes weights (a load, a rewind, the user) lets all of a parameter leave, and so does
+            a `since` older than what the last such call has sent. It is for one receiver.
 
         Raises RuntimeError if weights change before the last bucket, and beside another thread's
         pass.
         """
-        from gemini.transfer.outgoing import outgoing
+        from gemini.transfer.outgoing import leaving
 
-        engine = self.engine
-        engine.call("model.weights()")
-        found = outgoing(engine, parse_bytes(bytes), since)
-        while True:
-            with engine.lock:
-                engine.refuse_beside_pass("weights()")
-                one = next(found, None)
-            if one is None:
-                return
-            yield one
+        self.engine.call("model.weights()")
+        yield from leaving(self.engine, parse_bytes(bytes), since, deltas)
 
     @changes
     def set_all_reduce_hook(

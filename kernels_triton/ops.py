@@ -126,6 +126,7 @@ def update_now(
     block: int,
     num_warps: int,
     stochastic: bool = False,
+    marks: Tensor | None = None,
 ) -> None:
     """Update every tile in one launch; see `update_kernel`.
 
@@ -134,6 +135,7 @@ def update_now(
         master is the remainder that bf16 parameters lack, and fp32 parameters have none. What
         groups of elements share comes last; see `PlaneForm`.
     stochastic: bf16 parameters without a master are rounded at random, by control[SEED].
+    marks: int64 [n], where bits of each segment's changed elements are set; None: nowhere.
     params, grads: tensors that addresses in `segments` point into; may be empty for a plain module.
     Raises ValueError, before anything is written, for what the kernel cannot take.
     """
@@ -173,6 +175,9 @@ def update_now(
             raise ValueError(f"{name}={dtype} is not one of {list(TRITON_DTYPES)}")
     if stochastic and has_master:
         raise ValueError("stochastic rounding is for parameters without a master")
+    if marks is not None:
+        _check("marks", marks, torch.int64, None)
+        _check_device(tiles=tiles, marks=marks)
     if tiles.shape[0] == 0:
         return
     state = planes[1:] if has_master else planes
@@ -182,12 +187,12 @@ def update_now(
         update_kernel[(tiles.shape[0],)](
             tiles, segments, coefficients, control, planes[0],
             codes[0], codes[min(1, len(codes) - 1)], codes[-1],
-            shared[0], shared[min(1, len(shared) - 1)], shared[-1],
+            shared[0], shared[min(1, len(shared) - 1)], shared[-1], marks,
             kernel.formula, form.num_planes, TRITON_DTYPES[param_dtype],
             TRITON_DTYPES[grad_dtype], has_master and not is_split, is_split,
             form.keeper, form.under_root, codec.code,
-            stochastic and param_dtype is torch.bfloat16, block, num_warps=num_warps,
-            **_EXACT,
+            stochastic and param_dtype is torch.bfloat16, block,
+            num_warps=num_warps, **_EXACT,
         )  # fmt: skip
 
 

@@ -71,6 +71,28 @@ def store(ptr, offsets, values, mask, DTYPE: tl.constexpr, MASKED: tl.constexpr)
 
 
 @triton.jit
+def stored_bits(values, DTYPE: tl.constexpr):
+    """Bits of fp32 values as `store` leaves them, as int32."""
+    if DTYPE == tl.bfloat16:
+        return round_bf16(values).to(tl.int32)
+    if DTYPE == tl.float16:
+        return values.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return values.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def mark(address, start, changed, remaining, BLOCK: tl.constexpr):
+    """Set a bit for each of `changed` [BLOCK], from bit `start` on, a multiple of 8."""
+    byte = tl.arange(0, BLOCK // 8)
+    inside = byte * 8 < remaining
+    flags = tl.reshape(changed.to(tl.int32), (BLOCK // 8, 8))
+    bits = tl.sum(flags << tl.arange(0, 8)[None, :], axis=1)
+    at = address.to(tl.pointer_type(tl.uint8)) + start // 8 + byte
+    before = tl.load(at, mask=inside, other=0).to(tl.int32)
+    tl.store(at, (before | bits).to(tl.uint8), mask=inside)
+
+
+@triton.jit
 def noise(seed, param, step, first, BLOCK: tl.constexpr):
     """Noise int32 [BLOCK]: 16 random bits for each element; `first` is a multiple of 16."""
     group = (first // 16 + 1 + tl.arange(0, BLOCK // 16)).to(tl.uint64)
@@ -84,10 +106,16 @@ def noise(seed, param, step, first, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_stochastic(ptr, offsets, values, random, mask, MASKED: tl.constexpr):
-    """Store fp32 values as bf16, rounded up or down at random by `noise`; NaN is 0x7FC0."""
+def round_stochastic(values, random):
+    """Round fp32 to the bits of bf16 as int16, up or down at random by `noise`; NaN is 0x7FC0."""
     bits = values.to(tl.int32, bitcast=True)
-    out = tl.where(values != values, 0x7FC0, (bits + random) >> 16).to(tl.int16)
+    return tl.where(values != values, 0x7FC0, (bits + random) >> 16).to(tl.int16)
+
+
+@triton.jit
+def store_stochastic(ptr, offsets, values, random, mask, MASKED: tl.constexpr):
+    """Store fp32 values as bf16, rounded as `round_stochastic` does."""
+    out = round_stochastic(values, random)
     if MASKED:
         tl.store(ptr + offsets, out, mask=mask)
     else:

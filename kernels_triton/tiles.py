@@ -57,6 +57,7 @@ class SegmentRow:
     numel: int
     counter: int  # index of its parameter's step count and coefficients
     first: int = 0  # its first element, in its parameter
+    marks: int = 0  # address of the bits of what changes, 0 where none are kept; in a table apart
 
 
 def segment_table(
@@ -69,6 +70,15 @@ def segment_table(
         table = table.pin_memory()
     if memory is not None:
         return memory.copy_(table, non_blocking=True)
+    return table.to(device, non_blocking=True)
+
+
+def marks_table(segments: Sequence[SegmentRow], device: torch.device) -> Tensor:
+    """Addresses of the bits of segments, int64 [n]."""
+    assert all(s.marks for s in segments), "a launch has bits of all segments, or of none"
+    table = torch.tensor([s.marks for s in segments], dtype=torch.int64)
+    if device.type == "cuda":
+        table = table.pin_memory()
     return table.to(device, non_blocking=True)
 
 

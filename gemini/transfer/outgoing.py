@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gemini.chunk.local import full_tensor_of
-from gemini.runtime.parts import Parts, settle
+from gemini.runtime.memory.changed_weights import ChangedWeights
+from gemini.runtime.parts import Parts, refuse_beside_pass, settle
 from gemini.runtime.step.weights import write_back_changes
-from gemini.units import ChunkId, ParamId
+from gemini.units import WORLD, ChunkId, ParamId
 
 from .buckets import Range, ranges_of
+from .deltas import Delta, Pack, Run, gaps_of, packs_of
+from .tracking import changed_positions, sizes_of, tracked
 
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
     """Weights of one moment of a process, for `GeminiDDP.weights(since=)`."""
 
-    of_params: tuple[int, ...] = field(repr=False)  # torch's counters of changes
+    of_params: tuple[int, ...] = field(repr=False)  # counters of changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,45 +35,129 @@ class WeightBucket:
         computes, on the device of collectives. Their memory is that of the next bucket, too: copy
         what is to stay. A tied parameter comes under its first name.
     version: of all weights that leave together.
+    deltas: changed elements of other parameters, by name, in the same memory.
     """
 
     tensors: Mapping[str, Tensor]
     version: WeightVersion
+    deltas: Mapping[str, Delta] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        whole = sum(tensor.nbytes for tensor in self.tensors.values())
+        return whole + sum(delta.nbytes for delta in self.deltas.values())
 
     def digest(self) -> str:
         """SHA-256 of names, dtypes, shapes and bytes, in order."""
-        found = hashlib.sha256()
-        for name, tensor in self.tensors.items():
-            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            plain = tensor.detach().cpu().contiguous().reshape(-1)
-            found.update(plain.view(torch.uint8).numpy().data)
+        found = hashlib.sha256(digest_of(self.tensors).encode())
+        for name, delta in self.deltas.items():
+            found.update(f"{name} {delta.dtype} {delta.shape}\n".encode())
+            for run in delta.runs:
+                runs = {f"{run.start} gaps": run.gaps, f"{run.start} values": run.values}
+                found.update(digest_of(runs).encode())
         return found.hexdigest()
+
+    def apply(self, weights: MutableMapping[str, Tensor]) -> None:
+        """Bring a receiver's weights, by name, to what this bucket has.
+
+        A whole parameter that the receiver lacks becomes a copy; others are written in place. The
+        dtype and the device stay the receiver's, but a delta needs its dtype. Raises ValueError for
+        a parameter of another shape, and for a delta of one that is not there.
+        """
+        for name, tensor in self.tensors.items():
+            own = weights.get(name)
+            if own is None:
+                weights[name] = tensor.detach().clone()
+                continue
+            if own.shape != tensor.shape:
+                raise ValueError(
+                    f"{name} is {list(own.shape)} here; expected {list(tensor.shape)}, as sent"
+                )
+            own.detach().copy_(tensor)
+        for name, delta in self.deltas.items():
+            if name not in weights:
+                raise ValueError(
+                    f"a delta of {name}, which is not here; expected weights of an earlier version"
+                )
+            delta.apply(weights[name])
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes, in order; sort names where orders may differ."""
+    found = hashlib.sha256()
+    for name, tensor in tensors.items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        found.update(plain.view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def version_of(parts: Parts) -> WeightVersion:
-    with torch._C.DisableTorchFunctionSubclass():
-        return WeightVersion(tuple(param._version for param in parts.params))
+    return WeightVersion(parts.user_writes.counters())
 
 
-def outgoing(parts: Parts, nbytes: int, since: WeightVersion | None) -> Iterator[WeightBucket]:
-    """Yield buckets of the committed weights; see `GeminiDDP.weights`. Collective."""
+Also = Callable[[set[ParamId]], set[ParamId]]
+
+
+def leaving(
+    parts: Parts,
+    nbytes: int,
+    since: WeightVersion | None,
+    deltas: bool = False,
+    also: Also | None = None,
+) -> Iterator[WeightBucket]:
+    """Yield buckets of the committed weights; see `GeminiDDP.weights`. Collective.
+
+    also: parameters that leave, of those that have changed, the same on all ranks: others may
+        follow from them.
+    """
+    found = outgoing(parts, nbytes, since, deltas, also)
+    while True:
+        with parts.lock:
+            refuse_beside_pass(parts, "weights()")
+            one = next(found, None)
+        if one is None:
+            return
+        yield one
+
+
+def outgoing(
+    parts: Parts,
+    nbytes: int,
+    since: WeightVersion | None,
+    deltas: bool = False,
+    also: Also | None = None,
+) -> Iterator[WeightBucket]:
+    """Yield buckets, for a caller that holds the lock; see `leaving`."""
     write_back_changes(parts)
     version = version_of(parts)
-    wanted = set[ParamId]().union(*parts.comm.gather_objects(_changed(since, version)))
-    ranges = ranges_of(parts.layout, wanted, nbytes)
-    sender = _Sender(parts, ranges)
-    for one in ranges:
+    changed = _changed(since, version)
+    marks = tracked(parts, version.of_params) if deltas else None
+    unknown = changed if since is None else _unknown(parts, marks, changed, since, version)
+    said = parts.comm.gather_objects((changed, unknown))
+    wanted = set[ParamId]().union(*(one for one, _ in said))
+    whole = set[ParamId]().union(*(one for _, one in said))
+    if also is not None:
+        wanted = whole = also(wanted)
+    sizes, itemsizes = sizes_of(parts, marks, wanted - whole)
+    whole = wanted - itemsizes.keys()  # and those of which most has changed
+    buckets: list[Range | Pack] = [*ranges_of(parts.layout, whole, nbytes)]
+    buckets += packs_of(itemsizes, sizes, nbytes)
+    sender = _Sender(parts, buckets, marks)
+    for one in buckets:
         settle(parts)
         if version_of(parts) != version:
             raise RuntimeError(
                 "weights changed while they were sent, so the rest would be of another version; "
                 "go through all buckets before the next step"
             )
-        yield WeightBucket(sender.tensors(one, wanted), version)
+        if isinstance(one, Pack):
+            yield WeightBucket({}, version, sender.deltas(one))
+        else:
+            yield WeightBucket(sender.tensors(one, whole), version)
+    settle(parts)
+    if marks is not None and version_of(parts) == version:  # the receiver has all of it
+        marks.restart(version.of_params)
 
 
 def _changed(since: WeightVersion | None, now: WeightVersion) -> set[ParamId]:
@@ -82,16 +169,40 @@ def _changed(since: WeightVersion | None, now: WeightVersion) -> set[ParamId]:
     return {p for p in params if since.of_params[p] != now.of_params[p]}
 
 
-class _Sender:
-    """Fills one buffer with range after range. Of a chunk in a file the shard is read once."""
+def _unknown(
+    parts: Parts,
+    marks: ChangedWeights | None,
+    changed: set[ParamId],
+    since: WeightVersion,
+    now: WeightVersion,
+) -> set[ParamId]:
+    """Changed parameters of which it is not known what has changed."""
+    if marks is None:
+        return changed
+    return {
+        p
+        for p in changed
+        if parts.chunk_of[p] not in marks.bits
+        or not marks.knows(p, since.of_params[p], now.of_params[p])
+    }
 
-    def __init__(self, parts: Parts, ranges: list[Range]) -> None:
-        self._parts = parts
-        sizes = (len(one) * parts.chunks[one.chunk].dtype.itemsize for one in ranges)
+
+class _Sender:
+    """Fills one buffer with bucket after bucket. Of a chunk in a file the shard is read once."""
+
+    def __init__(
+        self, parts: Parts, buckets: list[Range | Pack], marks: ChangedWeights | None
+    ) -> None:
+        self._parts, self._marks = parts, marks
+        sizes = (
+            one.nbytes if isinstance(one, Pack)
+            else len(one) * parts.chunks[one.chunk].dtype.itemsize
+            for one in buckets
+        )  # fmt: skip
         self._buffer = torch.empty(
             max(sizes, default=0), dtype=torch.uint8, device=parts.comm.device
         )
-        self._shard: tuple[ChunkId, Tensor] | None = None
+        self._loaded: tuple[ChunkId, Tensor] | None = None
 
     @torch.no_grad()
     def tensors(self, one: Range, wanted: set[ParamId]) -> dict[str, Tensor]:
@@ -119,12 +230,46 @@ class _Sender:
         if one.chunk in parts.never_released and chunk.gathered:
             chunk.wait_gathered()
             return values.copy_(chunk.payload[one.start : one.stop])
-        if self._shard is None or self._shard[0] != one.chunk:
-            self._shard = None
-            self._shard = one.chunk, chunk.load_shard()
-        shard = self._shard[1]
+        shard = self._shard_of(one.chunk)
         for rank, there, own in one.parts_of(chunk.spec.shard_numel):
             if rank == links.rank:
                 values[there].copy_(shard[own])
             links.shards.broadcast(values[there], source=rank)
         return values
+
+    def _shard_of(self, chunk: ChunkId) -> Tensor:
+        if self._loaded is None or self._loaded[0] != chunk:
+            self._loaded = None
+            self._loaded = chunk, self._parts.chunks[chunk].load_shard()
+        return self._loaded[1]
+
+    @torch.no_grad()
+    def deltas(self, pack: Pack) -> dict[str, Delta]:
+        parts = self._parts
+        shards = parts.links[WORLD].shards
+        self._fill(pack, shards.rank)
+        for rank, place in enumerate(pack.bytes_of):
+            if place.start < place.stop:
+                shards.broadcast(self._buffer[place], source=rank)
+        runs: dict[ParamId, list[Run]] = {param: [] for param in pack.params}
+        for part in (part for of_rank in pack.parts for part in of_rank):
+            dtype = parts.chunks[parts.chunk_of[part.param]].dtype
+            values = self._buffer[part.values].view(dtype)
+            runs[part.param].append(Run(part.size.start, self._buffer[part.gaps], values))
+        found: dict[str, Delta] = {}
+        for param, of_param in runs.items():
+            spec = parts.layout.params[param]
+            dtype = parts.chunks[parts.chunk_of[param]].dtype
+            found[spec.name] = Delta(tuple(spec.shape), dtype, tuple(of_param))
+        return found
+
+    def _fill(self, pack: Pack, rank: int) -> None:
+        """Put this rank's runs into the buffer."""
+        assert self._marks is not None
+        for part in pack.parts[rank]:
+            chunk = self._parts.chunk_of[part.param]
+            start, at = changed_positions(self._parts, self._marks, part.param, part.size.start)
+            shard = self._shard_of(chunk)
+            values = shard[(start + at).to(shard.device)]
+            self._buffer[part.values].view(values.dtype).copy_(values)
+            self._buffer[part.gaps].copy_(gaps_of(at))

@@ -128,6 +128,8 @@ def _movable(parts: Parts, target: ShardState | None) -> list[Tensor]:
         found = list(target.movable())
     for kept in (parts.originals, *parts.storage.averages):
         found += kept.movable()
+    if (marks := parts.storage.changed) is not None:
+        found += marks.bits.values()
     return found
 
 

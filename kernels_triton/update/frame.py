@@ -23,11 +23,14 @@ from gemini.kernels_triton.rounding import (
     join_master,
     load,
     load_bits,
+    mark,
     noise,
     pointer,
+    round_stochastic,
     store,
     store_low,
     store_stochastic,
+    stored_bits,
     with_tie,
 )
 from gemini.kernels_triton.tiles import (
@@ -262,8 +265,7 @@ def _update_tile(
     codes,  # of three planes, and what their groups share
     shared,
     row,
-    factor,
-    limit,
+    scale,  # factor and limit of gradients
     drawn,  # by which noise is: seed, parameter, and its first element
     FORMULA: tl.constexpr,
     NUM_PLANES: tl.constexpr,
@@ -276,6 +278,7 @@ def _update_tile(
     KIND: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
+    marks,  # address of the bits of the segment's elements, or None
     MASKED: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK)
@@ -286,9 +289,9 @@ def _update_tile(
     grad_alignment: tl.constexpr = 0 if MASKED else (16 if GRAD_DTYPE == tl.float32 else 8)
     param = pointer(param_address, start, PARAM_DTYPE, param_alignment)
     grad = pointer(grad_address, start, GRAD_DTYPE, grad_alignment)
-    g = load(grad, i, mask, GRAD_DTYPE, MASKED) * factor
-    g = tl.maximum(g, -limit, propagate_nan=tl.PropagateNan.ALL)
-    g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
+    g = load(grad, i, mask, GRAD_DTYPE, MASKED) * scale[0]
+    g = tl.maximum(g, -scale[1], propagate_nan=tl.PropagateNan.ALL)
+    g = tl.minimum(g, scale[1], propagate_nan=tl.PropagateNan.ALL)
     if SPLIT:
         low = load_bits(master, i, mask, MASKED)
         high = load_bits(param, i, mask, MASKED)
@@ -302,6 +305,7 @@ def _update_tile(
         keeper = _plane(s0, s1, s2, KEEPER)
         p = join_master(high, low, keeper)
         s0, s1, s2 = _with_plane(tl.abs(keeper), s0, s1, s2, KEEPER)
+    before = p  # rounds to the weight that the model sees, of which nothing is read for this
     p, s0, s1, s2 = FORMULA(p, g, s0, s1, s2, row)
     if SPLIT and KIND == 0:
         keeper = with_tie(_plane(s0, s1, s2, KEEPER), p)
@@ -326,6 +330,13 @@ def _update_tile(
         store_stochastic(param, i, p, random, mask, MASKED)
     else:
         store(param, i, p, mask, PARAM_DTYPE, MASKED)
+    if marks is not None:
+        if STOCHASTIC:
+            after = round_stochastic(p, random).to(tl.int32)
+        else:
+            after = stored_bits(p, PARAM_DTYPE)
+        changed = (stored_bits(before, PARAM_DTYPE) != after) & mask
+        mark(marks, start, changed, remaining, BLOCK)
 
 
 @triton.jit
@@ -341,6 +352,7 @@ def update_kernel(
     shared0,  # uint8, one for 8 elements of state0, or anything where they share nothing
     shared1,
     shared2,
+    marks,  # int64 [n]: addresses of bits of elements, set where stored values change; or None
     FORMULA: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
@@ -374,20 +386,24 @@ def update_kernel(
         codes = (state0 + offset, state1 + offset, state2 + offset)
         shared = (shared0 + offset // 8, shared1 + offset // 8, shared2 + offset // 8)
         drawn = (seed, counter, first)
+        if marks is None:
+            of_marks = None
+        else:
+            of_marks = tl.load(marks + segment)
         of_master = master + offset
         if SPLIT:  # told 8 of its 16 bytes of alignment, the compiler reads 4 elements a thread
             of_master = tl.multiple_of(of_master, 8)
         if (remaining >= BLOCK) & (((param_address | grad_address) & 15) == 0):
             _update_tile(
                 param_address, grad_address, start, remaining,
-                of_master, codes, shared, coefficient_row, factor, limit, drawn,
+                of_master, codes, shared, coefficient_row, (factor, limit), drawn,
                 FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER,
-                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, False,
+                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, of_marks, False,
             )  # fmt: skip
         else:
             _update_tile(
                 param_address, grad_address, start, remaining,
-                of_master, codes, shared, coefficient_row, factor, limit, drawn,
+                of_master, codes, shared, coefficient_row, (factor, limit), drawn,
                 FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER,
-                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, True,
+                UNDER_ROOT, KIND, STOCHASTIC, BLOCK, of_marks, True,
             )  # fmt: skip

@@ -22,6 +22,7 @@ from gemini.optim.state.memory import Memory
 from gemini.optim.state.pieces import BlockViews, Piece, Planes, Resident
 from gemini.optim.state.space import Block
 from gemini.optim.update import cpu_update
+from gemini.optim.update.changed_bits import mark
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.optim.update.staging import DeviceStaging
 from gemini.optim.update.updaters import CpuUpdater
@@ -134,10 +135,13 @@ class DeviceSite:
             if inputs.limit != math.inf:
                 grad = grad.clamp(-inputs.limit, inputs.limit)
             param = piece.param.float() if piece.master is None else piece.master
+            before = None if piece.changed is None else piece.param.clone()
             planes = rule.given(piece.planes, piece.hyper, piece.first, param)
             rule.update(param, grad, planes, piece.hyper, piece.step)
             if param is not piece.param:
                 cpu_update.show(param, piece, inputs.rounding_seed)
+            if piece.changed is not None and before is not None:
+                mark(piece.changed, before, piece.param)
 
     def traffic(self) -> Traffic:
         return self.moved

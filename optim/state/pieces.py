@@ -51,6 +51,8 @@ class Piece:
     step: int  # counts from 1
     counter: int  # index of the parameter; of the first where neighbours are one piece
     first: int = 0  # its first element, in its parameter
+    # uint8 [ceil(n / 8)]: bits that the update sets of what it changes (`update.changed_bits`)
+    changed: Tensor | None = None
 
     @property
     def is_split(self) -> bool:
@@ -74,6 +76,7 @@ class Piece:
             self.step,
             self.counter,
             self.first + start,
+            None if self.changed is None else self.changed[start // 8 : -(-end // 8)],
         )
 
     def tiles(self, numel: int) -> Iterator[Piece]:
@@ -89,11 +92,15 @@ class Piece:
         masters: Sequence[Tensor | None] = [None] * len(columns[0])
         if self.master is not None:
             masters = self.master.split(numel)
+        changed: Sequence[Tensor | None] = [None] * len(columns[0])
+        if self.changed is not None:
+            changed = self.changed.split(numel // 8)
         first = self.first
-        for master, param, grad, *planes in zip(masters, *columns, strict=True):
+        for bits, master, param, grad, *planes in zip(changed, masters, *columns, strict=True):
             yield Piece(
-                param, grad, master, tuple(planes), self.hyper, self.step, self.counter, first
-            )
+                param, grad, master, tuple(planes), self.hyper, self.step, self.counter, first,
+                bits,
+            )  # fmt: skip
             first += numel
 
     def belonging_to(self, hyper: Any, step: int, counter: int, first: int) -> Piece:

@@ -21,6 +21,7 @@ from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.pieces import Piece
 
 from .built_kernels import Kernel, Rows, kernels
+from .changed_bits import mark
 from .cpu_update import (
     NORM_TILE_NUMEL,
     ROW_NUMEL,
@@ -34,12 +35,14 @@ from .kernel_specs import KernelSpec, SquaresSpec, UpdateSpec
 
 
 class Mix(NamedTuple):
-    """Dtypes of a parameter and its gradient, and whether it has a master, whole or split."""
+    """Dtypes of a parameter and its gradient; whether it has a master, whole or split, and bits of
+    what changes."""
 
     param: torch.dtype
     grad: torch.dtype
     has_master: bool
     is_split: bool = False
+    marks: bool = False
 
 
 class CompiledUpdate:
@@ -73,19 +76,29 @@ class CompiledUpdate:
         assert inputs.rounding_seed is None, "refused when the optimizer was made"
         rows: dict[Mix, Rows] = defaultdict(Rows)
         written: list[Tensor] = []
+        apart: list[tuple[Piece, Tensor]] = []  # whose loops over quantised planes have no flags
         scalars, noisy = _Scalars(self._rule, inputs), self._rule.layout.is_quantised
         for piece in pieces:
             master = () if piece.master is None else (piece.master,)
             changed = (piece.param, *master, *piece.planes)
             has_master, is_split = piece.master is not None, piece.is_split
-            mix = Mix(piece.param.dtype, piece.grad.dtype, has_master, is_split)
+            marks = piece.changed is not None
+            if marks and noisy:
+                apart.append((piece, piece.param.clone()))
+                marks = False
+            mix = Mix(piece.param.dtype, piece.grad.dtype, has_master, is_split, marks)
+            bits = () if not marks or piece.changed is None else (piece.changed,)
             numbers = (0, piece.counter + NOISE_KEY, piece.step, piece.first) if noisy else ()
-            rows[mix].add((piece.grad, *changed), piece.param.numel(), scalars.of(piece), numbers)
+            columns = (piece.grad, *changed, *bits)
+            rows[mix].add(columns, piece.param.numel(), scalars.of(piece), numbers)
             written += changed
         ready = [(self._kernel(self._spec(mix)), of_mix) for mix, of_mix in rows.items()]
         for kernel, of_mix in ready:  # not before all of them are there
             kernel(of_mix, workers.num_threads)
         torch.autograd.graph.increment_version(written)  # the library does not
+        for piece, before in apart:
+            if piece.changed is not None:
+                mark(piece.changed, before, piece.param)
 
     def tile_sums(self, workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float) -> TileSums:
         """Sums as of `cpu_update.tile_sums`; the kernel sums squares of 16-bit gradients.

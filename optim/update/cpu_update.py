@@ -136,7 +136,10 @@ def update(
 
     def work(run: Sequence[Piece]) -> None:
         for tile in run:
-            _update_tile(workers, rule, tile, inputs)
+            if tile.changed is None:
+                _update_tile(workers, rule, tile, inputs)
+            else:
+                _update_marking(workers, rule, tile, inputs)
 
     workers.map(work, _runs(pieces, inputs.changes_gradients, rule.layout.is_quantised))
 
@@ -194,6 +197,17 @@ def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, inputs: Ste
     rule.update(param, grad, planes, tile.hyper, tile.step)
     if param is not visible:
         show(param, tile, inputs.rounding_seed)
+
+
+def _update_marking(workers: CpuWorkers, rule: UpdateRule, tile: Piece, inputs: StepInputs) -> None:
+    """Update a tile, and set the bits of what has changed of what the model sees."""
+    from .changed_bits import mark
+
+    assert tile.changed is not None
+    visible = tile.param
+    before = workers.scratch("before", visible.numel(), visible.dtype).copy_(visible)
+    _update_tile(workers, rule, tile, inputs)
+    mark(tile.changed, before, visible)
 
 
 def show(param: Tensor, tile: Piece, rounding_seed: int | None) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.split_master import join, remainder_of, tie_sign, untied
 
+from .changed_bits import marking_tile
 from .cpp_loops import element_type, library, traced_tile, widened
 from .quantised_loop import NUMBERS, grouped_tile
 
@@ -24,7 +25,8 @@ class UpdateSpec:
 
     Columns: grad, visible, master where there is one, and the planes. Scalars: a factor and a
     limit of the gradient, then the rule's coefficients. is_split: the master column is the
-    remainder that a bf16 `visible` lacks. Quantised planes: see `quantised_loop`.
+    remainder that a bf16 `visible` lacks. Quantised planes: see `quantised_loop`. marks: a last
+    column has the bits of elements of `visible` that changed; planes are not quantised.
     """
 
     rule: UpdateRule
@@ -32,13 +34,14 @@ class UpdateSpec:
     grad: torch.dtype
     has_master: bool
     is_split: bool = False
+    marks: bool = False
 
     @property
     def name(self) -> str:
         """Readable part of a file's name."""
         dtypes = f"{dtype_name(self.visible)}-{dtype_name(self.grad)}"
         master = "-split" if self.is_split else "-master" if self.has_master else ""
-        return f"{self.rule.name}-{dtypes}{master}"
+        return f"{self.rule.name}-{dtypes}{master}{'-marks' * self.marks}"
 
     @cached_property
     def source(self) -> str:
@@ -48,7 +51,11 @@ class UpdateSpec:
             given.append(torch.int16 if self.is_split else torch.float32)
         planes = [torch.float32] * len(rule.layout.planes)
         scalars = [2, len(rule.coefficient_names)]
-        tile, columns = traced_tile(self.update, scalars, [*given, *planes]), len(given)
+        if self.marks:
+            found = traced_tile(self._flagging, scalars, [*given, *planes, torch.bool])
+            tile, columns = marking_tile(found), len(given) + 1
+        else:
+            tile, columns = traced_tile(self.update, scalars, [*given, *planes]), len(given)
         if rule.layout.is_quantised:
             tile = grouped_tile(tile, [dtype.itemsize for dtype in given], rule.layout)
             columns += len(rule.layout.stored().planes) + NUMBERS
@@ -64,10 +71,21 @@ class UpdateSpec:
             return layout.names.index(layout.tie_keeper)
         return None
 
-    def update(
+    def _flagging(
         self, scale: Tensor, coefficients: Tensor, grad: Tensor, visible: Tensor, *rest: Tensor
     ) -> None:
-        """Update to be traced: grad in fp32 times scale[0], within +-scale[1]; then the formula."""
+        """`update`, to be traced, with flags in the last column."""
+        before = _bits(visible)
+        new = self.update(scale, coefficients, grad, visible, *rest[:-1])
+        rest[-1].copy_(_bits(new.to(self.visible)) != before)
+
+    def update(
+        self, scale: Tensor, coefficients: Tensor, grad: Tensor, visible: Tensor, *rest: Tensor
+    ) -> Tensor:
+        """Update to be traced: grad in fp32 times scale[0], within +-scale[1]; then the formula.
+
+        Returns the new parameter, fp32.
+        """
         param, planes = (rest[0], rest[1:]) if self.has_master else (visible.float(), rest)
         grad = (grad.float() * scale[0]).clamp(-scale[1], scale[1])
         before, keeper = list(planes), self._keeper
@@ -87,6 +105,7 @@ class UpdateSpec:
         visible.copy_(new)
         for plane, values in zip(planes, state, strict=True):
             plane.copy_(values)
+        return new
 
 
 @dataclass(frozen=True)
@@ -136,6 +155,13 @@ static void tile(const int64_t* columns, const float*, int64_t first, int64_t n)
   ((double*)columns[1])[first / TILE] = sum;
 }}
 """
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Bits of 16 or 32-bit elements, int32, and no view of them."""
+    if values.dtype.itemsize == 2:
+        return values.view(torch.int16).to(torch.int32)
+    return values.view(torch.int32) + 0
 
 
 def dtype_name(dtype: torch.dtype) -> str:

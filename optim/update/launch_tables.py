@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from gemini.kernels_triton.launch import Launch
-from gemini.kernels_triton.tiles import NUM_COLUMNS, SegmentRow, segment_table, tile_table
+from gemini.kernels_triton.tiles import (
+    NUM_COLUMNS,
+    SegmentRow,
+    marks_table,
+    segment_table,
+    tile_table,
+)
 from gemini.optim.state.memory import Memory
 from gemini.optim.state.pieces import Piece
 
@@ -47,6 +53,8 @@ class LaunchTables:
         else:
             self.tiles = tile_table(self.numels, launch.block, device)
         self.segments = segment_table(rows, device, memory)
+        marked = bool(rows) and rows[0].marks != 0
+        self.marks = marks_table(rows, device) if marked else None
         self.ranges: list[tuple[Dtypes, int, int]] = []  # of tiles
         end = 0
         for dtypes, segment in keyed:
@@ -126,12 +134,13 @@ def segments_of(
         segment = SegmentRow(
             memory.address(piece.param), memory.address(piece.grad), state, piece.param.numel(),
             piece.counter, piece.first,
+            0 if piece.changed is None else memory.address(piece.changed),
         )  # fmt: skip
         if found and found[-1][0] == dtypes and _follows(found[-1][1], segment, dtypes, slab):
             last = found.pop()[1]
             segment = SegmentRow(
                 last.param, last.grad, last.state, last.numel + segment.numel, last.counter,
-                last.first,
+                last.first, last.marks,
             )  # fmt: skip
         found.append((dtypes, segment))
     return found
@@ -144,4 +153,5 @@ def _follows(last: SegmentRow, segment: SegmentRow, dtypes: Dtypes, slab: Tensor
         and last.param + last.numel * dtypes[0].itemsize == segment.param
         and last.grad + last.numel * dtypes[1].itemsize == segment.grad
         and (slab is None or last.state + last.numel == segment.state)
+        and segment.marks == (last.marks and last.marks + last.numel // 8)
     )

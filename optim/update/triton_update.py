@@ -312,7 +312,7 @@ class TritonUpdater:
             update(
                 self._kernel, tables.tiles[lo:hi], tables.segments, self._coefficients,
                 self.control, planes, [], [], param_dtype, grad_dtype, tables.launch.block,
-                tables.launch.num_warps, self._stochastic,
+                tables.launch.num_warps, self._stochastic, tables.marks,
             )  # fmt: skip
 
     def _key(self, views: BlockViews) -> object | None:

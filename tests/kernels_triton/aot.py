@@ -78,8 +78,8 @@ def sources():
             pointers |= {f"state{i}": kind for i, kind in enumerate(codes[form.kind])}
             pointers |= {f"shared{i}": "*u8" for i in range(3)}
             constants = {
-                "FORMULA": kernel.formula, "NUM_PLANES": form.num_planes, "PARAM_DTYPE": param,
-                "GRAD_DTYPE": grad, "HAS_MASTER": master, "SPLIT": split,
+                "marks": None, "FORMULA": kernel.formula, "NUM_PLANES": form.num_planes,
+                "PARAM_DTYPE": param, "GRAD_DTYPE": grad, "HAS_MASTER": master, "SPLIT": split,
                 "KEEPER": form.keeper, "UNDER_ROOT": form.under_root,
                 "KIND": codec.code, "STOCHASTIC": stochastic, "BLOCK": launch.block,
             }  # fmt: skip

@@ -89,7 +89,9 @@ class MemoryLedger:
             device += storage.originals.memory_bytes[Tier.DEVICE]
             apart += storage.originals.memory_bytes[Tier.HOST]
             in_memory, in_files = storage.average_bytes
-            host += storage.staging_bytes + in_memory
+            marks = storage.mark_bytes
+            device += marks[0]
+            host += storage.staging_bytes + in_memory + marks[1]
             nvme = storage.file_bytes + in_files
         if state is not None:
             device += sum(slab.nbytes for slab in state.device_slabs)
@@ -129,7 +131,9 @@ class MemoryLedger:
             found[tier, "originals"] += nbytes
         found[Tier.NVME, "originals"] += storage.originals.file_bytes
         in_memory, in_files = storage.average_bytes
-        found[self._host, "average"] += in_memory
+        on_device, on_host = storage.mark_bytes
+        found[Tier.DEVICE, "average"] += on_device  # marks count with averages
+        found[self._host, "average"] += in_memory + on_host
         found[Tier.NVME, "average"] += in_files
         if storage.params is not None:
             found[Tier.NVME, "parameters"] += storage.params.file_bytes

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gemini.chunk.stack import RowCut
     from gemini.nvme import BlockStore, WriteMeter
 
+    from .changed_weights import ChangedWeights
     from .files.blocks import Flat
     from .files.frozen_files import FrozenFiles
     from .files.tensor_files import TensorFiles
@@ -57,6 +58,7 @@ class ShardStorage:
         homes = original_homes(layout.chunks, plan)
         self.originals = Originals(layout.chunks, homes, backend.device, config)
         self.averages: list[Originals] = []  # of weights, each with values of its own
+        self.changed: ChangedWeights | None = None  # of steps since a version; None: nobody asks
         self.gradient_files: GradientFiles | None = None
         self.host_gradients: HostGradients | None = None
         self._goes_on = False  # the last step does
@@ -281,6 +283,14 @@ class ShardStorage:
     def staging_bytes(self) -> int:
         frozen = 0 if self.frozen is None else self.frozen.staging_bytes
         return frozen + sum(files.staging_bytes for files in self.files)
+
+    @property
+    def mark_bytes(self) -> tuple[int, int]:
+        """Bytes of bits of what steps change: (on the device, on the host)."""
+        marks = self.changed
+        if marks is None:
+            return 0, 0
+        return (marks.nbytes, 0) if marks.on_device else (0, marks.nbytes)
 
     @property
     def average_bytes(self) -> tuple[int, int]:

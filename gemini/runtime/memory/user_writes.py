@@ -8,12 +8,16 @@ and fp32 masters follow before the payload is released and before the next step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from gemini.chunk.storage import Chunk
 from gemini.units import ChunkId, ParamId
+
+if TYPE_CHECKING:
+    from .changed_weights import ChangedWeights
 
 
 class UserWrites:
@@ -32,15 +36,23 @@ class UserWrites:
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [param._version for param in params]
         self._written: set[ParamId] = set()
+        self._unseen = [0] * len(params)  # possible writes that no version shows
         self.stale: set[ChunkId] = set()
         self._keeping = keeping
 
     def written(self, param: ParamId) -> None:
         """Note a possible write that the parameter's version does not show."""
         self._written.add(param)
+        self._unseen[param] += 1
 
-    def stepped(self, params: Sequence[int]) -> None:
-        """Raise the versions of parameters that a step changed.
+    def counters(self) -> tuple[int, ...]:
+        """Number of changes of every parameter, by anybody: another one means another value."""
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [param._version for param in self._params]
+        return tuple(map(sum, zip(versions, self._unseen, strict=True)))
+
+    def stepped(self, params: Sequence[int], marks: ChangedWeights | None = None) -> None:
+        """Raise the versions of parameters that a step changed. marks: have what it changed.
 
         So autograd refuses a graph that was recorded before, as with torch's optimizers.
         """
@@ -48,6 +60,8 @@ class UserWrites:
             torch.autograd.graph.increment_version([self._params[param] for param in params])
             for param in params:
                 self._versions[param] += 1
+        if marks is not None:
+            marks.stepped(params)
 
     def write_back(self, chunk: Chunk) -> None:
         """Copy the user's values from a gathered payload to its shard, if there are any."""

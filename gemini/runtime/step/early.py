@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from gemini.optim.step.triton_step import TritonStep
     from gemini.optim.update.staging import DeviceStaging
     from gemini.optim.update.triton_update import TritonUpdater
+    from gemini.runtime.memory.changed_weights import ChangedWeights
 
 WINDOW = 16  # spans that streams have at once: a queue of all would let the host wait
 
@@ -66,6 +67,10 @@ class EarlyViews(ShardViews):
 
     def left(self, block: Block, copies: CopyTicket) -> None:
         return
+
+    def _bits(self, marks: ChangedWeights, block: Block) -> Tensor | None:
+        marks.is_open = True  # what these bits are of is not changed before the step
+        return super()._bits(marks, block)
 
     def weight_of(self, block: Block) -> Tensor:
         """[n]: new weights of a block."""

@@ -154,7 +154,7 @@ class StepTail:
         try:
             tail.step.undo()
         finally:
-            parts.user_writes.stepped(tail.step.taken)
+            parts.user_writes.stepped(tail.step.taken, parts.storage.changed)
             after_step(parts)
 
 

@@ -320,7 +320,7 @@ class ShardTarget(ShardState):
         super().count(step)
         if self.kept_steps is not None:
             self.kept_steps.end_step()
-        self._parts.user_writes.stepped(step.taken)
+        self._parts.user_writes.stepped(step.taken, self._parts.storage.changed)
         if self._executor.counts_on_host:  # else the prologue did
             self._parts.control_vector.stepped(overflow=False)
 

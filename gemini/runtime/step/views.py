@@ -21,6 +21,7 @@ from gemini.units import BUFFERS_AHEAD, BlockId, align_up
 if TYPE_CHECKING:
     from gemini.nvme import Buffer
     from gemini.optim.update.staging import DeviceStaging
+    from gemini.runtime.memory.changed_weights import ChangedWeights
     from gemini.runtime.memory.files.tensor_files import TensorFiles
 
     from .beside_state import BesideState, Buffers
@@ -176,7 +177,9 @@ class ShardViews:
             for kept in self._shards:
                 grad = None if kept.grad is None else (kept.grad.data_ptr(), kept.grad.dtype)
                 places.append((grad, None if kept.memory is None else kept.memory.data_ptr()))
-            self._signature = places, [hyper is None for hyper in self._hyper]
+            marks = self._storage.changed
+            bits = [] if marks is None else [bits.data_ptr() for bits in marks.bits.values()]
+            self._signature = places, [hyper is None for hyper in self._hyper], bits
         return self._signature
 
     def pieces(
@@ -188,6 +191,7 @@ class ShardViews:
         grad: Tensor | None = None,
     ) -> list[Piece]:
         shard = self._shards[block.shard]
+        kept = self._storage.changed if param is None else None
         runs = self._runs(block) if shard.has_gradient else []
         if not runs:
             return []
@@ -204,14 +208,20 @@ class ShardViews:
             grad = self._bring_grad(block, part) if shard.grad is None else shard.grad[part]
         first = runs[0]
         whole = Piece(
-            param, grad, master, state, first.hyper, first.step, first.counter, first.first
-        )
+            param, grad, master, state, first.hyper, first.step, first.counter, first.first,
+            None if kept is None else self._bits(kept, block),
+        )  # fmt: skip
         if len(runs) == 1 and first.end - first.start == block.numel:
             return [whole]
         return [
             whole.cut(run.start, run.end).belonging_to(run.hyper, run.step, run.counter, run.first)
             for run in runs
         ]
+
+    def _bits(self, marks: ChangedWeights, block: Block) -> Tensor | None:
+        """Bits of what the step changes of a block."""
+        start = block.shard_offset
+        return marks.of(self._chunks[block.shard].spec.id, start, start + block.numel)
 
     def _runs(self, block: Block) -> list[_PieceRange]:
         """Runs of a block: neighbours of one group and one step count are one, gaps included.
