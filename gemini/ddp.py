@@ -164,6 +164,10 @@ class GeminiDDP(ModuleFace):
         groups = {spec.group for spec in own_specs}
         connections = connect(process_group, mesh, split, groups, ties)
         comm = connections.comm
+        if precision.canonical:
+            from gemini.runtime.canonical.order import check_canonical
+
+            check_canonical(comm.world_size, is_plain=together is None and connections.is_plain)
         _tell_dtype(module, precision, comm.rank)
         specs = padded(own_specs, comm)
         configurations = _configurations(chunks, specs)
@@ -182,6 +186,7 @@ class GeminiDDP(ModuleFace):
                 itemsizes=[dtype.itemsize for dtype in found.dtypes],
                 max_prefetch=communication.max_prefetch, update=update, trace=trace,
                 ranks_per_node=None if together is None else together.ranks_here,
+                canonical=precision.canonical,
             )  # fmt: skip
             return sized, layout, planning
 

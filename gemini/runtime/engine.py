@@ -112,6 +112,11 @@ class GeminiEngine(Parts):
             gradients_travel_as=precision_settings.travels_as,
             in_float8=precision_settings.dtype if precision_settings.fp8_communication else None,
         )  # fmt: skip
+        if precision_settings.canonical:
+            from gemini.runtime.canonical.order import CanonicalGradient
+
+            for chunk in chunks:
+                chunk.sum_by(CanonicalGradient)
         planning.keep_originals(storage.originals.chunks)
         comm.describe = lambda chunk: describe(self.layout, chunk)
         host = Tier.HOST if backend.has_host_tier else Tier.DEVICE
@@ -145,6 +150,7 @@ class GeminiEngine(Parts):
                 at_end={c.spec.id for c in chunks if links[c.spec.group].is_sent_data},
                 agree=self._agree_to_reduce if comm.world_size > 1 else None,
                 arrived=events.arrived, final=events.final,
+                whole=precision_settings.canonical,
             ),
             regather=Regather(
                 chunks, planning.never_released, params,

@@ -47,6 +47,15 @@ class Connections:
         return {group: links.world_size for group, links in self.links.items()}
 
     @property
+    def is_plain(self) -> bool:
+        """Whether all ranks have a shard of every parameter, which nothing splits."""
+        ranks = self.comm.world_size
+        return all(
+            links.world_size == links.num_means == ranks and links.tie is None
+            for links in self.links.values()
+        )
+
+    @property
     def num_replicas(self) -> int:
         """R: replicas of a shard."""
         return self.links[WORLD].num_replicas

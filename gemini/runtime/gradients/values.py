@@ -98,6 +98,11 @@ class GradientValues:
         """Compute the norms of all gradients, in one all-reduce. Collective."""
         parts, comm = self._parts, self._parts.comm
         reduce_what_is_left(parts)
+        if parts.precision_settings.canonical and order == 2:
+            from gemini.runtime.canonical.exact import norms_of
+
+            self._norms[order] = norms_of(parts)
+            return
         sums = torch.zeros(len(parts.params), dtype=torch.float64, device=parts.backend.device)
         for chunk in parts.chunks:
             if not chunk.gradient.exists or not chunk.counts:

@@ -59,6 +59,7 @@ def begin_planning(
     update: str,
     trace: Trace | None,
     ranks_per_node: int | None = None,
+    canonical: bool = False,
 ) -> Planning:
     """Measure, agree, and plan the homes of parameters for an optimizer that is yet to come.
 
@@ -81,6 +82,10 @@ def begin_planning(
     without = [rank for rank, given in enumerate(traces) if given is None]
     if 0 < len(without) < comm.world_size:
         raise ValueError(f"ranks {without} have no trace= and others do; expected all or none")
+    if canonical:
+        from gemini.runtime.canonical.order import with_sums
+
+        limits = tuple(with_sums(one, layout) for one in limits)
     budgets, machine = least_budgets(limits), replace(machine, speeds=agreed(found))
     fixed = None
     if backend.shards_start_on_host and not has_budgets(policy):

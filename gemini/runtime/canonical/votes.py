@@ -1,0 +1,89 @@
+"""Gradients of a step whose norm has no order that shows; see `exact`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from gemini.chunk.storage import Chunk
+from gemini.optim.rules.clipping import Clip
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.step.gradients import Measured
+from gemini.runtime.comm.ballot import Agreement, Ballot
+from gemini.runtime.step.gradients import StepGradients
+from gemini.runtime.wrap.precision import check_order
+
+from .exact import bins_of, over_ranks, whole_of
+
+LATE = (
+    "a gradient came after the others of its micro-batch were reduced, so it is not summed in the "
+    "order of micro-batches; weights and state are those of the last step. Call zero_grad() to go "
+    "on, and wrap with canonical=False what differs so from one backward to the next"
+)
+
+
+class CanonicalGradients(StepGradients):
+    """Gradients of all trainable chunks of one engine, measured exactly."""
+
+    def measure_leaving(self) -> None:
+        super().measure_leaving()
+        for chunk in self._chunks:
+            chunk.gradient.measure = bins_of
+
+    def reduced(self) -> list[Chunk]:
+        if self._parts.comm.world_size == 1 and self._parts.reducer.is_late:
+            raise RuntimeError(LATE)
+        return super().reduced()
+
+    def _vote(self, chunks: Sequence[Chunk], norm_type: float | None) -> Agreement:
+        agreement, comm = super()._vote(chunks, norm_type), self._parts.comm
+        if agreement.deviated:
+            late = comm.numbers([self._parts.reducer.is_late], torch.float64)
+            comm.all_reduce(late).wait()
+            if late.item():
+                raise RuntimeError(LATE)
+        return agreement
+
+    def ballot(self, chunks: Sequence[Chunk], norm_type: float | None) -> Ballot:
+        """Ballot of this rank, of which the first has the sum of squares of all. Collective."""
+        ballot = super().ballot(chunks, None if norm_type == 2 else norm_type)
+        ballot = replace(ballot, deviated=ballot.deviated or self._parts.reducer.is_late)
+        if norm_type != 2:
+            return ballot
+        comm, found = self._parts.comm, Measured()
+        whole = self._whole(chunks)
+        if whole is None:  # a norm of order inf looks at every element, and says which is not finite
+            found = self._executor.measure(self._runs_of(chunks), math.inf)
+        (total,) = over_ranks(comm, [whole or 0])
+        return replace(
+            ballot,
+            power_sum=total if comm.rank == 0 else 0.0,
+            first_nonfinite=found.first_nonfinite,
+        )
+
+    def _whole(self, chunks: Sequence[Chunk]) -> int | None:
+        bins = []
+        for chunk in chunks:
+            gradient = chunk.gradient
+            if gradient.offloaded_dtype is None or gradient.found is None:
+                gradient_bins = bins_of(gradient.load())
+            else:
+                gradient_bins = gradient.found
+            bins.append(gradient_bins)
+        return whole_of(bins)
+
+    def clip(self, clip: Clip, device: object) -> torch.Tensor | None:
+        check_order(clip.norm_type)
+        return super().clip(clip, None)
+
+
+def check_rule(rule: UpdateRule) -> None:
+    """Raise ValueError for a rule that measures parameters, in the order of their cuts."""
+    if rule.measures:
+        raise ValueError(
+            f"canonical=True with {type(rule).__name__}, which measures parameters in the order of "
+            "their cuts; expected an elementwise rule such as Adam's, or Muon's"
+        )
