@@ -24,7 +24,9 @@ from gemini.runtime.parts import Parts
 
 ROW_NUMEL = 64  # every parameter begins at a multiple of it
 STRIP_NUMEL = 2**18  # of fp64 copies, which stay in a cache
-LEAST_BIT = -352  # of a row: its last bit is not below it, as a square of fp32 is 2 ** -298 at least
+LEAST_BIT = (
+    -352
+)  # of a row: its last bit is not below it, as a square of fp32 is 2 ** -298 at least
 LOW_BITS, ALL_BITS = 27, 53  # of a row
 BIN_BITS = 8
 NUM_BINS = (262 - LEAST_BIT) // BIN_BITS + 1  # a row is below 2 ** 262
@@ -85,7 +87,7 @@ def norms_of(parts: Parts) -> Tensor:
             whole = whole_of([bins_of(run)])
             wholes[part.param] += whole or 0
             broken[part.param] |= whole is None
-    *squares, = over_ranks(parts.comm, [*wholes, *broken])
+    (*squares,) = over_ranks(parts.comm, [*wholes, *broken])
     found = [
         math.nan if lost else math.sqrt(square)
         for square, lost in zip(squares[: len(wholes)], squares[len(wholes) :], strict=True)

@@ -55,7 +55,9 @@ class CanonicalGradients(StepGradients):
             return ballot
         comm, found = self._parts.comm, Measured()
         whole = self._whole(chunks)
-        if whole is None:  # a norm of order inf looks at every element, and says which is not finite
+        if (
+            whole is None
+        ):  # a norm of order inf says which is not finite
             found = self._executor.measure(self._runs_of(chunks), math.inf)
         (total,) = over_ranks(comm, [whole or 0])
         return replace(
