@@ -1,4 +1,4 @@
-"""Sums of squares in which no order shows: of integers, so that cuts, ranks and tiers change no bit.
+"""Sums of squares in which no order shows: integers, of which cuts, ranks and tiers change no bit.
 
 A shard is cut at multiples of 256 elements, and a parameter begins at a multiple of 64. So a row of
 64 elements has the same elements of one parameter, and zeros behind them, in every layout. Its
