@@ -129,8 +129,8 @@ def accumulate(
     _check(model, batches, order)
     engine = model.engine
     if order is None:
-        is_free = not engine.precision_settings.canonical
-        order = LAYERS if is_free and _weights_come(engine.plan) else BATCHES
+        by_layers = not engine.is_canonical and _weights_come(engine.plan)
+        order = LAYERS if by_layers else BATCHES
     if engine.comm.world_size > 1:
         engine.call(f"gemini.accumulate() of {len(batches)} micro-batches, {order=}")
     work = _Work(model, batches, loss)
@@ -169,7 +169,7 @@ def _check(model: GeminiDDP, batches: Sequence[Any], order: str | None) -> None:
         raise ValueError("micro_batches is empty; expected at least one")
     if order not in (None, *ORDERS):
         raise ValueError(f"order={order!r}; expected one of {', '.join(ORDERS)}, or None")
-    if order == LAYERS and model.engine.precision_settings.canonical:
+    if order == LAYERS and model.engine.is_canonical:
         raise ValueError(
             'order="layers" sums micro-batches of one rank before those of others, and the module '
             'was wrapped with canonical=True; expected order="batches", or None'

@@ -12,7 +12,6 @@ squares are added in fp64 in one order; rows are added as integers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from gemini.optim.step.measuring import to_host
 from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.parts import Parts
 
 ROW_NUMEL = 64  # every parameter begins at a multiple of it
 STRIP_NUMEL = 2**18  # of fp64 copies, which stay in a cache
@@ -60,7 +58,7 @@ def _rows(strip: Tensor) -> Tensor:
     return halves.view(-1)
 
 
-def whole_of(bins: Sequence[Tensor]) -> int | None:
+def integer_of(bins: Sequence[Tensor]) -> int | None:
     """Integer that these bins are together, in units of 2 ** LEAST_BIT; None: not all rows are
     finite. Waits for the device."""
     total = 0
@@ -70,29 +68,6 @@ def whole_of(bins: Sequence[Tensor]) -> int | None:
             return None
         total += sum(count << (BIN_BITS * i) for i, count in enumerate(counts))
     return total
-
-
-def norms_of(parts: Parts) -> Tensor:
-    """Norms fp64 [P] of every parameter's reduced gradient, where parameters compute; NaN of one
-    that is not finite. Collective."""
-    numbers = range(len(parts.params))
-    wholes, broken = [0 for _ in numbers], [0 for _ in numbers]
-    for chunk in parts.chunks:
-        if not chunk.gradient.exists:
-            continue
-        shard = chunk.gradient.load()
-        for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
-            # with the zeros behind it, up to the next parameter's row
-            run = shard[part.offset : part.offset + -(-part.numel // ROW_NUMEL) * ROW_NUMEL]
-            whole = whole_of([bins_of(run)])
-            wholes[part.param] += whole or 0
-            broken[part.param] |= whole is None
-    (*squares,) = over_ranks(parts.comm, [*wholes, *broken])
-    found = [
-        math.nan if lost else math.sqrt(square)
-        for square, lost in zip(squares[: len(wholes)], squares[len(wholes) :], strict=True)
-    ]
-    return torch.tensor(found, dtype=torch.float64, device=parts.backend.device)
 
 
 def over_ranks(comm: Communicator, wholes: Sequence[int]) -> list[float]:

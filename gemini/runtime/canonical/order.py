@@ -16,17 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from gemini.chunk.gradient import Allocator, ChunkGradient, GradientOffload, Reduction
-from gemini.chunk.layout import ITEMSIZE, ChunkLayout, ChunkSpec
-from gemini.placement.sizes import FP32_BYTES, UNLIMITED, Budgets
-from gemini.placement.timetable.steps import MAX_UNDER_WAY
+from gemini.chunk.gradient import Allocator, ChunkGradient, GradientOffload, UnderWay
+from gemini.chunk.layout import ChunkSpec
 from gemini.runtime.comm.links import Links
-from gemini.units import Bytes
 
 
 class CanonicalGradient(ChunkGradient):
@@ -65,7 +61,7 @@ class CanonicalGradient(ChunkGradient):
         received = self._memory.allocate(self._payload_numel, own.dtype)
         ticket = self._links.shards.exchange(received, own, self._spec.id)
         nbytes = received.nbytes + own.nbytes
-        self._under_way = Reduction(ticket, received, own, own.dtype, nbytes)
+        self._under_way = UnderWay(ticket, received, own, own.dtype, nbytes)
         self.account.gradients += nbytes
 
     def end_reduce(self) -> None:
@@ -114,21 +110,3 @@ def check_canonical(num_ranks: int, *, is_plain: bool) -> None:
             f"canonical=True on {num_ranks} ranks, over which a mean is no exact product; expected "
             "a power of two"
         )
-
-
-def with_sums(budgets: Budgets, layout: ChunkLayout) -> Budgets:
-    """Budgets of what a plan has, which knows gradients of their parameters' dtype: without the
-    bytes by which fp32 sums are larger, and without what reductions under way receive."""
-    trained = [chunk for chunk in layout.chunks if chunk.trainable]
-    wider = sum(chunk.shard_numel * (FP32_BYTES - ITEMSIZE[chunk.dtype]) for chunk in trained)
-    largest = max((chunk.payload_bytes for chunk in trained), default=0)
-    received = largest * (MAX_UNDER_WAY + 1)  # at one rank what waits to be added
-    return replace(
-        budgets,
-        device=_less(budgets.device, wider + received),
-        host=_less(budgets.host, wider),
-    )
-
-
-def _less(budget: Bytes, nbytes: int) -> Bytes:
-    return budget if budget >= UNLIMITED else Bytes(max(0, budget - nbytes))

@@ -29,7 +29,9 @@ def digest(parts: Parts) -> str:
     differs has another digest; other chunks are summed over the shards of this rank's replica.
     Chunks, placement and world size do not change the digest; a split of parameters by torch does.
     """
-    said = repr((param_sums(parts), _counts(parts), sorted(parts.control_vector.state_dict().items())))
+    said = repr(
+        (param_sums(parts), _counts(parts), sorted(parts.control_vector.state_dict().items()))
+    )
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 

@@ -34,10 +34,12 @@ from gemini.placement.sizes import (
     Budgets,
     least_budgets,
     wider_chunks,
+    with_sums,
 )
 from gemini.placement.speeds import agreed
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.allowed import buffers_ahead
+from gemini.placement.timetable.steps import MAX_UNDER_WAY
 from gemini.placement.timetable.updates import SPECULATE
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import Backend
@@ -83,9 +85,7 @@ def begin_planning(
     if 0 < len(without) < comm.world_size:
         raise ValueError(f"ranks {without} have no trace= and others do; expected all or none")
     if canonical:
-        from gemini.runtime.canonical.order import with_sums
-
-        limits = tuple(with_sums(one, layout) for one in limits)
+        limits = tuple(with_sums(one, layout, MAX_UNDER_WAY) for one in limits)
     budgets, machine = least_budgets(limits), replace(machine, speeds=agreed(found))
     fixed = None
     if backend.shards_start_on_host and not has_budgets(policy):

@@ -44,7 +44,7 @@ from gemini.units import ChunkId, ParamId
 
 from .agreement import raise_what_any_rank_raised
 from .executors import reserve_staging
-from .gradients import StepGradients, check_any
+from .gradients import check_any, kind_of
 from .state.shard_blocks import Shards
 from .state.shard_state import ShardState, StepCalls, param_groups_of
 from .views import ShardViews
@@ -76,7 +76,7 @@ class ShardTarget(ShardState):
         super().__init__(parts, calls, groups, rule, config)
         try:
             reserve_staging(self._executor, parts.plan)
-            self.gradients = _kind_of(parts, rule)(parts, calls, self._executor, self._chunks)
+            self.gradients = kind_of(parts, rule)(parts, calls, self._executor, self._chunks)
             parts.storage.place_gradients(parts.plan, parts.chunks)
         except BaseException:
             self._close()
@@ -95,8 +95,7 @@ class ShardTarget(ShardState):
                 parts, self._tiered_state, self._chunks, executor, self.hypers, self._by_param
             )
         self.joint: Any = None  # what steps it with other modules; None: it steps alone
-        # False: hosts read and agree in every step
-        self.device_may_decide = not settings.canonical
+        self.device_may_decide = not parts.is_canonical  # False: hosts read and agree in every step
 
     @property
     def parts(self) -> Parts:
@@ -590,16 +589,6 @@ class ShardTarget(ShardState):
         self._tiered_state.close()
         self._executor.close()
         self._calls.detach()
-
-
-def _kind_of(parts: Parts, rule: UpdateRule) -> type[StepGradients]:
-    """How gradients are measured. Raises ValueError for a rule that cannot be canonical."""
-    if not parts.precision_settings.canonical:
-        return StepGradients
-    from gemini.runtime.canonical.votes import CanonicalGradients, check_rule
-
-    check_rule(rule)
-    return CanonicalGradients
 
 
 def raise_first(said: Sequence[str | None], error: BaseException | None) -> None:

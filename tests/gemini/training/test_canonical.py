@@ -17,9 +17,9 @@ from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
 from gemini.chunk.layout import ChunkSpec, Slot
-from gemini.placement.sizes import UNLIMITED, Budgets
-from gemini.runtime.canonical.exact import LEAST_BIT, bins_of, whole_of
-from gemini.runtime.canonical.order import CanonicalGradient, with_sums
+from gemini.placement.sizes import UNLIMITED, Budgets, with_sums
+from gemini.runtime.canonical.exact import LEAST_BIT, bins_of, integer_of
+from gemini.runtime.canonical.order import CanonicalGradient
 from gemini.tickets import Done
 from gemini.units import ChunkId, ParamId
 from optim import HybridAdam, HybridLamb, HybridMuon, NvmeConfig
@@ -319,7 +319,7 @@ def test_budgets_are_planned_without_what_sums_take():
     whole = sum(chunk.shard_numel for chunk in layout.chunks)
     largest = max(chunk.payload_bytes for chunk in layout.chunks)
     given = Budgets.parse("1MiB", "1MiB")
-    left = with_sums(given, layout)
+    left = with_sums(given, layout, 2)
     assert given.device - left.device == 2 * whole + 3 * largest  # fp32 beside bf16
     assert given.host - left.host == 2 * whole and left.nvme == UNLIMITED
 
@@ -447,21 +447,21 @@ def test_sums_of_rows_are_exact_integers(seed):
     one_a_row = torch.zeros(256, 64)
     one_a_row[:, seed] = values  # so that no sum of a row rounds
     flat = one_a_row.view(-1)
-    assert Fraction(whole_of([bins_of(flat)])) * Fraction(2) ** LEAST_BIT == _exactly(values)
+    assert Fraction(integer_of([bins_of(flat)])) * Fraction(2) ** LEAST_BIT == _exactly(values)
     order = torch.randperm(256, generator=generator)
     cuts = one_a_row[order].view(-1).split([64 * n for n in (1, 100, 155)])
-    assert whole_of([bins_of(cut) for cut in cuts]) == whole_of([bins_of(flat)])
+    assert integer_of([bins_of(cut) for cut in cuts]) == integer_of([bins_of(flat)])
 
 
 def test_a_row_that_is_not_finite_shows_and_zeros_are_nothing():
     values = torch.zeros(128)
-    assert whole_of([bins_of(values)]) == 0
+    assert integer_of([bins_of(values)]) == 0
     for broken in (math.nan, math.inf):
         values[100] = broken
-        assert whole_of([bins_of(values)]) is None
+        assert integer_of([bins_of(values)]) is None
 
 
 def test_dense_rows_are_within_fp64_of_the_norm():
     values = torch.randn(64 * 5000, generator=torch.Generator().manual_seed(0))
-    found = whole_of([bins_of(values)]) * 2.0**LEAST_BIT
+    found = integer_of([bins_of(values)]) * 2.0**LEAST_BIT
     assert abs(found / float(values.double().square().sum()) - 1) < 1e-14

@@ -1,10 +1,12 @@
-"""Gradients of a step whose norm has no order that shows; see `exact`."""
+"""Gradients of a step whose norm has no order that shows; see
+`canonical.exact`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 
@@ -12,17 +14,11 @@ from gemini.chunk.storage import Chunk
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.step.gradients import Measured
+from gemini.runtime.canonical.exact import bins_of, integer_of, over_ranks
 from gemini.runtime.comm.ballot import Agreement, Ballot
-from gemini.runtime.step.gradients import StepGradients
 from gemini.runtime.wrap.precision import check_order
 
-from .exact import bins_of, over_ranks, whole_of
-
-LATE = (
-    "a gradient came after the others of its micro-batch were reduced, so it is not summed in the "
-    "order of micro-batches; weights and state are those of the last step. Call zero_grad() to go "
-    "on, and wrap with canonical=False what differs so from one backward to the next"
-)
+from .gradients import StepGradients
 
 
 class CanonicalGradients(StepGradients):
@@ -35,7 +31,7 @@ class CanonicalGradients(StepGradients):
 
     def reduced(self) -> list[Chunk]:
         if self._parts.comm.world_size == 1 and self._parts.reducer.is_late:
-            raise RuntimeError(LATE)
+            _refuse_late()
         return super().reduced()
 
     def _vote(self, chunks: Sequence[Chunk], norm_type: float | None) -> Agreement:
@@ -44,7 +40,7 @@ class CanonicalGradients(StepGradients):
             late = comm.numbers([self._parts.reducer.is_late], torch.float64)
             comm.all_reduce(late).wait()
             if late.item():
-                raise RuntimeError(LATE)
+                _refuse_late()
         return agreement
 
     def ballot(self, chunks: Sequence[Chunk], norm_type: float | None) -> Ballot:
@@ -54,19 +50,17 @@ class CanonicalGradients(StepGradients):
         if norm_type != 2:
             return ballot
         comm, found = self._parts.comm, Measured()
-        whole = self._whole(chunks)
-        if (
-            whole is None
-        ):  # a norm of order inf says which is not finite
+        squares = self._squares(chunks)
+        if whole is None:  # a norm of order inf says which is not finite
             found = self._executor.measure(self._runs_of(chunks), math.inf)
-        (total,) = over_ranks(comm, [whole or 0])
+        (total,) = over_ranks(comm, [squares or 0])
         return replace(
             ballot,
             power_sum=total if comm.rank == 0 else 0.0,
             first_nonfinite=found.first_nonfinite,
         )
 
-    def _whole(self, chunks: Sequence[Chunk]) -> int | None:
+    def _squares(self, chunks: Sequence[Chunk]) -> int | None:
         bins = []
         for chunk in chunks:
             gradient = chunk.gradient
@@ -75,11 +69,20 @@ class CanonicalGradients(StepGradients):
             else:
                 gradient_bins = gradient.found
             bins.append(gradient_bins)
-        return whole_of(bins)
+        return integer_of(bins)
 
     def clip(self, clip: Clip, device: object) -> torch.Tensor | None:
         check_order(clip.norm_type)
         return super().clip(clip, None)
+
+
+def _refuse_late() -> NoReturn:
+    raise RuntimeError(
+        "a gradient came after the others of its micro-batch were reduced, so it is not summed in "
+        "the order of micro-batches; weights and state are those of the last step. Call "
+        "zero_grad() to go on, and wrap with canonical=False what differs so from one backward to "
+        "the next"
+    )
 
 
 def check_rule(rule: UpdateRule) -> None:
