@@ -25,13 +25,9 @@ MOST_BYTES = 512 << 20
 _SHOWN = 3  # names in a message
 
 
-class ReceiptError(ValueError):
-    """Receipts that cannot be read, or are not as they were written."""
-
-
 @dataclass(frozen=True)
 class Receipt:
-    """One line. step: 0 is the run's own line, before any step. weights, state: by parameter and by
+    """Receipt of one step, a line. step: 0 is the run's own line, before any step. weights, state: by parameter and by
     `parameter/plane`; state is empty where it was not asked for. facts: of the run, in its own
     line. before: hash of the line before, empty in the first."""
 
@@ -59,40 +55,40 @@ def first_of(facts: Mapping[str, str]) -> Receipt:
 
 
 def read(path: Path) -> list[Receipt]:
-    """Receipts of a file, each of which follows the one before. Raises ReceiptError with the first
+    """Receipts of a file, each of which follows the one before. Raises ValueError with the first
     line that does not, and OSError."""
     found: list[Receipt] = []
     for number, text in enumerate(strangers.read_text(path, MOST_BYTES).splitlines(), 1):
         try:
             one = _parsed(strangers.parsed(text.encode()))
         except (TypeError, ValueError) as error:
-            raise ReceiptError(f"{path}: line {number} is no receipt: {error}") from None
+            raise ValueError(
+                f"{path}: line {number} is no receipt ({error}); expected a line of --receipts"
+            ) from None
         before = found[-1] if found else None
         if one.before != (before.hash if before else ""):
-            raise ReceiptError(
-                f"{path}: the line of step {one.step} does not follow the one before, which was "
-                "changed, or is another's"
+            raise ValueError(
+                f"{path}: the line of step {one.step} does not follow the one before; expected its "
+                "hash: one of the two was changed, or is another run's"
             )
         if one.step <= (before.step if before else -1):
-            raise ReceiptError(f"{path}: the line of step {one.step} has its place elsewhere")
+            raise ValueError(f"{path}: step {one.step} comes too late; expected rising steps")
         found.append(one)
     if not found or found[0].step or found[0].facts.get("format") != str(FORMAT):
-        raise ReceiptError(f"{path} does not begin with a run's line of format {FORMAT}")
+        raise ValueError(f"{path} does not begin with a run's line; expected format {FORMAT}")
     return found
 
 
 def _parsed(given: Any) -> Receipt:
-    if not isinstance(given, dict) or set(given) != set(Receipt.__dataclass_fields__):
-        raise ValueError("it has other fields")
-    step, texts = given["step"], [given[name] for name in ("before", "batch", "random")]
-    if type(step) is not int or step < 0:
-        raise ValueError("its step is no number")
-    for one in (given[name] for name in ("weights", "state", "facts")):
-        if not isinstance(one, dict):
-            raise ValueError("its digests have no names")
-        texts += one.values()
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("its digests are no texts")
+    names = set(Receipt.__dataclass_fields__)
+    if not isinstance(given, dict) or set(given) != names:
+        raise ValueError(f"its fields are others; expected {', '.join(sorted(names))}")
+    tables = [given[name] for name in ("weights", "state", "facts")]
+    texts = [given[name] for name in ("before", "batch", "random")]
+    texts += [text for one in tables if isinstance(one, dict) for text in one.values()]
+    well = type(given["step"]) is int and all(isinstance(one, dict) for one in tables)
+    if not well or not all(isinstance(text, str) for text in texts):
+        raise ValueError("its values are of other kinds; expected texts, by name")
     return Receipt(**given)
 
 

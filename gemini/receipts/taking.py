@@ -7,8 +7,8 @@
         optimizer.step()
         receipts.stepped()
 
-A receipt of weights reads every weight once (2 or 4 bytes a parameter); with state, every plane too.
-Steps whose update goes on behind `step()` are waited for.
+A receipt reads every weight once (2 or 4 bytes a parameter), with `state` every plane, too. It waits
+for an update that goes on behind `step()`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from gemini import __version__
 from gemini.arguments import by_name
 from gemini.ddp import GeminiDDP
 from gemini.kernels_triton.digest import digest_reference
+from gemini.optim.state.state_stream import StateRun
 from gemini.runtime.inspect.digest import of_run, param_sums
 from gemini.runtime.parts import Parts, settle
 from gemini.trees import tensors_in
@@ -118,33 +119,27 @@ class Receipts:
         parts, target = self._parts, self._parts.target
         if target is None:
             return {}
-        names = {id(p): s.name for p, s in zip(parts.params, parts.layout.params, strict=True)}
         sums: dict[str, int] = {}
-        (stream,) = self._streams(names)
-        for name, plane in stream.columns():
-            sums[f"{name}/{plane.name}"] = 0
 
-        def look(run: Any) -> None:
+        def look(run: StateRun) -> None:
             key = f"{run.name}/{run.plane}"
             salt = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
-            sums[key] += int(of_run(run.values, run.start, salt, digest_reference))
+            sums[key] = sums.get(key, 0) + int(
+                of_run(run.values, run.start, salt, digest_reference)
+            )
 
-        stream.visit(look)
-        mine = torch.tensor([_signed(total) for total in sums.values()], dtype=torch.int64)
+        self._optimizer.visit_state(look)
+        keys = sorted({key for of_rank in parts.comm.gather_objects([*sums]) for key in of_rank})
+        mine = torch.tensor([_signed(sums.get(key, 0)) for key in keys], dtype=torch.int64)
         there = mine.to(parts.comm.device)
         parts.comm.all_reduce(there).wait()
-        steps = {f"{name}/step": _hex(int(count)) for name, count in self._counts(names).items()}
-        planes = dict(zip(sums, map(_hex, there.tolist()), strict=True))
-        return {**planes, **steps}
-
-    def _streams(self, names: Mapping[int, str]) -> Any:
-        return self._optimizer.target.streams(names)
-
-    def _counts(self, names: Mapping[int, str]) -> dict[str, float]:
-        target = self._parts.target
-        assert target is not None
-        shown = target.shown_state()
-        return {names[id(param)]: float(one["step"]) for param, one in shown.items()}
+        counts = {
+            f"{parts.layout.params[i].name}/step": _hex(int(shown[param]["step"]))
+            for shown in (target.shown_state(),)
+            for i, param in enumerate(parts.params)
+            if param in shown
+        }
+        return {**dict(zip(keys, map(_hex, there.tolist()), strict=True)), **counts}
 
 
 def of_code() -> dict[str, str]:

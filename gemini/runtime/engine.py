@@ -110,13 +110,9 @@ class GeminiEngine(Parts):
             never_released=planning.never_released,
             with_originals=planning.inputs.with_originals,
             gradients_travel_as=precision_settings.travels_as,
+            in_micro_batches=precision_settings.canonical,
             in_float8=precision_settings.dtype if precision_settings.fp8_communication else None,
         )  # fmt: skip
-        if precision_settings.canonical:
-            from gemini.runtime.canonical.order import CanonicalGradient
-
-            for chunk in chunks:
-                chunk.sum_by(CanonicalGradient)
         planning.keep_originals(storage.originals.chunks)
         comm.describe = lambda chunk: describe(self.layout, chunk)
         host = Tier.HOST if backend.has_host_tier else Tier.DEVICE
@@ -149,8 +145,7 @@ class GeminiEngine(Parts):
                 puts_off=planning.plan.unsharded_grads,
                 at_end={c.spec.id for c in chunks if links[c.spec.group].is_sent_data},
                 agree=self._agree_to_reduce if comm.world_size > 1 else None,
-                arrived=events.arrived, final=events.final,
-                whole=precision_settings.canonical,
+                arrived=events.arrived, final=events.final, whole=precision_settings.canonical,
             ),
             regather=Regather(
                 chunks, planning.never_released, params,
@@ -255,6 +250,10 @@ class GeminiEngine(Parts):
                 "this module has an optimizer already; use parameter groups for other options, "
                 "wrap the parts for other optimizers, or close it before you make another"
             )
+        if self.is_canonical:
+            from .canonical.order import check_rule
+
+            check_rule(rule)
         calls = StepCalls(
             self.begin_step, self.agree_on_trace, self.meetings.call, self.detach, self.gradients
         )

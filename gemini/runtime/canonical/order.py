@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gemini.chunk.gradient import Allocator, ChunkGradient, GradientOffload, UnderWay
 from gemini.chunk.layout import ChunkSpec
+from gemini.optim.rules.rule import UpdateRule
 from gemini.runtime.comm.links import Links
 
 
@@ -109,4 +110,13 @@ def check_canonical(num_ranks: int, *, is_plain: bool) -> None:
         raise ValueError(
             f"canonical=True on {num_ranks} ranks, over which a mean is no exact product; expected "
             "a power of two"
+        )
+
+
+def check_rule(rule: UpdateRule) -> None:
+    """Raise ValueError for a rule that measures parameters, in the order of their cuts."""
+    if rule.measures:
+        raise ValueError(
+            f"canonical=True with {type(rule).__name__}, which measures parameters in the order of "
+            "their cuts; expected an elementwise rule such as Adam's, or Muon's"
         )

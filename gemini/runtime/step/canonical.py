@@ -12,7 +12,6 @@ import torch
 
 from gemini.chunk.storage import Chunk
 from gemini.optim.rules.clipping import Clip
-from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.step.gradients import Measured
 from gemini.runtime.canonical.exact import bins_of, integer_of, over_ranks
 from gemini.runtime.comm.ballot import Agreement, Ballot
@@ -51,7 +50,7 @@ class CanonicalGradients(StepGradients):
             return ballot
         comm, found = self._parts.comm, Measured()
         squares = self._squares(chunks)
-        if whole is None:  # a norm of order inf says which is not finite
+        if squares is None:  # a norm of order inf says which is not finite
             found = self._executor.measure(self._runs_of(chunks), math.inf)
         (total,) = over_ranks(comm, [squares or 0])
         return replace(
@@ -83,12 +82,3 @@ def _refuse_late() -> NoReturn:
         "zero_grad() to go on, and wrap with canonical=False what differs so from one backward to "
         "the next"
     )
-
-
-def check_rule(rule: UpdateRule) -> None:
-    """Raise ValueError for a rule that measures parameters, in the order of their cuts."""
-    if rule.measures:
-        raise ValueError(
-            f"canonical=True with {type(rule).__name__}, which measures parameters in the order of "
-            "their cuts; expected an elementwise rule such as Adam's, or Muon's"
-        )

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gemini.chunk.storage import Chunk
 from gemini.optim.rules.clipping import Clip
-from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.step.executor import Executor
 from gemini.optim.step.gradients import GradientRun, Measured
 from gemini.runtime.comm.ballot import Agreement, Ballot
@@ -170,16 +169,6 @@ class StepGradients:
             )
         if parts.pending_clip is not None:
             self._calls.gradients.carry_out_clip()
-
-
-def kind_of(parts: Parts, rule: UpdateRule) -> type[StepGradients]:
-    """How gradients are measured. Raises ValueError for a rule that cannot be canonical."""
-    if not parts.is_canonical:
-        return StepGradients
-    from .canonical import CanonicalGradients, check_rule
-
-    check_rule(rule)
-    return CanonicalGradients
 
 
 def check_any(present: Sequence[bool]) -> None:

@@ -44,7 +44,7 @@ from gemini.units import ChunkId, ParamId
 
 from .agreement import raise_what_any_rank_raised
 from .executors import reserve_staging
-from .gradients import check_any, kind_of
+from .gradients import StepGradients, check_any
 from .state.shard_blocks import Shards
 from .state.shard_state import ShardState, StepCalls, param_groups_of
 from .views import ShardViews
@@ -76,17 +76,18 @@ class ShardTarget(ShardState):
         super().__init__(parts, calls, groups, rule, config)
         try:
             reserve_staging(self._executor, parts.plan)
-            self.gradients = kind_of(parts, rule)(parts, calls, self._executor, self._chunks)
+            kind: type[StepGradients] = StepGradients
+            if parts.is_canonical:
+                from .canonical import CanonicalGradients as kind
+            self.gradients = kind(parts, calls, self._executor, self._chunks)
             parts.storage.place_gradients(parts.plan, parts.chunks)
         except BaseException:
             self._close()
             raise
         parts.ledger.count_state(self._tiered_state, self._staging_bytes)
-        self._moved = parts.storage.traffic()
-        self._closed = False
-        settings = parts.precision_settings  # ranks skip together, and one of them tells
-        most, least = settings.most_skipped
-        self._skips = Skips(most, least, tells=parts.comm.rank == 0)
+        self._moved, self._closed = parts.storage.traffic(), False
+        # ranks skip together, and one of them tells
+        self._skips = Skips(*parts.precision_settings.most_skipped, tells=parts.comm.rank == 0)
         if parts.update == SPECULATE and self.by_kernels:
             from .early import EarlySpans
 
@@ -469,7 +470,6 @@ class ShardTarget(ShardState):
             if param in state
         }
         shards, given = scatter_state(parts, self.tiered_state, self._chunks, by_name)
-
         write_back_changes(parts)
         other = self._of_other_weights(shards, {n for n, keys in given.items() if MASTER in keys})
 
