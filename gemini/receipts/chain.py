@@ -27,9 +27,11 @@ _SHOWN = 3  # names in a message
 
 @dataclass(frozen=True)
 class Receipt:
-    """Receipt of one step, a line. step: 0 is the run's own line, before any step. weights, state: by parameter and by
-    `parameter/plane`; state is empty where it was not asked for. facts: of the run, in its own
-    line. before: hash of the line before, empty in the first."""
+    """Receipt of one step, a line. step: 0 is the run's own line, before any step.
+
+    weights, state: by parameter and by `parameter/plane`; state is empty where it was not asked
+    for. facts: of the run, in its own line. before: hash of the line before, empty in the first.
+    """
 
     step: int
     before: str
@@ -113,7 +115,8 @@ def _differences(said: Receipt, again: Receipt) -> Iterator[tuple[str, list[str]
     """(field, names that differ), in the order in which a step comes to them."""
     yield from _of_names("facts", said.facts, again.facts)
     for what in ("batch", "random"):
-        if getattr(said, what) != getattr(again, what):
+        one, other = getattr(said, what), getattr(again, what)
+        if one and other and one != other:
             yield what, []
     yield from _of_names("weights", said.weights, again.weights)
     if said.state and again.state:

@@ -7,8 +7,8 @@
         optimizer.step()
         receipts.stepped()
 
-A receipt reads every weight once (2 or 4 bytes a parameter), with `state` every plane, too. It waits
-for an update that goes on behind `step()`.
+A receipt reads every weight once (2 or 4 bytes a parameter), with `state` every plane, too. It
+waits for an update that goes on behind `step()`.
 """
 
 from __future__ import annotations
@@ -83,13 +83,14 @@ class Receipts:
         self.step += 1
         return self.take(state=state)
 
-    def take(self, *, state: bool = False) -> Receipt:
-        """Write what there is now as the receipt of step `step`. Collective."""
+    def take(self, *, state: bool = False, alone: bool = False) -> Receipt:
+        """Write what there is now as the receipt of step `step`. Collective. alone: of weights and
+        state, and neither of micro-batches nor of random numbers."""
         made = Receipt(
             self.step,
             self.made[-1].hash,
-            self._batch(),
-            hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16],
+            "" if alone else self._batch(),
+            "" if alone else _random(),
             self._weights(),
             self._state() if state else {},
         )
@@ -151,6 +152,10 @@ def of_code() -> dict[str, str]:
     return {
         "gemini": __version__, "torch": str(torch.__version__), "code": said.hexdigest()[:16],
     }  # fmt: skip
+
+
+def _random() -> str:
+    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
 
 
 def _signed(total: int) -> int:
