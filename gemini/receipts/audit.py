@@ -55,8 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, ValueError, NvmeError) as error:
         PARSER.error(str(error))
     if os.environ.get("RANK", "0") == "0":
-        says = f"differs: {found}" if found else "equal"
-        sys.stdout.write(f"{options.folder}: steps {began + 1}-{last} {says}\n")
+        says = f"differs: {found}" if found else f"steps {first}-{last} are equal"
+        sys.stdout.write(f"{options.folder}: {says}; computed from step {began}\n")
     return int(found is not None)
 
 

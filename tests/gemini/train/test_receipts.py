@@ -230,6 +230,31 @@ def test_ranks_tiers_and_modes_leave_the_same_receipts(tmp_path):
 # -- the command --
 
 
+def test_what_a_strangers_config_says_of_a_machine_is_not_taken(tmp_path):
+    from gemini.receipts.audit import _elsewhere
+    from gemini.train.config import TrainConfig
+
+    given = TrainConfig(
+        model="m", data="d", out="/theirs", nvme="/theirs", report_to="wandb", device_mem="1GiB",
+        save_every=3, lr=1.0, checkpointing=False, samples=9,
+    )  # fmt: skip
+    mine = _elsewhere(given, tmp_path)
+    asked = (mine.out, mine.nvme, mine.report_to, mine.device_mem, mine.samples)
+    assert asked == (str(tmp_path), None, "none", None, 0)
+    assert (mine.model, mine.lr, mine.save_every, mine.checkpointing) == ("m", 1.0, 3, False)
+    with pytest.raises(ValueError, match="runs code that no folder has"):
+        _elsewhere(replace(given, method="grpo"), tmp_path)
+
+
+def test_ranks_need_one_folder_to_work_in(tmp_path, monkeypatch, capsys):
+    from gemini.receipts.audit import main
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--steps", "1-2"])
+    assert "expected --work, a folder that all of them have" in capsys.readouterr().err
+
+
 @pytest.mark.ci  # trl
 def test_a_run_of_train_is_audited_from_its_checkpoint(tmp_path, monkeypatch, capsys):
     from gemini.__main__ import main
@@ -242,14 +267,14 @@ def test_a_run_of_train_is_audited_from_its_checkpoint(tmp_path, monkeypatch, ca
     flags = [
         str(tmp_path / "model"), "--data", str(tmp_path / "text.jsonl"), "--out", str(out),
         "--steps", "5", "--save-every", "2", "--batch", "2", "--seq", "16", "--samples", "0",
-        "--held-out", "0.1", "--receipts",
+        "--held-out", "0.1", "--keep", "5", "--receipts",
     ]  # fmt: skip
     assert main(["train", *flags]) == 0
     assert [one.step for one in chain.read(out / chain.FILE)] == list(range(6))
     before = sorted(str(path) for path in out.rglob("*"))
     capsys.readouterr()
     assert main(["audit", str(out), "--steps", "3-5"]) == 0
-    assert capsys.readouterr().out.endswith(f"{out}: steps 3-5 equal\n")
+    assert capsys.readouterr().out.endswith(f"{out}: steps 3-5 are equal; computed from step 2\n")
     assert sorted(str(path) for path in out.rglob("*")) == before  # nothing is written there
     config = out / "config.yaml"
     text = config.read_text()
@@ -266,7 +291,6 @@ def test_a_run_of_train_is_audited_from_its_checkpoint(tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("steps", ["5", "0-2", "4-3", "a-b"])
 def test_a_range_that_is_none_is_refused(steps, tmp_path, capsys):
-    pytest.importorskip("trl")
     from gemini.__main__ import main
 
     with pytest.raises(SystemExit) as ended:
