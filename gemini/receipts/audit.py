@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from gemini.arguments import Parser
 from gemini.nvme import NvmeError
@@ -103,6 +104,8 @@ def _elsewhere(config: TrainConfig, work: Path) -> TrainConfig:
     """The run's config with a folder of our own, and defaults of this machine."""
     if config.method == "grpo":
         raise ValueError("--method grpo runs code that no folder has; expected another method")
-    own = {one.name: one.default for one in fields(TrainConfig) if one.name in OF_THE_MACHINE}
+    own: dict[str, Any] = {
+        one.name: one.default for one in fields(TrainConfig) if one.name in OF_THE_MACHINE
+    }
     own = {name: value for name, value in own.items() if name not in _STAYS}
     return replace(config, **{**own, "out": str(work), "samples": 0})

@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -283,8 +282,8 @@ def test_a_run_of_train_is_audited_from_its_checkpoint(tmp_path, monkeypatch, ca
     assert main(["audit", str(out), "--steps", "3-5"]) == 1
     assert "step 0: facts of --lr" in capsys.readouterr().out
     config.write_text(text)
-    rows_before = Path(tmp_path / "text.jsonl").read_text()
-    (tmp_path / "text.jsonl").write_text(rows_before.replace("the", "The"))
+    turned = [{"text": row["text"][::-1]} for row in rows("text")]
+    write_rows(tmp_path / "text.jsonl", turned)
     assert main(["audit", str(out), "--steps", "3-5"]) == 1
     assert "step 3: batch" in capsys.readouterr().out
 
