@@ -262,7 +262,7 @@ def prepare(config: TrainConfig) -> Job:
     if comm.rank == 0:
         trainer.add_callback(_reports(job))
     if config.receipts:
-        from gemini.receipts.following import Following
+        from .receipts import Following
 
         trainer.add_callback(Following(trainer, config, out))
     return job

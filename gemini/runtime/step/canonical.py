@@ -77,8 +77,7 @@ class CanonicalGradients(StepGradients):
 
 def _refuse_late() -> NoReturn:
     raise RuntimeError(
-        "a gradient came after the others of its micro-batch were reduced, so it is not summed in "
-        "the order of micro-batches; weights and state are those of the last step. Call "
-        "zero_grad() to go on, and wrap with canonical=False what differs so from one backward to "
-        "the next"
+        "a gradient came after the others of its micro-batch were reduced. Weights and state are "
+        "those of the last step: call zero_grad() to go on, and wrap with canonical=False what "
+        "differs so from one backward to the next"
     )

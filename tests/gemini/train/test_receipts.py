@@ -171,10 +171,10 @@ def edits(lines, draw):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_chain_that_was_edited_is_refused_with_its_place(run, tmp_path, seed):
-    lines = (run / chain.FILE).read_text().splitlines()
+    lines = (run / chain.FILE).read_text(encoding="utf-8").splitlines()
     there = tmp_path / chain.FILE
     shows = edits(lines, random.Random(seed))
-    there.write_text("\n".join(lines) + "\n")
+    there.write_text("\n".join(lines) + "\n", encoding="utf-8")
     if shows:
         with pytest.raises(ValueError, match=r"receipts.jsonl: (line \d|the line of|step \d)"):
             chain.read(there)
@@ -184,7 +184,7 @@ def test_a_chain_that_was_edited_is_refused_with_its_place(run, tmp_path, seed):
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": 0}', "[" * 100_000, "1\n2"])
 def test_a_strangers_receipts_are_read_as_text(tmp_path, text):
-    (tmp_path / chain.FILE).write_text(text)
+    (tmp_path / chain.FILE).write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match="expected"):
         chain.read(tmp_path / chain.FILE)
 
@@ -230,7 +230,7 @@ def test_ranks_tiers_and_modes_leave_the_same_receipts(tmp_path):
 
 
 def test_what_a_strangers_config_says_of_a_machine_is_not_taken(tmp_path):
-    from gemini.receipts.audit import _elsewhere
+    from gemini.train.audit_command import _elsewhere
     from gemini.train.config import TrainConfig
 
     given = TrainConfig(
@@ -246,7 +246,7 @@ def test_what_a_strangers_config_says_of_a_machine_is_not_taken(tmp_path):
 
 
 def test_ranks_need_one_folder_to_work_in(tmp_path, monkeypatch, capsys):
-    from gemini.receipts.audit import main
+    from gemini.train.audit_command import main
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
@@ -276,12 +276,12 @@ def test_a_run_of_train_is_audited_from_its_checkpoint(tmp_path, monkeypatch, ca
     assert capsys.readouterr().out.endswith(f"{out}: steps 3-5 are equal; computed from step 2\n")
     assert sorted(str(path) for path in out.rglob("*")) == before  # nothing is written there
     config = out / "config.yaml"
-    text = config.read_text()
-    config.write_text(text.replace("lr: 2.0e-05", "lr: 3.0e-05"))
-    assert config.read_text() != text
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace("lr: 2.0e-05", "lr: 3.0e-05"), encoding="utf-8")
+    assert config.read_text(encoding="utf-8") != text
     assert main(["audit", str(out), "--steps", "3-5"]) == 1
     assert "step 0: facts of --lr" in capsys.readouterr().out
-    config.write_text(text)
+    config.write_text(text, encoding="utf-8")
     turned = [{"text": row["text"][::-1]} for row in rows("text")]
     write_rows(tmp_path / "text.jsonl", turned)
     assert main(["audit", str(out), "--steps", "3-5"]) == 1

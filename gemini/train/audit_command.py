@@ -19,9 +19,9 @@ from typing import Any
 
 from gemini.arguments import Parser
 from gemini.nvme import NvmeError
-from gemini.train.config import OF_THE_MACHINE, TrainConfig, read_config
+from gemini.receipts.chain import FILE, first_difference, first_of, read
 
-from .chain import FILE, first_difference, first_of, read
+from .config import OF_THE_MACHINE, TrainConfig, quiet, read_config
 
 _STAYS = ("checkpointing", "accumulate_order", "save_every")  # random numbers follow from them
 PARSER = Parser(
@@ -30,14 +30,12 @@ PARSER = Parser(
     description="Computes steps of a run again, and compares them with the receipts it has left.",
     epilog="exit status: 0 equal, 1 a step differs, 2 refused before any work, 130 stopped",
 )  # fmt: skip
-PARSER.add_argument("folder", metavar="FOLDER", help="the --out of a run with --receipts")
+PARSER.add_argument("folder", help="the --out of a run with --receipts")
 PARSER.add_argument(
     "--steps", required=True, metavar="FIRST-LAST",
     help="of the run; begins at the newest checkpoint before",
 )  # fmt: skip
-PARSER.add_argument(
-    "--work", metavar="FOLDER", help="an empty folder that all ranks have; by default one that goes"
-)
+PARSER.add_argument("--work", help="an empty folder that all ranks have; by default one that goes")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -66,12 +64,11 @@ def audit(folder: Path, first: int, last: int, work: Path) -> tuple[int, str | N
 
     Raises ValueError for receipts, a config or a range with which there is nothing to compare.
     """
-    from gemini.train.config import quiet
-    from gemini.train.run import CONFIG, prepare
-    from gemini.train.trainer import last_checkpoint
+    from gemini.receipts.taking import of_code
 
-    from .following import Following, facts_of
-    from .taking import of_code
+    from .receipts import Following, facts_of
+    from .run import CONFIG, prepare
+    from .trainer import last_checkpoint
 
     said = read(folder / FILE)
     if not said[-1].step >= last:

@@ -1,4 +1,8 @@
-"""Receipts of a run of `python -m gemini train`: a callback that takes one behind each step."""
+"""Receipts of a run of `python -m gemini train`: a callback that takes one behind each step.
+
+A micro-batch is seen as the trainer is given it, before it is padded or moved any further. What the
+trainer evaluates is not: it changes nothing but random numbers, which each receipt has.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from gemini.train.config import OF_THE_MACHINE, TrainConfig
+from gemini.receipts.chain import Receipt
+from gemini.receipts.taking import Receipts
 
-from .chain import Receipt
-from .taking import Receipts
+from .config import OF_THE_MACHINE, TrainConfig
 
 
 def facts_of(config: TrainConfig, ranks: int) -> dict[str, str]:
