@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -104,11 +104,15 @@ def build_chunks(
             finish(spec.id)
     storage.originals.complete()
     if in_micro_batches:
-        from gemini.runtime.canonical.order import CanonicalGradient
-
-        for chunk in done.values():
-            chunk.sum_by(CanonicalGradient)
+        _sum_in_order(done.values())
     return [done[spec.id] for spec in layout.chunks]
+
+
+def _sum_in_order(chunks: Iterable[Chunk]) -> None:
+    from gemini.runtime.canonical.order import CanonicalGradient
+
+    for chunk in chunks:
+        chunk.sum_by(CanonicalGradient)
 
 
 def _kind_of(spec: ChunkSpec, in_float8: str | None, links: Links, in_rows: bool) -> type[Chunk]:
