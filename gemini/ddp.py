@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,13 +28,7 @@ from gemini.placement.timetable.updates import TAIL, current_update
 from gemini.runtime.autograd.gradient_hooks import refuse_transforms
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.comm.connect import (
-    Connections,
-    check_stages,
-    connect,
-    is_pipeline,
-    stage_of,
-)
+from gemini.runtime.comm.connect import check_stages, connect, is_pipeline, stage_of
 from gemini.runtime.engine import GeminiEngine
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.memory.backend import Backend, make_backend
@@ -75,7 +69,6 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from gemini.runtime.comm.links import Tie
     from gemini.runtime.gradients.by_name import ChangeGradient
     from gemini.runtime.pipeline.together import PipelineOwner
 
@@ -169,7 +162,7 @@ class GeminiDDP(ModuleFace):
             own_specs, ties = together.ties.take(params, own_specs)
             process_group, mesh = stage_of(mesh)
         groups = {spec.group for spec in own_specs}
-        connections = _connected(precision, process_group, mesh, split, groups, ties)
+        connections = connect(process_group, mesh, split, groups, ties, precision.canonical)
         comm = connections.comm
         _tell_dtype(module, precision, comm.rank)
         specs = padded(own_specs, comm)
@@ -503,25 +496,6 @@ def _values(
     values = Materialiser(module, wrapping.init_fn, wrapping.init_state_dict, keep_theirs)
     values.check()
     return values
-
-
-def _connected(
-    precision: PrecisionPolicy,
-    process_group: Any,
-    mesh: Any,
-    split: Sequence[str],
-    groups: Set[str],
-    ties: Mapping[str, Tie] | None,
-) -> Connections:
-    """Connected ranks. Raises ValueError where their gradients are to have one order, and have
-    none."""
-    connections = connect(process_group, mesh, split, groups, ties)
-    if precision.canonical:
-        from gemini.runtime.canonical.order import check_canonical
-
-        is_plain = ties is None and connections.is_plain
-        check_canonical(connections.comm.world_size, is_plain=is_plain)
-    return connections
 
 
 def _backend(device: torch.device | str | Backend | None) -> Backend:

@@ -96,23 +96,6 @@ class CanonicalGradient(ChunkGradient):
         return total.copy_(first).mul_(self._share).add_(0.0)
 
 
-def check_canonical(num_ranks: int, *, is_plain: bool) -> None:
-    """Raise ValueError for ranks at which gradients have no order that others have, too.
-
-    is_plain: all ranks are one group, with a shard of every parameter each.
-    """
-    if not is_plain:
-        raise ValueError(
-            "canonical=True on a mesh that replicates or splits parameters, whose sums follow the "
-            "mesh; expected ranks of one group, or canonical=False"
-        )
-    if num_ranks & (num_ranks - 1):
-        raise ValueError(
-            f"canonical=True on {num_ranks} ranks, over which a mean is no exact product; expected "
-            "a power of two"
-        )
-
-
 def check_rule(rule: UpdateRule) -> None:
     """Raise ValueError for a rule that measures parameters, in the order of their cuts."""
     if rule.measures:
