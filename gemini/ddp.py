@@ -300,7 +300,8 @@ class GeminiDDP(ModuleFace):
         """Context in which backwards reduce nothing: gradients add up on this rank, in fp32, until
         a backward outside reduces them.
 
-        `step()` reduces gradients that no backward has. At world size 1 it changes nothing.
+        `step()` reduces gradients that no backward has. At world size 1, and with `canonical=True`,
+        it changes nothing.
         """
         before = self.engine.reducer.synchronise
         self.engine.reducer.synchronise = False

@@ -111,7 +111,7 @@ def accumulate(
         twice a step, layers run their forward twice, and boundaries between layers, [k] hidden
         states each, stay until backward. `"batches"`, and for one micro-batch either: one after the
         other, with the same bits. None: layers if weights come from another tier or other ranks,
-        else batches, which then compute less.
+        else batches, which then compute less, and which alone go with `canonical=True`.
     layers: name of the `ModuleList` or `Sequential` of layers that follow each other; None is the
         model's only `ModuleList`, as decoders of Hugging Face have it.
 
