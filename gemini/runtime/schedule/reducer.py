@@ -328,7 +328,6 @@ class Reducer:
         """Drop the gradients of this backward and of all accumulated before it."""
         for chunk in self._order:
             chunk.gradient.drop()
-        self.is_late = False
         self._nothing_is_left()
         self.reset()
 

@@ -291,6 +291,20 @@ def _late(rank, ranks):
         _repeated(rank, ranks, times=3)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_behind_zero_grad_a_gradient_that_came_late_is_forgotten(set_to_none):
+    model = GeminiDDP(Repeated(), placement_policy="zero2", precision="fp32", canonical=True,
+                      min_chunk_size_m=0.001)  # fmt: skip
+    optimizer = HybridAdam(model.parameters())
+    for times in (1, 2):
+        model(torch.ones(3, 64), times).sum().backward()
+    with pytest.raises(RuntimeError, match="came after the others of its micro-batch"):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none)
+    model(torch.ones(3, 64), 2).sum().backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_gradient_that_comes_late_is_an_error_on_all_ranks(ranks):
     _late(0, 1) if ranks == 1 else run_ranks(_late, 2, 2)
