@@ -162,7 +162,7 @@ class GeminiDDP(ModuleFace):
             own_specs, ties = together.ties.take(params, own_specs)
             process_group, mesh = stage_of(mesh)
         groups = {spec.group for spec in own_specs}
-        connections = connect(process_group, mesh, split, groups, ties)
+        connections = connect(process_group, mesh, split, groups, ties, precision.canonical)
         comm = connections.comm
         _tell_dtype(module, precision, comm.rank)
         specs = padded(own_specs, comm)
@@ -179,7 +179,7 @@ class GeminiDDP(ModuleFace):
             planning = begin_planning(
                 layout, placement, backend, comm,
                 master_weights=precision.master_weights, keep_originals=precision.keep_originals,
-                itemsizes=[dtype.itemsize for dtype in found.dtypes],
+                itemsizes=[dtype.itemsize for dtype in found.dtypes], canonical=precision.canonical,
                 max_prefetch=communication.max_prefetch, update=update, trace=trace,
                 ranks_per_node=None if together is None else together.ranks_here,
             )  # fmt: skip
@@ -238,7 +238,7 @@ class GeminiDDP(ModuleFace):
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(msg=NO_GRAPH)
         if self.broadcast_buffers:
-            self.engine.meetings.come_together()
+            self.engine.meetings.barrier()
             self._broadcast_buffers()
         calls, given = self.engine.calls, (args, kwargs)
         self._boundary.look(given)
@@ -300,7 +300,8 @@ class GeminiDDP(ModuleFace):
         """Context in which backwards reduce nothing: gradients add up on this rank, in fp32, until
         a backward outside reduces them.
 
-        `step()` reduces gradients that no backward has. At world size 1 it changes nothing.
+        `step()` reduces gradients that no backward has. At world size 1, and with `canonical=True`,
+        it changes nothing.
         """
         before = self.engine.reducer.synchronise
         self.engine.reducer.synchronise = False

@@ -91,7 +91,7 @@ class EMA:
         self._copy()
 
     def _ready(self, what: str) -> None:
-        if self._model.engine.is_lent:
+        if self._model.engine.is_swapped:
             raise RuntimeError(f"{what} while the average is swapped in; leave the context first")
         if self._model.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")

@@ -317,7 +317,7 @@ class ModuleFace(nn.Module):
         engine = self.engine
         if engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
-        if engine.is_summoned or engine.is_lent:
+        if engine.is_summoned or engine.is_swapped:
             raise RuntimeError(
                 "park() while parameters are summoned, or an average is swapped in; leave the "
                 "context first"

@@ -77,6 +77,10 @@ class PrecisionPolicy:
         changes nothing. So many skipped steps in a row raise `optim.NonFiniteGradientError`; in
         fp16 those count at which the loss scale falls no further. `"skip"`: none raise. `"raise"`:
         each raises (and every step is waited for).
+    canonical: gradients of micro-batches are summed in one order: (ranks x backwards) of one
+        product give the same bits at 1, 2, 4, ... ranks, micro-batch j of rank r being number
+        j * W + r. It costs fp32 sums, a reduction in every backward, also under `no_sync` and in
+        ZeRO-1, and a norm that the host waits for; see docs/numerics.md.
 
     Raises ValueError for options that exclude each other.
     """
@@ -93,6 +97,7 @@ class PrecisionPolicy:
     fp8_communication: bool = False
     loss_scale: LossScale | float | None = None
     on_nonfinite: int | str = MOST_SKIPPED
+    canonical: bool = False
 
     def __post_init__(self) -> None:
         settings = self.settings()
@@ -112,6 +117,7 @@ class PrecisionPolicy:
             rounding_seed=self.rounding_seed,
             communication_dtype=self.communication_dtype,
             fp8_communication=self.fp8_communication,
+            canonical=self.canonical,
         )
 
 
@@ -222,6 +228,7 @@ class Options(TypedDict, total=False):
     fp8_communication: bool
     loss_scale: LossScale | float | None
     on_nonfinite: int | str
+    canonical: bool
     chunks: ChunkConfiguration | ChunkSearch | None
     search_range_m: float | None
     hidden_dim: int | None

@@ -21,7 +21,7 @@ from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.rule import UpdateRule, scalar
 from gemini.units import parse_bytes
 
-from .target import OWNER_ATTRIBUTE, ParameterOwner, new_lock, owner_of, speaker_of
+from .target import OWNER_ATTRIBUTE, ParameterOwner, new_lock, owner_of, pipeline_owner_of
 
 if TYPE_CHECKING:
     from .step.target import Target
@@ -162,7 +162,7 @@ class BoundOptimizer(torch.optim.Optimizer):
     def bind_to(self, owner: ParameterOwner) -> None:
         """Take the parameters' state now. Raises ValueError where they are not `owner`'s."""
         self._bind()
-        if self._owner is not speaker_of(owner):
+        if self._owner is not pipeline_owner_of(owner):
             raise ValueError(
                 "this optimizer is not over the parameters of that module; make it from "
                 "module.parameters()"

@@ -64,10 +64,10 @@ OWNER_ATTRIBUTE = "_gemini_owner"  # the one attribute that wrapping adds to a p
 def owner_of(param: Tensor) -> ParameterOwner | None:
     """Owner that attaches an optimizer to a parameter, or None for a plain one."""
     handle = getattr(param, OWNER_ATTRIBUTE, None)
-    return speaker_of(handle.owner) if handle is not None else None
+    return pipeline_owner_of(handle.owner) if handle is not None else None
 
 
-def speaker_of(owner: ParameterOwner) -> ParameterOwner:
+def pipeline_owner_of(owner: ParameterOwner) -> ParameterOwner:
     """Owner that attaches optimizers for an engine: the engine, or the joint owner of several."""
     return getattr(owner, "together", None) or owner
 

@@ -111,7 +111,7 @@ def accumulate(
         twice a step, layers run their forward twice, and boundaries between layers, [k] hidden
         states each, stay until backward. `"batches"`, and for one micro-batch either: one after the
         other, with the same bits. None: layers if weights come from another tier or other ranks,
-        else batches, which then compute less.
+        else batches, which then compute less, and which alone go with `canonical=True`.
     layers: name of the `ModuleList` or `Sequential` of layers that follow each other; None is the
         model's only `ModuleList`, as decoders of Hugging Face have it.
 
@@ -129,7 +129,8 @@ def accumulate(
     _check(model, batches, order)
     engine = model.engine
     if order is None:
-        order = LAYERS if _weights_come(engine.plan) else BATCHES
+        by_layers = not engine.is_canonical and _weights_come(engine.plan)
+        order = LAYERS if by_layers else BATCHES
     if engine.comm.world_size > 1:
         engine.call(f"gemini.accumulate() of {len(batches)} micro-batches, {order=}")
     work = _Work(model, batches, loss)
@@ -168,6 +169,11 @@ def _check(model: GeminiDDP, batches: Sequence[Any], order: str | None) -> None:
         raise ValueError("micro_batches is empty; expected at least one")
     if order not in (None, *ORDERS):
         raise ValueError(f"order={order!r}; expected one of {', '.join(ORDERS)}, or None")
+    if order == LAYERS and model.engine.is_canonical:
+        raise ValueError(
+            'order="layers" sums micro-batches of one rank before those of others, and the module '
+            'was wrapped with canonical=True; expected order="batches", or None'
+        )
     if model.engine.is_unwrapped:
         raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
     if in_backward() or not torch.is_grad_enabled():

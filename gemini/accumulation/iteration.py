@@ -57,7 +57,7 @@ class Iteration:
     def __enter__(self) -> Iteration:
         model, engine, calls = self._model, self._engine, self._engine.calls
         if model.broadcast_buffers:
-            engine.meetings.come_together()
+            engine.meetings.barrier()
             model._broadcast_buffers()
         # shapes of all micro-batches, and another signature than that of one forward with them
         calls.begin_iteration((self._batches, torch.empty(len(self._batches), 0)))
@@ -78,7 +78,7 @@ class Iteration:
                 raise NoChainError(f"{error}; {FORMED}") from error
             return
         self.reduce(AT_END)
-        engine.meetings.come_together()
+        engine.meetings.barrier()
         calls.end_forward(self._model.module, (), {}, True)
         if engine.reducer.synchronise:
             engine.reducer.reduce_held((), after=self._begun)

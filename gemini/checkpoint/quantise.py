@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemini.chunk.opaque import hollow
+from gemini.chunk.opaque import drop_storage
 from gemini.plan.quantised import KINDS
 
 
@@ -99,7 +99,7 @@ def put_experts(
     )
     layers: Any = module.get_submodule(f"parametrizations.{key}")
     layers.original.quant_state = layers[0].quant_state
-    hollow(layers.original)
+    drop_storage(layers.original)
     return layers.original  # type: ignore[no-any-return]
 
 
@@ -128,7 +128,7 @@ def without_memory(layer: Any, dtype: torch.dtype, forms: dict[Any, nn.Parameter
         shape = shape[::-1]
     if (shape, dtype) not in forms:
         forms[shape, dtype] = quantised(layer, torch.zeros(shape, dtype=dtype))
-        hollow(forms[shape, dtype])
+        drop_storage(forms[shape, dtype])
     return _put(layer, copy.deepcopy(forms[shape, dtype]))
 
 

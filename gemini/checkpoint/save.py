@@ -119,7 +119,7 @@ def save_checkpoint(
             "files": known_stores(optimizer, ranks) if weights else {},
             "base": base_of(model, ranks) if weights else {},
         }
-        if weights and any(part.engine.is_lent for part in parts_of(model)):
+        if weights and any(part.engine.is_swapped for part in parts_of(model)):
             common["averaged"] = True  # by gemini.EMA, while the optimizer's state is of others
         if isinstance(optimizer, TieredOptimizer) and weights:
             save.done = partial(optimizer.remove_left_stores, common["files"]["step"])

@@ -55,7 +55,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reduction:
+class UnderWay:
     """Reduction under way: its ticket, its result, and the payload that the ticket keeps alive."""
 
     ticket: Ticket[None]
@@ -120,7 +120,7 @@ class ChunkGradient:
         self._arrived: set[int] = set()  # slots of `buffer` that hold a gradient
         self._left_over = False  # the buffer holds gradients of an earlier backward
         self.apart = False  # what arrives is not added to what is reduced before its own reduction
-        self._under_way: _Reduction | None = None
+        self._under_way: UnderWay | None = None
         self.updating: Ticket[None] | None = None  # of a step that still reads `shard`
         self.changes = 0  # of the reduced gradient, so far: equal where it is what it was
 
@@ -271,7 +271,7 @@ class ChunkGradient:
         with named("reduce", "chunk", self._spec.id) if profiler._is_profiler_enabled else OFF:
             ticket = self._links.sums.reduce_scatter(reduced, buffer, self._spec.id)
         nbytes = reduced.nbytes + (0 if reduced is buffer else buffer.nbytes)
-        self._under_way = _Reduction(ticket, reduced, buffer, dtype, nbytes)
+        self._under_way = UnderWay(ticket, reduced, buffer, dtype, nbytes)
         self.account.gradients += nbytes
 
     def end_reduce(self) -> None:

@@ -325,7 +325,7 @@ def view_of(leaf: Leaf, flat: Tensor) -> Tensor:
     return run.as_strided(leaf.shape, leaf.stride)
 
 
-def hollow(param: Tensor) -> None:
+def drop_storage(param: Tensor) -> None:
     """Take all memory from a parameter; its form stays."""
     for place in _places_of(param, None):
         # one element that is expanded: shape, dtype and device are asked for, and values never

@@ -129,6 +129,11 @@ class Chunk:
         self.gradient.account = self.account
         self._count_shard(1)
 
+    def sum_by(self, kind: type[ChunkGradient]) -> None:
+        """Sum gradients as this kind does, from now on; there are none yet."""
+        self.gradient = kind(self.spec, self._memory, self._links)
+        self.gradient.account = self.account
+
     @property
     def may_be_payload(self) -> bool:
         """Whether the shard is, or will be after a promotion, a view of the payload."""

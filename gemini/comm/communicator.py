@@ -232,6 +232,14 @@ class Communicator:
         work = reduce_scatter_tensor(shard, payload, group=self._group, async_op=True)
         return WorkTicket(self, work, (payload, shard))
 
+    def exchange(self, received: Tensor, payload: Tensor, label: int) -> Ticket[None]:
+        """Send each rank its part of `payload` [S * W]; receive this rank's [S] of every rank's."""
+        self._record("reduces", label, payload)
+        # as bytes, which every backend sends
+        there, here = received.view(torch.uint8), payload.view(torch.uint8)
+        work = dist.all_to_all_single(there, here, group=self._group, async_op=True)
+        return WorkTicket(self, work, (received, payload))
+
     def all_reduce_chunk(self, payload: Tensor, label: int) -> Ticket[None]:
         """Sum `payload` over ranks, in place."""
         self._record("reduces", label, payload)

@@ -371,3 +371,18 @@ def least_bandwidths(bandwidths: Sequence[Bandwidths]) -> Bandwidths:
     """The least of all ranks, link by link: the slowest rank sets the pace."""
     names = Bandwidths.__slots__
     return Bandwidths(**{n: min(getattr(b, n) for b in bandwidths) for n in names})
+
+
+def with_sums(budgets: Budgets, layout: ChunkLayout, under_way: int) -> Budgets:
+    """Budgets of what a plan has, which knows gradients of their parameters' dtype: without the
+    bytes by which fp32 sums are larger, and without what `under_way` reductions receive."""
+    trained = [chunk for chunk in layout.chunks if chunk.trainable]
+    wider = sum(chunk.shard_numel * (FP32_BYTES - ITEMSIZE[chunk.dtype]) for chunk in trained)
+    largest = max((chunk.payload_bytes for chunk in trained), default=0)
+    # at one rank a micro-batch's gradient waits beside the sum
+    device, host = wider + largest * (under_way + 1), wider
+    if budgets.device < UNLIMITED:
+        budgets = replace(budgets, device=Bytes(max(0, budgets.device - device)))
+    if budgets.host < UNLIMITED:
+        budgets = replace(budgets, host=Bytes(max(0, budgets.host - host)))
+    return budgets

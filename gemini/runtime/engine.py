@@ -110,6 +110,7 @@ class GeminiEngine(Parts):
             never_released=planning.never_released,
             with_originals=planning.inputs.with_originals,
             gradients_travel_as=precision_settings.travels_as,
+            in_micro_batches=precision_settings.canonical,
             in_float8=precision_settings.dtype if precision_settings.fp8_communication else None,
         )  # fmt: skip
         planning.keep_originals(storage.originals.chunks)
@@ -144,7 +145,7 @@ class GeminiEngine(Parts):
                 puts_off=planning.plan.unsharded_grads,
                 at_end={c.spec.id for c in chunks if links[c.spec.group].is_sent_data},
                 agree=self._agree_to_reduce if comm.world_size > 1 else None,
-                arrived=events.arrived, final=events.final,
+                arrived=events.arrived, final=events.final, whole=precision_settings.canonical,
             ),
             regather=Regather(
                 chunks, planning.never_released, params,
@@ -158,7 +159,7 @@ class GeminiEngine(Parts):
         self.dtype = DTYPES[precision_settings.dtype]
         self.together, self.ignored = together, found.ignored
         self._last_trace: Trace | None = None  # of training
-        self._has_said_start = self.is_lent = False
+        self._has_said_start = self.is_swapped = False
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
         if comm.world_size > 1 and self.all_gathered:
             planning.keep_homes()
@@ -249,6 +250,10 @@ class GeminiEngine(Parts):
                 "this module has an optimizer already; use parameter groups for other options, "
                 "wrap the parts for other optimizers, or close it before you make another"
             )
+        if self.is_canonical:
+            from .canonical.order import check_rule
+
+            check_rule(rule)
         calls = StepCalls(
             self.begin_step, self.agree_on_trace, self.meetings.call, self.detach, self.gradients
         )
@@ -303,7 +308,7 @@ class GeminiEngine(Parts):
             return
         if self.comm.world_size == 1 and self.planning.follow(trace, is_coarse=self.all_gathered):
             self._follow_plan()
-        elif self.planning.take_doubt():
+        elif self.planning.should_remeasure():
             self.sampler.forget(trace)
 
     def agree_on_trace(self) -> None:
@@ -318,7 +323,7 @@ class GeminiEngine(Parts):
         if self.planning.follow_all(trace):
             self._agreements_left = 0
             self._follow_plan()
-        elif self.planning.take_doubt():
+        elif self.planning.should_remeasure():
             if trace is not None:
                 self.sampler.forget(trace)
         elif self.planning.levels.like is not None:  # it fits in other homes, or in none
@@ -362,12 +367,12 @@ class GeminiEngine(Parts):
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Refuse steps in the body, as averages stand in for the weights."""
-        assert not self.is_lent
-        self.is_lent = True
+        assert not self.is_swapped
+        self.is_swapped = True
         try:
             yield
         finally:
-            self.is_lent = False
+            self.is_swapped = False
 
     def keep_average(self, average: Originals, nbytes: tuple[tuple[Tier, int], ...]) -> None:
         """Count an average, of `nbytes` by tier, in plans and reports. Collective.
@@ -401,7 +406,7 @@ class GeminiEngine(Parts):
         refuse_parked(self)
         if self.is_summoned:
             raise RuntimeError("step() while parameters are summoned; leave the context first")
-        if self.is_lent:
+        if self.is_swapped:
             raise RuntimeError("step() while the average is swapped in; leave the context first")
         if in_backward():
             raise RuntimeError(
@@ -413,7 +418,7 @@ class GeminiEngine(Parts):
             self.window.end()
         self.gradients.check_complete()
         # Ranks may have come here by other calls, and collectives follow.
-        self.meetings.come_together()
+        self.meetings.barrier()
         self.calls.thaw_what_is_trained()
         self.gradients.resolve()
         self.sampler.end()

@@ -52,7 +52,7 @@ class Meetings:
         self._parts.comm.agree(does, words)
         self._has_met()
 
-    def come_together(self) -> None:
+    def barrier(self) -> None:
         """Meet before collectives that follow a pass: every rank has come to its end.
 
         Ranks that followed their steps to the end need not meet. In a meeting ranks compare their

@@ -215,6 +215,11 @@ class Parts:
         return self.planning.plan
 
     @property
+    def is_canonical(self) -> bool:
+        """Whether gradients are summed in the order of micro-batches."""
+        return self.precision_settings.canonical
+
+    @property
     def originals(self) -> Originals:
         """fp32 values of 16-bit chunks: frozen ones for good, others until an optimizer is made."""
         return self.storage.originals

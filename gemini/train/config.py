@@ -22,7 +22,7 @@ OF_THE_MACHINE = (
     "out", "device_mem", "host_mem", "nvme", "nvme_write_budget", "checkpointing",
     "activations", "update", "accumulate_order",
     "save_every", "keep", "log_every", "samples", "sample_tokens", "report_to", "trust_remote_code",
-    "reward", "merge",
+    "reward", "merge", "receipts",
 )  # fmt: skip
 
 PADDED_PARTS = 8  # sequences are padded to so many lengths, each of which is planned once
@@ -173,6 +173,9 @@ class TrainConfig(Settings):
     log_every: int = _log(10, "steps between lines of the log and points of the report", least=1)
     samples: int = _log(3, "prompts of the held-out data that are continued at the end", least=0)
     sample_tokens: int = _log(64, "most tokens of a continuation", least=1)
+    receipts: bool = _log(
+        False, "each step leaves digests in receipts.jsonl, for python -m gemini audit"
+    )
     report_to: str = _log("none", "tensorboard, wandb, ... as Trainer's report_to")
     trust_remote_code: bool = _data(False, f"{TRUST_HELP}. No key of config.yaml", is_typed=True)
 

@@ -261,6 +261,10 @@ def prepare(config: TrainConfig) -> Job:
     )
     if comm.rank == 0:
         trainer.add_callback(_reports(job))
+    if config.receipts:
+        from .receipts import Following
+
+        trainer.add_callback(Following(trainer, config, out))
     return job
 
 

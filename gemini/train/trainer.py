@@ -120,6 +120,7 @@ class Tuning(GeminiTrainerMixin):
 
     _metrics: Any
     data_collator: Any
+    saw: Callable[[Any], object] | None = None  # is shown each micro-batch
 
     def __init__(self, *args: Any, padded_lengths: Sequence[int] = (), **kwargs: Any) -> None:
         self._clock = Clock()
@@ -127,6 +128,11 @@ class Tuning(GeminiTrainerMixin):
         super().__init__(*args, callbacks=[self._clock], **kwargs)
         if padded_lengths:
             self.data_collator = PaddedRows(self.data_collator, padded_lengths)
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.saw is not None:
+            self.saw(inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Write none: trl's names the model after the folder of checkpoints, and its base None."""
@@ -277,8 +283,8 @@ def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> Any:
     )  # fmt: skip
 
 
-def last_checkpoint(out: Path) -> Path | None:
-    """Newest complete checkpoint, or None.
+def last_checkpoint(out: Path, before: int | None = None) -> Path | None:
+    """Newest complete checkpoint, of a step below `before`, or None.
 
     A checkpoint that was cut short lacks the state of Trainer, which is written last.
     """
@@ -287,6 +293,7 @@ def last_checkpoint(out: Path) -> Path | None:
         for path in sorted((out / "checkpoints").glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
         if path.name.rpartition("-")[2].isdigit() and _is_whole(path)
     ]
+    found = [one for one in found if before is None or one[0] < before]
     return max(found)[1] if found else None
 
 

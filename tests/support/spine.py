@@ -76,6 +76,8 @@ OTHER_ROOMS = (
         "gemini/serving",
         "gemini/train",
         "gemini/transfer",
+        "gemini/receipts",  # digests of what there is behind a step
+        "gemini/runtime/canonical",  # sums of gradients before it
         "gemini/runtime/autograd",
         "gemini/comm",
     ),

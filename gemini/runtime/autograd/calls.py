@@ -557,7 +557,7 @@ class Calls:
         measured = self._collector.collecting
         if measured:
             self._collector.before_change()
-        if in_cycle and manager.come_to(chunks) and torch._C._current_graph_task_id() != -1:
+        if in_cycle and manager.advance_to(chunks) and torch._C._current_graph_task_id() != -1:
             self._reducer.reduce_due(manager.num_calls, manager.follows_steps)
         try:
             manager.prepare(chunks, in_cycle)

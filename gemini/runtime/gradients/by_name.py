@@ -96,6 +96,11 @@ def set_all_reduce_hook(
             'update="speculate" updates with gradients that the all-reduce hook has not had; '
             'expected update="serial" or update="tail"'
         )
+    if hook is not None and parts.is_canonical:
+        raise ValueError(
+            "an all-reduce hook averages over ranks that canonical=True does not know; expected "
+            "a module with canonical=False"
+        )
     device = parts.backend.device
     if stream is not None and (device.type != "cuda" or parts.scope.replicas):
         raise ValueError(

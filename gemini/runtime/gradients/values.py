@@ -98,6 +98,9 @@ class GradientValues:
         """Compute the norms of all gradients, in one all-reduce. Collective."""
         parts, comm = self._parts, self._parts.comm
         reduce_what_is_left(parts)
+        if parts.is_canonical and order == 2:
+            self._norms[order] = self._exactly()
+            return
         sums = torch.zeros(len(parts.params), dtype=torch.float64, device=parts.backend.device)
         for chunk in parts.chunks:
             if not chunk.gradient.exists or not chunk.counts:
@@ -114,6 +117,27 @@ class GradientValues:
         comm.all_reduce(sums, largest=math.isinf(order)).wait()
         sums = sums.to(parts.backend.device)
         self._norms[order] = sums if math.isinf(order) else sums ** (1 / order)
+
+    def _exactly(self) -> Tensor:
+        """Norms fp64 [P] that no order shows in; NaN where one is not finite. Collective."""
+        from gemini.runtime.canonical.exact import ROW_NUMEL, bins_of, integer_of, over_ranks
+
+        parts = self._parts
+        squares, broken = [0 for _ in parts.params], [0 for _ in parts.params]
+        for chunk in parts.chunks:
+            if not chunk.gradient.exists:
+                continue
+            shard = chunk.gradient.load()
+            for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
+                # with the zeros behind it, up to the next parameter's row
+                numel = -(-part.numel // ROW_NUMEL) * ROW_NUMEL
+                found = integer_of([bins_of(shard[part.offset : part.offset + numel])])
+                squares[part.param] += found or 0
+                broken[part.param] |= found is None
+        sums = iter(over_ranks(parts.comm, [*squares, *broken]))
+        norms = [math.sqrt(next(sums)) for _ in squares]
+        found_here = [math.nan if next(sums) else norm for norm in norms]
+        return torch.tensor(found_here, dtype=torch.float64, device=parts.backend.device)
 
 
 def own_parts(parts: Parts, chunk: Chunk, param: ParamId) -> Iterator[tuple[slice, int]]:

@@ -190,6 +190,7 @@ class Gradients:
         """Forget edits, views and cached values."""
         refuse_parked(self._parts)
         self._parts.broken.clear()
+        self._parts.reducer.is_late = False
         self._new_to_hook()
         self._parts.pending_clip = None
         self._values.have_changed()

@@ -29,6 +29,15 @@ def digest(parts: Parts) -> str:
     differs has another digest; other chunks are summed over the shards of this rank's replica.
     Chunks, placement and world size do not change the digest; a split of parameters by torch does.
     """
+    said = repr(
+        (param_sums(parts), _counts(parts), sorted(parts.control_vector.state_dict().items()))
+    )
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+@torch.no_grad()
+def param_sums(parts: Parts) -> list[int]:
+    """Sums of the words of each parameter, as `digest` has them. Collective."""
     write_back_changes(parts)
     from gemini.kernels_triton.digest import digest_on_device, digest_reference
 
@@ -46,7 +55,7 @@ def digest(parts: Parts) -> str:
             chunk.wait_gathered()
             for slot, place in enumerate(chunk.spec.slots):
                 whole = chunk.view(chunk.payload, slot)
-                own[chunk.spec.group][place.param] = _of_run(whole, 0, place.param, on_device)
+                own[chunk.spec.group][place.param] = of_run(whole, 0, place.param, on_device)
         else:
             add = digest_reference if chunk.shard_on_host else on_device
             for param, total in _of_shard(parts, chunk, add):
@@ -62,8 +71,7 @@ def digest(parts: Parts) -> str:
             there *= 2 * links.split.rank + 1
             links.split.all_reduce(there).wait()
         sums = [total + other for total, other in zip(sums, there.tolist(), strict=True)]
-    said = repr((sums, _counts(parts), sorted(parts.control_vector.state_dict().items())))
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+    return sums
 
 
 @torch.no_grad()
@@ -94,7 +102,7 @@ def _of_shard(parts: Parts, chunk: Chunk, add: _Sum) -> list[tuple[int, Tensor]]
     return [
         (
             part.param,
-            _of_run(
+            of_run(
                 shard[part.offset : part.offset + part.numel],
                 part.param_offset,
                 part.param,
@@ -105,7 +113,7 @@ def _of_shard(parts: Parts, chunk: Chunk, add: _Sum) -> list[tuple[int, Tensor]]
     ]
 
 
-def _of_run(values: Tensor, start: int, param: int, add: _Sum) -> Tensor:
+def of_run(values: Tensor, start: int, param: int, add: _Sum) -> Tensor:
     """Sum of `values` [n], the elements of a parameter from `start` on, a multiple of 64."""
     per_word = WORD_BYTES // values.itemsize
     whole = values.numel() // per_word * per_word

@@ -31,10 +31,12 @@ from gemini.placement.sizes import (
     Budgets,
     least_budgets,
     wider_chunks,
+    with_sums,
 )
 from gemini.placement.speeds import agreed
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.allowed import buffers_ahead
+from gemini.placement.timetable.steps import MAX_UNDER_WAY
 from gemini.placement.timetable.updates import SPECULATE
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
@@ -55,6 +57,7 @@ def begin_planning(
     update: str,
     trace: Trace | None,
     ranks_per_node: int | None = None,
+    canonical: bool = False,
 ) -> Planning:
     """Measure, agree, and plan the homes of parameters for an optimizer that is yet to come.
 
@@ -75,6 +78,8 @@ def begin_planning(
     without = [rank for rank, given in enumerate(traces) if given is None]
     if 0 < len(without) < comm.world_size:
         raise ValueError(f"ranks {without} have no trace= and others do; expected all or none")
+    if canonical:
+        limits = tuple(with_sums(one, layout, MAX_UNDER_WAY) for one in limits)
     budgets, machine = least_budgets(limits), replace(machine, speeds=agreed(found))
     fixed = None
     if backend.shards_start_on_host and not has_budgets(policy):

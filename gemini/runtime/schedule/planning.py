@@ -136,7 +136,7 @@ class Planning:
         if len(set(digests)) > 1:
             raise AssertionError(f"ranks made different plans from the same inputs: {digests}")
 
-    def with_state(self, request: StateRequest) -> None:
+    def plan_state(self, request: StateRequest) -> None:
         """Plan an optimizer's state. Parameter shards stay where they are.
 
         Blocks have the size that files were cut with; without files `block_numel` is a wish (ADR
@@ -319,7 +319,7 @@ class Planning:
         self.levels.like = found
         return found
 
-    def take_doubt(self) -> bool:
+    def should_remeasure(self) -> bool:
         """Whether to measure the last iteration that did not fit again, before it is reported.
 
         A first measurement may have what libraries allocate once, in the first iteration alone.

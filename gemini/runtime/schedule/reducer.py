@@ -52,10 +52,12 @@ class Reducer:
         agree: Callable[[Sequence[ChunkId]], Sequence[ChunkId]] | None = None,
         arrived: EngineEvent[[Chunk]] | None = None,
         final: EngineEvent[[Chunk]] | None = None,
+        whole: bool = False,
     ) -> None:
         """`puts_off`, and `at_end` where readiness decides: see the notes. agree: where there are
         other ranks: those of some chunks that all reduce now. arrived, final: for those who listen
-        while a backward runs: a gradient of a chunk came, and that of a chunk is reduced."""
+        while a backward runs: a gradient of a chunk came, and that of a chunk is reduced. whole:
+        each backward is reduced, and no part of it before the rest."""
         self._agree = agree
         self._arrives, self._final = arrived, final
         self.num_backwards = 0  # that reduce gradients as they run, so far
@@ -65,7 +67,9 @@ class Reducer:
         self._at_end = at_end
         if not by_moment:
             self._order.sort(key=lambda chunk: chunk.spec.id in at_end)
-        self._puts_off = puts_off
+        self._puts_off, self._whole = puts_off and not whole, whole
+        self.is_late = False  # with `whole`: a gradient came after its reduction
+        self._has_usual = False  # a backward has ended
         self.has_put_off = False  # gradients of backwards that were to be reduced
         self._follows_no_sync = False  # there are gradients of backwards under `no_sync`
         self._reduces = True  # the backward that is under way
@@ -99,6 +103,7 @@ class Reducer:
         """Begin a backward. calls: expected in its cycle; num_calls: how many came so far."""
         self.active = True
         self._reduces = self.synchronise and (not self._puts_off or self._follows_no_sync)
+        self._reduces |= self._whole
         self.num_backwards += self._reduces
         self._places = self._known.get((calls, num_calls))
         self.num_calls_before = self._moment = num_calls
@@ -243,6 +248,8 @@ class Reducer:
     def _is_complete(self, chunk: Chunk) -> bool:
         if chunk.spec.id in self._at_end or chunk.gradient.num_arrived < len(chunk.spec.slots):
             return False
+        if self._whole and not self._has_usual:  # how often each of them comes is not known
+            return False
         for slot in range(len(chunk.spec.slots)):
             key = chunk.spec.id, slot
             if self._arrivals.get(key, 0) < self._usual.get(key, 1):
@@ -252,8 +259,10 @@ class Reducer:
     def finish(self) -> None:
         """Reduce the other chunks in order as the backward ends, and wait for all."""
         if self._reduces:
+            late = [c for c in self._order if c.spec.id not in self._waiting]
+            self.is_late |= self._whole and any(c.gradient.num_arrived for c in late)
             for chunk in self._waiting.values():
-                chunk.gradient.begin_reduce()
+                self._begin(chunk) if self._whole else chunk.gradient.begin_reduce()
             for chunk in self._order:
                 self._end(chunk)
             self._nothing_is_left()
@@ -264,6 +273,7 @@ class Reducer:
             self._follows_no_sync |= not self.synchronise
         self.unsynchronised = not self.synchronise
         # the next backward is expected to be like this one
+        self._has_usual = True
         self._usual = Counter({key: n for key, n in self._arrivals.items() if n > 1})
         self._announced.clear()
         self.reset()

@@ -231,7 +231,7 @@ class StatefulTensorMgr:
 
     # -- calls --
 
-    def come_to(self, chunks: Call) -> bool:
+    def advance_to(self, chunks: Call) -> bool:
         """Find the step of a call that begins, and carry out repeats before it; `prepare` follows.
 
         Returns whether the call needs other chunks than the one before.
@@ -249,7 +249,7 @@ class StatefulTensorMgr:
     def prepare(self, chunks: Call, in_cycle: bool = True) -> None:
         """Gather `chunks` for a call that begins; release and prefetch what its step says.
 
-        in_cycle: `come_to` was called for it; False for a module that was called by itself.
+        in_cycle: `advance_to` was called for it; False for a module that was called by itself.
         """
         storage = self.ledger.storage
         if storage is not None and storage.host_gradients is not None:

@@ -76,17 +76,18 @@ class ShardTarget(ShardState):
         super().__init__(parts, calls, groups, rule, config)
         try:
             reserve_staging(self._executor, parts.plan)
-            self.gradients = StepGradients(parts, calls, self._executor, self._chunks)
+            kind: type[StepGradients] = StepGradients
+            if parts.is_canonical:
+                from .canonical import CanonicalGradients as kind
+            self.gradients = kind(parts, calls, self._executor, self._chunks)
             parts.storage.place_gradients(parts.plan, parts.chunks)
         except BaseException:
             self._close()
             raise
         parts.ledger.count_state(self._tiered_state, self._staging_bytes)
-        self._moved = parts.storage.traffic()
-        self._closed = False
-        settings = parts.precision_settings  # ranks skip together, and one of them tells
-        most, least = settings.most_skipped
-        self._skips = Skips(most, least, tells=parts.comm.rank == 0)
+        self._moved, self._closed = parts.storage.traffic(), False
+        # ranks skip together, and one of them tells
+        self._skips = Skips(*parts.precision_settings.most_skipped, tells=parts.comm.rank == 0)
         if parts.update == SPECULATE and self.by_kernels:
             from .early import EarlySpans
 
@@ -95,7 +96,7 @@ class ShardTarget(ShardState):
                 parts, self._tiered_state, self._chunks, executor, self.hypers, self._by_param
             )
         self.joint: Any = None  # what steps it with other modules; None: it steps alone
-        self.device_may_decide = True  # False: hosts read and agree in every step
+        self.device_may_decide = not parts.is_canonical  # False: hosts read and agree in every step
 
     @property
     def parts(self) -> Parts:
@@ -469,7 +470,6 @@ class ShardTarget(ShardState):
             if param in state
         }
         shards, given = scatter_state(parts, self.tiered_state, self._chunks, by_name)
-
         write_back_changes(parts)
         other = self._of_other_weights(shards, {n for n, keys in given.items() if MASTER in keys})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ def build_chunks(
     never_released: Collection[ChunkId],
     with_originals: Collection[ChunkId],
     gradients_travel_as: str | None,
+    in_micro_batches: bool,
     in_float8: str | None,
 ) -> list[Chunk]:
     """Build one chunk after the other; the parameters become views of the payloads.
@@ -44,6 +45,7 @@ def build_chunks(
     `never_released`. A module's values are made together and go to their chunks at once.
     with_originals: chunks whose fp32 values `storage` takes, if they are trained or round any. Of
         other frozen ones it is told whether they round any.
+    in_micro_batches: gradients are summed in the order of micro-batches.
     in_float8: the dtype whose chunks are gathered in fp8; None: no chunk is.
     """
     place_of = {
@@ -101,7 +103,16 @@ def build_chunks(
         if spec.id not in done:  # ranks broadcast in this order, whatever each of them has to make
             finish(spec.id)
     storage.originals.complete()
+    if in_micro_batches:
+        _sum_in_order(done.values())
     return [done[spec.id] for spec in layout.chunks]
+
+
+def _sum_in_order(chunks: Iterable[Chunk]) -> None:
+    from gemini.runtime.canonical.order import CanonicalGradient
+
+    for chunk in chunks:
+        chunk.sum_by(CanonicalGradient)
 
 
 def _kind_of(spec: ChunkSpec, in_float8: str | None, links: Links, in_rows: bool) -> type[Chunk]:

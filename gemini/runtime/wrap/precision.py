@@ -44,6 +44,7 @@ class PrecisionSettings:
     rounding_seed: int = 0
     communication_dtype: str | None = None
     fp8_communication: bool = False
+    canonical: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", as_precision(self.precision))
@@ -59,6 +60,8 @@ class PrecisionSettings:
                 f'on_nonfinite={asked!r}; expected "skip", "raise", or how many steps in a row may '
                 "be skipped until one raises"
             )
+        if self.canonical:
+            self._check_canonical()
         if self.loss_scale is not None and self.precision != "fp16":
             raise ValueError(
                 f'loss_scale is for precision="fp16"; {self.precision} has the range of fp32 '
@@ -73,6 +76,15 @@ class PrecisionSettings:
             raise ValueError(f"rounding_seed={self.rounding_seed}; expected 0 to 2**53 - 1")
         if self.rounding_seed and self.master_weights:
             raise ValueError("rounding_seed does nothing but with master_weights=False")
+
+    def _check_canonical(self) -> None:
+        """Raise ValueError for what rounds by the number of ranks."""
+        if self.precision == "fp16" or self.communication_dtype or self.fp8_communication:
+            raise ValueError(
+                'canonical=True is for precision="bf16" and "fp32" without communication_dtype and '
+                "fp8_communication: others round by the number of ranks; expected one of the two"
+            )
+        check_order(self.norm_type)
 
     @property
     def dtype(self) -> str:
@@ -102,6 +114,15 @@ class PrecisionSettings:
         options = self.scale_options
         most = math.inf if isinstance(self.on_nonfinite, str) else self.on_nonfinite
         return most, math.inf if options is None else options.least
+
+
+def check_order(norm_type: float) -> None:
+    """Raise ValueError for a norm that `canonical` has not: a sum of its powers is not exact."""
+    if norm_type not in (2.0, math.inf):
+        raise ValueError(
+            f"canonical=True with norm_type={norm_type}; expected 2 or inf, whose sums have no "
+            "order that shows"
+        )
 
 
 def check_travelling(precision_settings: PrecisionSettings, budgets: Budgets) -> None:

@@ -181,7 +181,7 @@ class Driver:
 
     def _moment(self, needs):
         before = self._gathered_bytes()
-        self.manager.come_to(needs)
+        self.manager.advance_to(needs)
         self.manager.prepare(needs)
         for chunk in needs:
             assert torch.equal(self.chunks[chunk].payload, self.want[chunk])
@@ -262,7 +262,7 @@ def in_steps(gathers, calls, **options):
 
 
 def call(manager, needs):
-    manager.come_to(needs)
+    manager.advance_to(needs)
     manager.prepare(needs)
     manager.begin_use(needs, ())
     manager.end_use(needs, (), TensorState.HOLD)
@@ -275,7 +275,7 @@ def test_who_repeats_a_call_less_often_gathers_what_was_ahead_of_it_first():
     manager, chunks = in_steps(gathers, [(0,), None, (0,), None, (1,), None])
     call(manager, (0,))
     assert not chunks[1].gathered
-    assert manager.come_to((1,)) and chunks[1].gathered
+    assert manager.advance_to((1,)) and chunks[1].gathered
     manager.prepare((1,))
     assert manager.follow_to_end() and manager.gathers_of.total() == 2
 

@@ -151,7 +151,7 @@ def test_a_state_that_fits_nowhere_changes_nothing():
     made = planning(budgets=Budgets(device=1_200_000, host=0, nvme=0))
     before, inputs = made.plan, made.inputs
     with pytest.raises(BudgetError):
-        made.with_state(StateRequest(StateBytes(400, has_master=True), 0.0, 1024, 2))
+        made.plan_state(StateRequest(StateBytes(400, has_master=True), 0.0, 1024, 2))
     assert made.plan is before and made.inputs is inputs
 
 

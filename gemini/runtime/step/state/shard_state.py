@@ -112,7 +112,7 @@ class ShardState(Target):
             request = replace(request, waiting=self._matrices().waiting)
         self._waiting = request.waiting
         try:
-            planning.with_state(request)
+            planning.plan_state(request)
         except BudgetError as error:
             raise self._naming_matrix(error) from None
         disk = replace(nvme, block_numel=planning.block_numel)

@@ -1,0 +1,60 @@
+"""Receipts of a run of `python -m gemini train`: a callback that takes one behind each step.
+
+A micro-batch is seen as the trainer is given it, before it is padded or moved any further. What the
+trainer evaluates is not: it changes nothing but random numbers, which each receipt has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from gemini.receipts.chain import Receipt
+from gemini.receipts.taking import Receipts
+
+from .config import OF_THE_MACHINE, TrainConfig
+
+
+def facts_of(config: TrainConfig, ranks: int) -> dict[str, str]:
+    """Facts of a run: its flags but for those of the machine, and the number of ranks."""
+    flags = asdict(config)
+    said = {f"--{name}": repr(flags[name]) for name in flags if name not in OF_THE_MACHINE}
+    return {**said, "ranks": str(ranks)}
+
+
+class Following(TrainerCallback):  # type: ignore[misc]
+    """Callback that takes a receipt behind each step, with state at each checkpoint.
+
+    folder: of the run; None leaves receipts in `made`. last: step behind which training stops;
+    None: where it ends by itself.
+    """
+
+    def __init__(
+        self, trainer: Any, config: TrainConfig, folder: Path | None, last: int | None = None
+    ) -> None:
+        self._trainer, self._config, self._folder, self._last = trainer, config, folder, last
+        self._receipts: Receipts | None = None
+        trainer.saw = lambda inputs: self._receipts is None or self._receipts.saw(inputs)
+
+    @property
+    def made(self) -> list[Receipt]:
+        """Receipts so far; of steps since it began, if `folder` is None."""
+        return [] if self._receipts is None else self._receipts.made
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        model = self._trainer.model_wrapped
+        self._receipts = Receipts(
+            self._folder, model, self._trainer.optimizer.optimizer,
+            facts_of(self._config, args.world_size), state.global_step,
+        )  # fmt: skip
+        if self._folder is None and state.global_step:  # what the checkpoint has
+            self._receipts.take(state=True, alone=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert self._receipts is not None
+        self._receipts.stepped(state=state.global_step % args.save_steps == 0)
+        if self._last is not None and state.global_step >= self._last:
+            control.should_training_stop = True
