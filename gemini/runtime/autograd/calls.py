@@ -324,7 +324,7 @@ class Calls:
         if self._parts.all_gathered:
             self._sampler.at_root("leave")
         # Ranks may have come here by other calls; `finish` issues collectives in one order.
-        self._meetings.come_together()
+        self._meetings.barrier()
         self._collector.before_change()
         self._reducer.finish()
         self._collector.after_change()

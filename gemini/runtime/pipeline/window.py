@@ -78,7 +78,7 @@ class Window:
         """
         parts = self._parts
         self._gradients.check_complete()
-        self._meetings.come_together()
+        self._meetings.barrier()
         self._close()
         collector = parts.sampler.collector
         collector.before_change()
