@@ -18,7 +18,7 @@ from gemini.chunk.layout import ChunkLayout, ParamSpec, training_layout
 from gemini.chunk.local import mesh_dims
 from gemini.chunk.sizing.search import ChunkConfiguration, cut, search_chunk_configuration
 from gemini.comm.communicator import Communicator
-from gemini.comm.connect import check_stages, connect, is_pipeline, stage_of
+from gemini.comm.connect import check_canonical, check_stages, connect, is_pipeline, stage_of
 from gemini.digests import digest_of
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.trace import Trace
@@ -162,7 +162,9 @@ class GeminiDDP(ModuleFace):
             own_specs, ties = together.ties.take(params, own_specs)
             process_group, mesh = stage_of(mesh)
         groups = {spec.group for spec in own_specs}
-        connections = connect(process_group, mesh, split, groups, ties, precision.canonical)
+        connections = connect(process_group, mesh, split, groups, ties)
+        if precision.canonical:
+            check_canonical(connections, is_stage=together is not None)
         comm = connections.comm
         _tell_dtype(module, precision, comm.rank)
         specs = padded(own_specs, comm)

@@ -65,15 +65,6 @@ class Connections:
         return {group: links.world_size for group, links in self.links.items()}
 
     @property
-    def is_plain(self) -> bool:
-        """Whether all ranks have a shard of every parameter, which nothing splits."""
-        ranks = self.comm.world_size
-        return all(
-            links.world_size == links.num_means == ranks and links.tie is None
-            for links in self.links.values()
-        )
-
-    @property
     def num_replicas(self) -> int:
         """R: replicas of a shard."""
         return self.links[WORLD].num_replicas
@@ -85,7 +76,6 @@ def connect(
     split: Sequence[str] = (),
     groups: Collection[str] = (),
     ties: Mapping[str, Tie] | None = None,
-    canonical: bool = False,
 ) -> Connections:
     """Make the communicators of one engine. Collective.
 
@@ -93,38 +83,9 @@ def connect(
     groups: names of the sharding groups of the engine's parameters.
     ties: of parameters that other stages have too, by their groups; None if the mesh is not the
         mesh of one stage of a pipeline.
-    canonical: gradients are summed in the order of micro-batches.
 
-    Raises ValueError for a mesh that cannot be carried out, see `roles_of`, and for ranks at which
-    gradients have no order that others have, too.
+    Raises ValueError for a mesh that cannot be carried out; see `roles_of`.
     """
-    made = _connect(process_group, mesh, split, groups, ties)
-    if canonical:
-        _check_order(made, is_stage=ties is not None)
-    return made
-
-
-def _check_order(made: Connections, *, is_stage: bool) -> None:
-    ranks = made.comm.world_size
-    if is_stage or not made.is_plain:
-        raise ValueError(
-            "canonical=True on a mesh that replicates or splits parameters, whose sums follow the "
-            "mesh; expected ranks of one group, or canonical=False"
-        )
-    if ranks & (ranks - 1):
-        raise ValueError(
-            f"canonical=True on {ranks} ranks, over which a mean is no exact product; expected "
-            "a power of two"
-        )
-
-
-def _connect(
-    process_group: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
-    split: Sequence[str],
-    groups: Collection[str],
-    ties: Mapping[str, Tie] | None,
-) -> Connections:
     inside, ties, roles = ties is not None, ties or {}, None
     if mesh is not None:
         check_mesh(process_group, mesh)
@@ -152,6 +113,25 @@ def _connect(
             ties.get(name),
         )
     return Connections(comm, links, Scope(comm.rank, comm.world_size, roles.replicas()))
+
+
+def check_canonical(made: Connections, *, is_stage: bool) -> None:
+    """Raise ValueError for ranks at which gradients have no order that others have, too."""
+    ranks = made.comm.world_size
+    is_plain = all(
+        links.world_size == links.num_means == ranks and links.tie is None
+        for links in made.links.values()
+    )
+    if is_stage or not is_plain:
+        raise ValueError(
+            "canonical=True on a mesh that replicates or splits parameters, whose sums follow the "
+            "mesh; expected ranks of one group, or canonical=False"
+        )
+    if ranks & (ranks - 1):
+        raise ValueError(
+            f"canonical=True on {ranks} ranks, over which a mean is no exact product; expected "
+            "a power of two"
+        )
 
 
 def check_mesh(process_group: dist.ProcessGroup | None, mesh: object) -> None:
