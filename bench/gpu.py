@@ -124,8 +124,7 @@ def halves(out: Path, *, dry: bool) -> tuple[list[Section], list[Section]]:
             ON_GPU + "muon_over_shards_steps_with_state_on_nvme",
         ),
         tests(
-            "tail", 12,
-            ON_GPU + "memory_is_not_handed_on_before_updates_beside_have_read_it",
+            "tail", 12, ON_GPU + "memory_is_not_handed_on_before_updates_beside_have_read_it",
             ON_GPU + "a_parked_module_gives_the_device_back_and_a_hook_runs_on_its_stream",
         ),
         own_sections["stream"],

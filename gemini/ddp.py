@@ -18,7 +18,14 @@ from gemini.chunk.layout import ChunkLayout, ParamSpec, training_layout
 from gemini.chunk.local import mesh_dims
 from gemini.chunk.sizing.search import ChunkConfiguration, cut, search_chunk_configuration
 from gemini.comm.communicator import Communicator
-from gemini.comm.connect import check_canonical, check_stages, connect, is_pipeline, stage_of
+from gemini.comm.connect import (
+    Connections,
+    check_canonical,
+    check_stages,
+    connect,
+    is_pipeline,
+    stage_of,
+)
 from gemini.digests import digest_of
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.trace import Trace
@@ -161,10 +168,8 @@ class GeminiDDP(ModuleFace):
             together = _joined(mesh, split)
             own_specs, ties = together.ties.take(params, own_specs)
             process_group, mesh = stage_of(mesh)
-        groups = {spec.group for spec in own_specs}
-        connections = connect(process_group, mesh, split, groups, ties)
-        if precision.canonical:
-            check_canonical(connections, is_stage=together is not None)
+        connections = connect(process_group, mesh, split, {s.group for s in own_specs}, ties)
+        _check_order(precision, connections, is_stage=together is not None)
         comm = connections.comm
         _tell_dtype(module, precision, comm.rank)
         specs = padded(own_specs, comm)
@@ -473,6 +478,12 @@ def _configurations(chunks: ChunkSearch, specs: list[ParamSpec]) -> Iterable[Chu
         specs, chunks.search_range_m, chunks.hidden_dim, chunks.min_chunk_size_m
     )
     return cut(found, chunks.hidden_dim)
+
+
+def _check_order(precision: PrecisionPolicy, connections: Connections, *, is_stage: bool) -> None:
+    """Raise ValueError for ranks at which `canonical` has no order that others have, too."""
+    if precision.canonical:
+        check_canonical(connections, is_stage=is_stage)
 
 
 def _tell_dtype(module: nn.Module, precision: PrecisionPolicy, rank: int) -> None:
