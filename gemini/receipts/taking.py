@@ -14,6 +14,7 @@ waits for an update that goes on behind `step()`.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -146,12 +147,24 @@ class Receipts:
 def of_code() -> dict[str, str]:
     """Facts of the code: versions, and a digest of this package's own files."""
     said = hashlib.sha256()
-    for path in sorted(_ROOT.rglob("*.py")):
-        said.update(f"{path.relative_to(_ROOT)};".encode())
-        said.update(path.read_bytes())
+    for path in code_files():
+        said.update(f"{path};".encode())
+        said.update((_ROOT / path).read_bytes())
     return {
         "gemini": __version__, "torch": str(torch.__version__), "code": said.hexdigest()[:16],
     }  # fmt: skip
+
+
+def code_files() -> list[str]:
+    """Paths of this package's own files, in order: the same in a clone, where some of its folders
+    are links, and in an installed package."""
+    found = (
+        Path(folder, name).relative_to(_ROOT).as_posix()
+        for folder, _, names in os.walk(_ROOT, followlinks=True)
+        for name in names
+        if name.endswith(".py")
+    )
+    return sorted(found)
 
 
 def _random() -> str:

@@ -13,7 +13,7 @@ import gemini
 from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
-from gemini.receipts import chain
+from gemini.receipts import chain, taking
 from gemini.receipts.taking import Receipts
 from optim import HybridAdam, NvmeConfig
 
@@ -187,6 +187,12 @@ def test_a_strangers_receipts_are_read_as_text(tmp_path, text):
     (tmp_path / chain.FILE).write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match="expected"):
         chain.read(tmp_path / chain.FILE)
+
+
+def test_code_of_every_room_is_a_fact():
+    """Some rooms are links in a clone."""
+    found = set(taking.code_files())
+    assert {"ddp.py", "optim/adam.py", "nvme/store.py", "kernels_triton/ops.py"} <= found
 
 
 def test_a_run_that_goes_on_drops_what_came_behind_its_checkpoint(run, tmp_path):
