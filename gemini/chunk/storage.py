@@ -45,9 +45,14 @@ class ShardFiles(Protocol):
     """Shards in files; see `gemini.runtime.memory.files.tensor_files`."""
 
     def read(
-        self, chunk: ChunkId, into: Tensor, behind: Ticket[None] | None = None
+        self, chunk: ChunkId, into: Tensor, behind: Ticket[None] | None = None, first: int = 0
     ) -> Ticket[None]:
-        """Begin to fill [S] with a shard as of the end of the update with ticket `behind`."""
+        """Begin to fill [S] with a shard as of the end of the update with ticket `behind`; or a
+        part of it, whole blocks from block `first` on."""
+        ...
+
+    def block_numel(self, chunk: ChunkId) -> int:
+        """Elements of a block of a shard; its last one may have fewer."""
         ...
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
@@ -236,6 +241,18 @@ class Chunk:
         copy = self._memory.allocate(self.spec.shard_numel, self.dtype)
         self._read_file(copy).wait()
         return copy
+
+    def load_part(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the shard: a view, or a copy of what is in a file, of which
+        whole blocks are read."""
+        if self.files is None:
+            return self.shard[start:stop]
+        block_numel = self.files.block_numel(self.spec.id)
+        first = start // block_numel
+        begin, end = first * block_numel, -(-stop // block_numel) * block_numel
+        copy = self._memory.allocate(min(end, self.spec.shard_numel) - begin, self.dtype)
+        self.files.read(self.spec.id, copy, self.updating, first).wait()
+        return copy[start - begin : stop - begin]
 
     def _read_file(self, into: Tensor) -> Ticket[None]:
         """Begin to fill [S] with the shard, as the last step makes it."""

@@ -13,7 +13,7 @@ from gemini.chunk.local import full_tensor_of
 from gemini.runtime.memory.changed_weights import ChangedWeights
 from gemini.runtime.parts import Parts, refuse_beside_pass, settle
 from gemini.runtime.step.weights import write_back_changes
-from gemini.units import WORLD, ChunkId, ParamId
+from gemini.units import WORLD, ParamId
 
 from .buckets import Range, ranges_of
 from .deltas import Delta, Pack, Run, gaps_of, packs_of
@@ -188,7 +188,7 @@ def _unknown(
 
 
 class _Sender:
-    """Fills one buffer with bucket after bucket. Of a chunk in a file the shard is read once."""
+    """Fills one buffer with bucket after bucket, from blocks of shards if these are in files."""
 
     def __init__(
         self, parts: Parts, buckets: list[Range | Pack], marks: ChangedWeights | None
@@ -202,7 +202,6 @@ class _Sender:
         self._buffer = torch.empty(
             max(sizes, default=0), dtype=torch.uint8, device=parts.comm.device
         )
-        self._loaded: tuple[ChunkId, Tensor] | None = None
 
     @torch.no_grad()
     def tensors(self, one: Range, wanted: set[ParamId]) -> dict[str, Tensor]:
@@ -230,18 +229,11 @@ class _Sender:
         if one.chunk in parts.never_released and chunk.gathered:
             chunk.wait_gathered()
             return values.copy_(chunk.payload[one.start : one.stop])
-        shard = self._shard_of(one.chunk)
         for rank, there, own in one.parts_of(chunk.spec.shard_numel):
             if rank == links.rank:
-                values[there].copy_(shard[own])
+                values[there].copy_(chunk.load_part(own.start, own.stop))
             links.shards.broadcast(values[there], source=rank)
         return values
-
-    def _shard_of(self, chunk: ChunkId) -> Tensor:
-        if self._loaded is None or self._loaded[0] != chunk:
-            self._loaded = None
-            self._loaded = chunk, self._parts.chunks[chunk].load_shard()
-        return self._loaded[1]
 
     @torch.no_grad()
     def deltas(self, pack: Pack) -> dict[str, Delta]:
@@ -267,9 +259,10 @@ class _Sender:
         """Put this rank's runs into the buffer."""
         assert self._marks is not None
         for part in pack.parts[rank]:
-            chunk = self._parts.chunk_of[part.param]
+            chunk = self._parts.chunks[self._parts.chunk_of[part.param]]
             start, at = changed_positions(self._parts, self._marks, part.param, part.size.start)
-            shard = self._shard_of(chunk)
-            values = shard[(start + at).to(shard.device)]
+            last = start + int(at[-1]) + 1
+            run = chunk.load_part(start, last)
+            values = run[at.to(run.device)]
             self._buffer[part.values].view(values.dtype).copy_(values)
             self._buffer[part.gaps].copy_(gaps_of(at))

@@ -67,9 +67,12 @@ class ShardStorage:
     # ChunkFiles of `gemini.chunk.storage`
 
     def read(
-        self, chunk: ChunkId, into: Tensor, behind: Ticket[None] | None = None
+        self, chunk: ChunkId, into: Tensor, behind: Ticket[None] | None = None, first: int = 0
     ) -> Ticket[None]:
-        return self._home_of(chunk).read(chunk, into, behind)
+        return self._home_of(chunk).read(chunk, into, behind, first)
+
+    def block_numel(self, chunk: ChunkId) -> int:
+        return self._home_of(chunk).block_numel(chunk)
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
         self._home_of(chunk).replace(chunk, values)

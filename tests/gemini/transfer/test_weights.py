@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.models import Tower, seeded, token_batches, token_loss
 from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.transfer.buckets import ranges_of
+from gemini.units import PAGE_BYTES, align_up
 from optim import HybridAdam, NvmeConfig
 from tests.support.spilled import BLOCKS, SMALL
 
@@ -123,6 +124,38 @@ def differences(rank, home, folder, update):
 @pytest.mark.parametrize(("home", "update"), [("resident", "serial"), ("files", "tail")])
 def test_what_has_changed_since_a_version_is_enough(home, update, tmp_path):
     run_ranks(differences, 1, home, str(tmp_path), update)
+
+
+def blocks_read(rank, folder):
+    with seeded():
+        module = nn.Sequential(*(nn.Linear(96, 96) for _ in range(8)))
+    trace = sequential_trace(specs_of(module, "bfloat16"))
+    placement = AutoPlacement("220KiB", nvme_dir=folder)
+    model = GeminiDDP(
+        module, placement_policy=placement, trace=trace, min_chunk_size_m=0.02, search_range_m=0
+    )
+    optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=BLOCKS)
+    engine = model.engine
+    chunks = [chunk for chunk in engine.chunks if chunk.files is not None]
+    block_numel = engine.planning.block_numel
+    assert max(chunk.spec.shard_numel for chunk in chunks) > 4 * block_numel
+    in_memory = block_numel * chunks[0].dtype.itemsize
+    in_file = align_up(in_memory, PAGE_BYTES)
+    largest = max(param.nbytes for param in computed_with(model).values())
+    found, before = [], engine.storage.traffic().nvme_read
+    for _ in model.weights(bytes=SMALL_BUCKET):
+        read = engine.storage.traffic().nvme_read - before
+        num_blocks = max(SMALL_BUCKET, largest) // in_memory + 2
+        assert read <= num_blocks * in_file
+        before += read
+        found.append(read)
+    optimizer.close()
+    return found
+
+
+def test_of_a_shard_in_a_file_the_blocks_of_a_bucket_are_read(tmp_path):
+    (found,) = run_ranks(blocks_read, 1, str(tmp_path))
+    assert sum(read > 0 for read in found) > 4
 
 
 def test_frozen_weights_leave_once_and_a_step_between_buckets_is_told():

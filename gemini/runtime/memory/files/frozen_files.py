@@ -129,22 +129,29 @@ class FrozenFiles:
             self._pool = BufferPool(depth + 2, self._buffer_nbytes, self._pin)
 
     def read(
-        self, chunk: ChunkId, into: Tensor, behind: Ticket[None] | None = None
+        self, chunk: ChunkId, into: Tensor, behind: Ticket[None] | None = None, first: int = 0
     ) -> Ticket[None]:
         """Begin to fill `into`, which must be left alone until the ticket is done.
 
-        A `RowFill` begins nothing before it is asked.
+        first: block of the tensor with which `into` begins. A `RowFill`, of a whole tensor, begins
+        nothing before it is asked.
         """
         assert behind is None, f"chunk {chunk} is frozen, and no step changes it"
-        read = partial(self._begin, chunk, into)
-        if chunk in self._rows:
+        read = partial(self._begin, chunk, into, first)
+        if chunk in self._rows and into.numel() == self._tensors[chunk].numel:
             return self._rows[chunk].fill(into.numel(), read)
-        return read(range(-(-into.numel() // self._block_numel(chunk))))
+        return read(range(-(-into.numel() // self.block_numel(chunk))))
 
-    def _begin(self, chunk: ChunkId, into: Tensor, ids: Sequence[int]) -> Ticket[None]:
+    def block_numel(self, chunk: ChunkId) -> int:
+        """Elements of a block of a tensor."""
+        if chunk in self._rows:
+            return self._rows[chunk].block_numel
+        return FROZEN_BLOCK_BYTES // self._tensors[chunk].dtype.itemsize
+
+    def _begin(self, chunk: ChunkId, into: Tensor, first: int, ids: Sequence[int]) -> Ticket[None]:
         check_process(self._pid)
-        blocks, parts = self._files[chunk], into.detach().split(self._block_numel(chunk))
-        wanted = {BlockId(i): parts[i] for i in ids}
+        blocks, parts = self._files[chunk], into.detach().split(self.block_numel(chunk))
+        wanted = {BlockId(first + i): parts[i] for i in ids}
         self._traffic += Traffic(nvme_read=sum(part.nbytes for part in wanted.values()))
         if self._pool is None:
             begun = [blocks.read(block, _memory_of(part)) for block, part in wanted.items()]
@@ -165,7 +172,7 @@ class FrozenFiles:
         self._meter.check(nbytes, "a tensor that leaves memory")
         self._end_reads()
         with named("write", "chunk", chunk), DeferredSignals():
-            block_nbytes = self._block_numel(chunk) * flat.dtype.itemsize
+            block_nbytes = self.block_numel(chunk) * flat.dtype.itemsize
             rows = f" in blocks of {block_nbytes}" if chunk in self._rows else ""
             digest = hashlib.sha256(f"{nbytes} bytes{rows}".encode())
             for view in self._views(chunk, values):
@@ -220,14 +227,9 @@ class FrozenFiles:
 
     # -- inside --
 
-    def _block_numel(self, chunk: ChunkId) -> int:
-        if chunk in self._rows:
-            return self._rows[chunk].block_numel
-        return FROZEN_BLOCK_BYTES // self._tensors[chunk].dtype.itemsize
-
     def _views(self, chunk: ChunkId, values: Tensor) -> Iterator[memoryview]:
         """Memory with a shard's blocks, each until the next one is asked for."""
-        parts = values.detach().split(self._block_numel(chunk))
+        parts = values.detach().split(self.block_numel(chunk))
         if self._pool is None:
             yield from map(_memory_of, parts)
             return

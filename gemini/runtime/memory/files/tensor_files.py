@@ -70,9 +70,15 @@ class TensorFill:
 
     @staticmethod
     def of(
-        chunk: ChunkId, places: Places, into: Tensor, behind: Ticket[None] | None, move: Mover
+        chunk: ChunkId,
+        places: Places,
+        into: Tensor,
+        behind: Ticket[None] | None,
+        move: Mover,
+        first: int,
     ) -> TensorFill:
-        blocks, parts = places.ids_of(chunk), into.detach().split(places.block_numel)
+        parts = into.detach().split(places.block_numel)
+        blocks = places.ids_of(chunk)[first : first + len(parts)]
         return TensorFill(chunk, blocks, parts, behind, torch.is_inference_mode_enabled(), move)
 
     def run(self, pool: BufferPool, begin: Callable[[BlockId, Buffer], Ticket[None]]) -> None:
@@ -277,21 +283,26 @@ class TensorFiles:
     # -- whole tensors --
 
     def read(
-        self, chunk: ChunkId, into: Tensor, behind: Ticket[None] | None = None
+        self, chunk: ChunkId, into: Tensor, behind: Ticket[None] | None = None, first: int = 0
     ) -> Ticket[None]:
         """Begin to fill `into`, which must be left alone until the ticket is done.
 
-        behind: an update by another thread, of what is read then.
+        behind: an update by another thread, of what is read then. first: block of the tensor with
+        which `into` begins.
         """
         self.store.check_process()  # the thread that reads is not in a forked child
         # The pool is no queue: a reader's thread that found no buffer would raise.
         self._writes.drain()  # it has the buffers to itself
         self._reads = [read for read in self._reads if not read.done()]
-        fill = TensorFill.of(chunk, self._places, into, behind, self._memory.mover())
+        fill = TensorFill.of(chunk, self._places, into, behind, self._memory.mover(), first)
         begin = partial(self._begin_read, latest=self.reads_latest)
         with DeferredSignals():  # a handler that raised in `submit` would leave its locks taken
             self._reads.append(self._reader.submit(fill.run, self._pool, begin))
         return ReadTicket(self._reads[-1], behind)
+
+    def block_numel(self, chunk: ChunkId) -> int:
+        """Elements of a block of a tensor."""
+        return self._places.block_numel
 
     def write(self, chunk: ChunkId, values: Tensor) -> None:
         """Write a whole tensor; `values` is free on return. Raises WriteBudgetError first."""
