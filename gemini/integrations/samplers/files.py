@@ -148,7 +148,7 @@ def read_weights(
             if Path(name).name != name or _sha256(place / name) != digest:
                 raise ValueError(f"{place / name} is damaged; expected SHA-256 {digest!r:.80}")
         for name in manifest["files"]:
-            _read(place / name).apply(weights)
+            _checked(place / name).apply(weights)
     return numbers[-1]
 
 
@@ -192,6 +192,18 @@ def _finish(
     calls.sync_folder(partial)
     calls.rename(partial, place)
     calls.sync_folder(place.parent)
+
+
+def _checked(path: Path) -> WeightBucket:
+    """Bucket of a file. Raises ValueError for one that no `WeightFiles` has written."""
+    from safetensors import SafetensorError
+
+    try:
+        return _read(path)
+    except (SafetensorError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no bucket of weights ({error}); expected one as sent"
+        ) from None
 
 
 def _read(path: Path) -> WeightBucket:

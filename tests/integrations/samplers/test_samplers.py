@@ -3,10 +3,13 @@
 import asyncio
 import copy
 import errno
+import hashlib
+import json
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -278,6 +281,23 @@ def test_what_is_damaged_or_missing_is_refused_before_it_is_applied(tmp_path):
         read_weights(tmp_path, have)
     assert have == {}
     optimizer.close()
+
+
+@pytest.mark.parametrize(
+    "about",
+    ["[]", '{"a": 1}', '{"a": {"starts": [0], "shape": [2]}}', '{"a": {"starts": []}}', "no"],
+)
+def test_a_file_of_a_stranger_that_is_no_bucket_is_refused(about, tmp_path):
+    content = safetensors.torch.save({"b": torch.ones(2)}, {"deltas": about})
+    place = tmp_path / "000000"
+    place.mkdir()
+    (place / "00000.safetensors").write_bytes(content)
+    manifest = {"version": 0, "files": {"00000.safetensors": hashlib.sha256(content).hexdigest()}}
+    (place / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    have = {}
+    with pytest.raises(ValueError):
+        read_weights(tmp_path, have)
+    assert have == {}
 
 
 def sent_buckets():
