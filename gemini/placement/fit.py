@@ -22,8 +22,10 @@ from gemini.placement.sizes import (
     StateBytes,
     Waiting,
     chunk_bytes,
+    with_sums,
 )
 from gemini.placement.tiers import Tier
+from gemini.placement.timetable.steps import MAX_UNDER_WAY
 from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, STREAMED_BLOCK_NUMEL, Bytes, ChunkId
 
 # Before an optimizer says what it keeps: no rule of `optim` keeps more than Adam
@@ -75,9 +77,11 @@ def assumed_state(layout: ChunkLayout, has_master: bool) -> StateBytes:
     return StateBytes(nbytes, has_master, split_on_disk=split)
 
 
-def first_inputs(inputs: PlanInputs, policy: Placement) -> PlanInputs:
+def first_inputs(inputs: PlanInputs, policy: Placement, *, canonical: bool = False) -> PlanInputs:
     """Inputs of a run's first plan, with what follows from its policy: whether activations may
-    leave the device, and the most elements of a block."""
+    leave the device, and the most elements of a block. canonical: gradients have fp32 sums."""
+    if canonical:
+        inputs = replace(inputs, budgets=with_sums(inputs.budgets, inputs.layout, MAX_UNDER_WAY))
     limited = inputs.budgets.device < UNLIMITED
     if not (spills(policy) and limited):
         inputs = replace(inputs, trace=without_saved(inputs.trace))

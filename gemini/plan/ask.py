@@ -60,7 +60,7 @@ class Training:
     lengths: of inputs that differ in a run, `seq` the longest: a CPU compiles products for each.
     scores: whether a reward model is trained, with a head of one score.
     loaded: whether the module has its values before it is wrapped, as `from_pretrained` leaves it.
-    keep_originals: of `GeminiDDP`.
+    keep_originals, canonical: of `GeminiDDP`.
     activations: where they go: of `AutoPlacement`.
     chunked: whether `chunk_loss` has changed the model: the logits of a few tokens exist at a time.
     """
@@ -88,6 +88,7 @@ class Training:
     activations: str = KEEP
     chunked: bool = False
     accumulate_order: str = BATCHES
+    canonical: bool = False
 
     def __post_init__(self) -> None:
         if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
@@ -241,7 +242,7 @@ def ask(
             state.splits(WEIGHT_DTYPE), training.quantize,
             models.products_of(model) if has_master else 0, training.lengths, training.loaded,
             training.keep_originals, training.activations, training.chunked,
-            at if may_ask else None, training.accumulate_order, no_chain,
+            at if may_ask else None, training.accumulate_order, no_chain, training.canonical,
         )  # fmt: skip
 
     def fitting(chunks: ChunkConfiguration) -> Question:

@@ -143,6 +143,7 @@ class Question:
     at: Callable[[int], Question] | None = field(default=None, compare=False)
     accumulate_order: str = BATCHES  # of `placement.orders`
     no_chain: str = ""  # why micro-batches cannot run layer by layer, if its modules show that
+    canonical: bool = False  # gradients are summed in the order of micro-batches
 
     @property
     def by_layers(self) -> bool:
@@ -271,7 +272,7 @@ class Question:
         if self.activations_go == AUTO:  # what a layer takes has a part in its choice
             links = replace(inputs.bandwidths, flops=self.machine.bandwidths.flops)
             inputs = replace(inputs, bandwidths=links, flops=self._flops)
-        inputs = first_inputs(inputs, self.policy)
+        inputs = first_inputs(inputs, self.policy, canonical=self.canonical)
         average: tuple[tuple[Tier, int], ...] = ()
         if self.ema is not None:
             home = Tier.NVME if self.ema == "nvme" else inputs.memory

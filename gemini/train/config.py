@@ -147,6 +147,11 @@ class TrainConfig(Settings):
         "twice a step and hidden states stay; batches: one by one, with the same bits",
         one_of=ORDERS,
     )
+    canonical: bool = _step(
+        False,
+        "gradients are summed in one order: as many sequences a step, as many in a forward of a "
+        "rank, have the same bits on 1, 2, 4 ... ranks",
+    )
     packing: bool = _step(False, "several rows share a sequence, and do not see each other")
     checkpointing: bool = _memory(True, "activations are computed again in backward, not kept")
     activations: str = _memory(
@@ -199,6 +204,11 @@ class TrainConfig(Settings):
             raise ValueError(
                 f"--accumulate-order {self.accumulate_order} with --method {self.method}; expected "
                 "batches: a micro-batch runs more than one forward"
+            )
+        if self.canonical and (self.by_layers or self.method == "grpo"):
+            raise ValueError(
+                "--canonical with --accumulate-order layers or --method grpo; expected batches, "
+                "and another method"
             )
         if self.stream and not self.steps:
             raise ValueError("--stream; expected --steps with it: a stream has no end")

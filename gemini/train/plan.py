@@ -37,6 +37,7 @@ def training_of(config: TrainConfig, world_size: int) -> Training:
         update=config.update, by_trl=True,
         trust_remote_code=config.trust_remote_code, scores=config.scores,
         lengths=len(config.padded_lengths), activations=config.activations,
+        canonical=config.canonical,
     )  # fmt: skip
 
 

@@ -6,7 +6,8 @@ trainer evaluates is not: it changes nothing but random numbers, which each rece
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,39 @@ from gemini.receipts.taking import Receipts
 
 from .config import OF_THE_MACHINE, TrainConfig
 
+SEQUENCES, MICRO_BATCHES = "sequences of a micro-batch", "micro-batches of a step"
+
 
 def facts_of(config: TrainConfig, ranks: int) -> dict[str, str]:
-    """Facts of a run: its flags but for those of the machine, and the number of ranks."""
+    """Facts of a run: its flags but for those of the machine, and the number of ranks.
+
+    With `--canonical` bits are those of any number of ranks that have the same micro-batches.
+    """
     flags = asdict(config)
     said = {f"--{name}": repr(flags[name]) for name in flags if name not in OF_THE_MACHINE}
-    return {**said, "ranks": str(ranks)}
+    if not config.canonical:
+        return {**said, "ranks": str(ranks)}
+    del said["--batch"], said["--accumulate"]
+    each, number = config.batch_of_rank(ranks), ranks * config.accumulate
+    return {**said, SEQUENCES: str(each), MICRO_BATCHES: str(number)}
+
+
+def at_ranks(config: TrainConfig, facts: Mapping[str, str], ranks: int) -> TrainConfig:
+    """Config of a run whose first receipt has these facts, for so many ranks.
+
+    Raises ValueError if they cannot share its micro-batches.
+    """
+    if not config.canonical or MICRO_BATCHES not in facts:
+        return config
+    number = int(facts[MICRO_BATCHES])
+    if number < 1 or number % ranks or number % config.accumulate:
+        raise ValueError(
+            f"{number} micro-batches of a step, on {ranks} ranks; expected a number of ranks that "
+            "divides them"
+        )
+    had = number // config.accumulate
+    batch = config.batch_of_rank(had) * ranks
+    return replace(config, batch=batch, accumulate=number // ranks)
 
 
 class Following(TrainerCallback):  # type: ignore[misc]

@@ -245,7 +245,10 @@ def prepare(config: TrainConfig) -> Job:
         out.mkdir(parents=True, exist_ok=True)
         (out / CONFIG).write_text(config.as_yaml(), encoding="utf-8")
     asked = planned.asked
-    options = {"placement_policy": asked.policy, "trace": asked.trace, "update": asked.update}
+    options = {
+        "placement_policy": asked.policy, "trace": asked.trace, "update": asked.update,
+        "canonical": config.canonical,
+    }  # fmt: skip
     _status("making weights" if config.from_scratch else "loading weights")
     if isinstance(what, str) or config.from_scratch:
         model = _new_model(what, config, options)

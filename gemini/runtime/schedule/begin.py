@@ -31,12 +31,10 @@ from gemini.placement.sizes import (
     Budgets,
     least_budgets,
     wider_chunks,
-    with_sums,
 )
 from gemini.placement.speeds import agreed
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.allowed import buffers_ahead
-from gemini.placement.timetable.steps import MAX_UNDER_WAY
 from gemini.placement.timetable.updates import SPECULATE
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
@@ -78,8 +76,6 @@ def begin_planning(
     without = [rank for rank, given in enumerate(traces) if given is None]
     if 0 < len(without) < comm.world_size:
         raise ValueError(f"ranks {without} have no trace= and others do; expected all or none")
-    if canonical:
-        limits = tuple(with_sums(one, layout, MAX_UNDER_WAY) for one in limits)
     budgets, machine = least_budgets(limits), replace(machine, speeds=agreed(found))
     fixed = None
     if backend.shards_start_on_host and not has_budgets(policy):
@@ -98,7 +94,7 @@ def begin_planning(
         off_device=UpdatePath.CPU if updates_on_host else UpdatePath.STREAM, fixed_params=fixed,
         with_originals=with_originals, num_ahead=num_ahead, brings_params=update == SPECULATE,
     )  # fmt: skip
-    inputs = first_inputs(inputs, policy)
+    inputs = first_inputs(inputs, policy, canonical=canonical)
     if trace is None:
         inputs = assume(inputs, policy)
     return Planning(comm, policy, inputs, trace is not None, machine)

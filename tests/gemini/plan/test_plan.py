@@ -20,6 +20,8 @@ from torch.utils.flop_counter import (
 from gemini.__main__ import main
 from gemini.chunk.layout import specs_of
 from gemini.memtracer.collector import trace
+from gemini.placement.sizes import with_sums
+from gemini.placement.timetable.steps import MAX_UNDER_WAY
 from gemini.placement.timetable.updates import best_update
 from gemini.plan import models, table, words
 from gemini.plan.activations import activations_of, example_inputs
@@ -598,3 +600,10 @@ def test_adapters_are_on_no_experts_nor_on_those_that_all_tokens_go_to():
           for n, _ in adapted.named_parameters() if "lora_A" in n}  # fmt: skip
     assert of == {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
     check_grown(adapted, 8, 2)
+
+
+def test_sums_of_a_canonical_run_are_no_room_of_its_plan(config):
+    asked = ask(str(config), machine_of(DISK), Training(seq=64, canonical=True))
+    inputs = asked.wrapped()[0]
+    plain = replace(asked, canonical=False).wrapped()[0].budgets
+    assert inputs.budgets == with_sums(plain, inputs.layout, MAX_UNDER_WAY) != plain

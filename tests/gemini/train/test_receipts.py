@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -292,6 +294,37 @@ def test_a_run_of_train_is_audited_from_its_checkpoint(tmp_path, monkeypatch, ca
     write_rows(tmp_path / "text.jsonl", turned)
     assert main(["audit", str(out), "--steps", "3-5"]) == 1
     assert "step 3: batch" in capsys.readouterr().out
+
+
+@pytest.mark.ci  # trl, and two ranks of it
+def test_a_canonical_run_of_two_ranks_is_audited_on_one(tmp_path, monkeypatch, capsys):
+    from gemini.__main__ import main
+    from tests.support.model_folder import make_folder, rows, write_rows
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_rows(tmp_path / "text.jsonl", rows("text"))
+    make_folder(tmp_path / "model")
+    out = tmp_path / "out"
+    flags = [
+        str(tmp_path / "model"), "--data", str(tmp_path / "text.jsonl"), "--out", str(out),
+        "--steps", "5", "--save-every", "2", "--batch", "4", "--accumulate", "2", "--seq", "16",
+        "--samples", "0", "--held-out", "0.1", "--keep", "5", "--receipts", "--canonical",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "gemini", "run", "--nproc_per_node", "2", "-m", "gemini"]
+    done = subprocess.run([*command, "train", *flags], capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert main(["audit", str(out), "--steps", "3-5"]) == 0
+    assert capsys.readouterr().out.endswith(f"{out}: steps 3-5 are equal; computed from step 2\n")
+    config = out / "config.yaml"
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace("batch: 4", "batch: 8"), encoding="utf-8")
+    assert main(["audit", str(out), "--steps", "3-5"]) == 1
+    assert "step 0: facts of sequences of a micro-batch" in capsys.readouterr().out
+    config.write_text(text, encoding="utf-8")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit):
+        main(["audit", str(out), "--steps", "3-5", "--work", str(tmp_path / "work")])
+    assert "4 micro-batches of a step, on 3 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", ["5", "0-2", "4-3", "a-b"])
