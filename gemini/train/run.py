@@ -23,6 +23,7 @@ from gemini.ddp import GeminiDDP
 from gemini.nvme import NvmeError
 from gemini.plan.ask import plan_for
 from gemini.plan.models import adapters_of, build, maker
+from gemini.plan.question import Question
 from gemini.plan.words import five_lines
 from gemini.runtime.wrap.materialise import init_empty
 
@@ -244,11 +245,7 @@ def prepare(config: TrainConfig) -> Job:
         sys.stdout.flush()
         out.mkdir(parents=True, exist_ok=True)
         (out / CONFIG).write_text(config.as_yaml(), encoding="utf-8")
-    asked = planned.asked
-    options = {
-        "placement_policy": asked.policy, "trace": asked.trace, "update": asked.update,
-        "canonical": config.canonical,
-    }  # fmt: skip
+    options = _options(planned.asked)
     _status("making weights" if config.from_scratch else "loading weights")
     if isinstance(what, str) or config.from_scratch:
         model = _new_model(what, config, options)
@@ -327,6 +324,14 @@ def _new_model(what: str | Path, config: TrainConfig, options: dict[str, Any]) -
     module.tie_weights()
     torch.manual_seed(config.seed)  # the same weights on all ranks
     return GeminiDDP(module, precision=PRECISION, force_outputs_fp32=True, **options)
+
+
+def _options(asked: Question) -> dict[str, Any]:
+    """Options with which a module is wrapped to be placed as it was planned."""
+    return {
+        "placement_policy": asked.policy, "trace": asked.trace, "update": asked.update,
+        "canonical": asked.canonical,
+    }  # fmt: skip
 
 
 def _status(phase: str) -> None:
