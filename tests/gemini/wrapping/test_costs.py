@@ -79,7 +79,7 @@ def test_gradients_that_wait_elsewhere_for_the_step():
     chunk = SimpleNamespace(
         gradient=gradient, spec=SimpleNamespace(id=0), files=None, shard_memory=shard
     )
-    storage = SimpleNamespace(files=[], host_gradients=Waiting())
+    storage = SimpleNamespace(files=[], host_gradients=Waiting(), changed=None)
 
     def step(num_blocks):
         blocks = [Block(i, 0, 0, 0, 64, (BlockSegment(0, 0, 64, 0),)) for i in range(num_blocks)]
