@@ -27,7 +27,7 @@ from gemini.receipts.taking import Receipts
 
 WARM_UP = 2
 SIZES = {
-    "llama-17m": (384, 6, 8000, 8, 128),  # hidden, layers, vocabulary, sequences, tokens of each
+    "llama-69m": (768, 8, 8000, 4, 128),  # hidden, layers, vocabulary, sequences, tokens of each
     "tiny": (64, 2, 128, 2, 16),
 }
 
@@ -141,7 +141,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=SIZES, default="llama-17m")
+    parser.add_argument("--model", choices=SIZES, default="llama-69m")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
