@@ -42,7 +42,7 @@ class Job:
     receipts: Receipts | None = None
 
     @classmethod
-    def make(cls, size: str, rank: int, **options: Any) -> Job:
+    def make(cls, size: str, **options: Any) -> Job:
         hidden, layers, vocabulary, sequences, tokens = SIZES[size]
         config = transformers.LlamaConfig(
             hidden_size=hidden, intermediate_size=8 * hidden // 3, num_hidden_layers=layers,
@@ -51,7 +51,7 @@ class Job:
         torch.manual_seed(0)
         model = GeminiDDP(transformers.LlamaForCausalLM(config), **options)
         optimizer = HybridAdam(model.parameters(), lr=1e-6)
-        return cls(model, optimizer, torch.randint(vocabulary, (sequences, tokens)) + 0 * rank)
+        return cls(model, optimizer, torch.randint(vocabulary, (sequences, tokens)))
 
     def backward(self) -> None:
         self.model(input_ids=self.ids, labels=self.ids).loss.backward()
@@ -99,7 +99,7 @@ def in_turns(jobs: list[Job], clock: Callable[[Job], float], rounds: int) -> lis
 
 def canonical(rank: int, size: str, rounds: int) -> tuple[list[list[float]], list[int]]:
     """Seconds, and bytes given to collectives of chunks, without and with the option."""
-    jobs = [Job.make(size, rank, canonical=asked) for asked in (False, True)]
+    jobs = [Job.make(size, canonical=asked) for asked in (False, True)]
     before = [job.model.engine.comm.chunk_bytes for job in jobs]
     found = in_turns(jobs, _of_iterations, rounds)
     sent = [job.model.engine.comm.chunk_bytes - b for job, b in zip(jobs, before, strict=True)]
@@ -117,11 +117,11 @@ def row(name: str, found: list[list[float]], **more: Any) -> dict[str, Any]:
 
 
 def measured(size: str, rounds: int) -> list[dict[str, Any]]:
-    marks = [Job.make(size, 0), Job.make(size, 0)]
+    marks = [Job.make(size), Job.make(size)]
     for _ in marks[1].model.weights(deltas=True):
         pass
     rows = [row("deltas", in_turns(marks, _of_steps, rounds))]
-    receipts = [Job.make(size, 0), Job.make(size, 0)]
+    receipts = [Job.make(size), Job.make(size)]
     receipts[1].receipts = Receipts(None, receipts[1].model, receipts[1].optimizer)
     rows.append(row("receipts", in_turns(receipts, _of_iterations, rounds)))
     found, sent = run_ranks(canonical, 2, size, rounds, processes=True)[0]

@@ -20,7 +20,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from gemini.chunk.gradient import Allocator, ChunkGradient, GradientOffload, UnderWay
+from gemini.chunk.gradient import Allocator, ChunkGradient, UnderWay
 from gemini.chunk.layout import ChunkSpec
 from gemini.comm.links import Links
 from gemini.optim.rules.rule import UpdateRule
@@ -32,18 +32,11 @@ class CanonicalGradient(ChunkGradient):
     buffer: of one micro-batch, not divided by M. `shard` is the sum so far, divided by M.
     """
 
-    def __init__(
-        self,
-        spec: ChunkSpec,
-        memory: Allocator,
-        links: Links,
-        travels_as: torch.dtype | None = None,
-        offload: GradientOffload | None = None,
-    ) -> None:
+    def __init__(self, spec: ChunkSpec, memory: Allocator, links: Links) -> None:
         self._share = 1 / links.num_means
         undivided = copy(links)
         undivided.num_means = 1
-        super().__init__(spec, memory, undivided, travels_as, offload)
+        super().__init__(spec, memory, undivided)
         self.apart = True
 
     def begin_reduce(self) -> None:

@@ -1,5 +1,4 @@
-"""Gradients of a step whose norm has no order that shows; see
-`canonical.exact`."""
+"""Gradients of a step whose norm has no order that shows; see `canonical.exact`."""
 
 from __future__ import annotations
 
