@@ -13,7 +13,7 @@ INTERNAL = (
     "gemini/placement/timetable/belady.py", "gemini/placement/timeline.py",
     "io/nvme/layout.py", "io/nvme/store.py",
     "gemini/checkpoint/format/manifest.py",
-    "gemini/checkpoint/untrusted/metadata.py",
+    "gemini/checkpoint/foreign/metadata.py",
     "gemini/checkpoint/untrusted/torch_files.py",
 )  # fmt: skip
 

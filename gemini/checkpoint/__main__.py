@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gemini.arguments import Parser
-from gemini.checkpoint.dcp.reader import Reader
+from gemini.checkpoint.foreign.metadata import read_metadata
 from gemini.checkpoint.format.data_file import UnitReader, verify_pinned
 from gemini.checkpoint.format.folder import find
 from gemini.checkpoint.format.manifest import (
@@ -21,8 +21,8 @@ from gemini.checkpoint.format.manifest import (
     read_manifest,
 )
 from gemini.checkpoint.model.keys import Keys
+from gemini.checkpoint.reader import Reader
 from gemini.checkpoint.untrusted.lazy_tensors import TensorSpec
-from gemini.checkpoint.untrusted.metadata import read_metadata
 from gemini.units import format_bytes, parse_bytes
 
 from .export import WeightsWriter, spec_of

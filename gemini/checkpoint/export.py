@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gemini.arguments import by_name
-from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.folder import (
     LOCK,
     locked_if_dead,
@@ -30,6 +29,7 @@ from gemini.checkpoint.format.folder import (
 )
 from gemini.checkpoint.format.manifest import CheckpointError, is_plain_name, on_disk
 from gemini.checkpoint.model.state import alone, inside, names_of
+from gemini.checkpoint.ranks import Ranks
 from gemini.checkpoint.untrusted.lazy_tensors import (
     DTYPE_NAMES,
     INDEX,

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from gemini.arguments import by_name
-from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.dcp.reader import CheckpointSource, open_source
 from gemini.checkpoint.format.manifest import CorruptError, MismatchError
+from gemini.checkpoint.format.source import CheckpointSource
 from gemini.checkpoint.model.keys import (
     COMMON,
     Keys,
@@ -34,7 +33,6 @@ from gemini.checkpoint.model.keys import (
     stores_of,
     take_over_stores,
 )
-from gemini.checkpoint.model.plain import load_plain
 from gemini.checkpoint.model.state import (
     RunState,
     alone,
@@ -48,6 +46,8 @@ from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.saved import check_counters
 from gemini.saved_names import renamed, without_wrappers
 
+from .ranks import Ranks
+from .reader import open_source
 from .save import base_of, runs_of, settle
 
 log = logging.getLogger("gemini")
@@ -127,6 +127,8 @@ def load_accepted(
             _check_base(source, base_of(model, ranks), ranks, plain)
         extras = _Extras(source, model, optimizer, scheduler, ranks, plain, accept, weights=weights)
         if runs is None:
+            from .foreign.state_dicts import load_plain
+
             load_plain(
                 source, model, optimizer, strict, ranks, plain, by_position, extras.read,
                 weights=weights,
@@ -206,7 +208,7 @@ def _load_runs(
     if optimizer is not None and groups:
         ranks.together(lambda: _as_mismatch(lambda: optimizer.check_param_groups(groups)))
 
-    tensors = {key: t for key, t in runs.tensors.items() if source.sizes.get(key) == t.size()}
+    tensors = {key: t for key, t in runs.tensors.items() if source.sizes.get(key) == t.shape}
 
     def count_of(name: str) -> Tensor:
         # torch's SGD saves no counts: a buffer has begun

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from gemini import strangers
-from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.manifest import FormatError
+from gemini.checkpoint.ranks import Ranks
 from gemini.checkpoint.untrusted.lazy_tensors import INDEX, TORCH_INDEX, LazyTensors
 from gemini.comm.connect import everyone, is_pipeline
 from gemini.ddp import GeminiDDP

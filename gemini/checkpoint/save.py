@@ -1,7 +1,7 @@
 """save_checkpoint: agree, describe, stream, commit. A process has at most one save in a thread.
 
     1. ranks agree on the path, and rank 0 makes a temporary folder next to it
-    2. every rank describes its tensors to DCP, which plans
+    2. every rank describes what it has, and rank 0 shares out what several have
     3. every rank streams its runs into one file and syncs it
     4. rank 0 writes `.metadata` and the manifest, syncs, and renames the folder into its place
 
@@ -30,12 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from gemini.arguments import by_name
-from gemini.checkpoint.dcp.boxes import FlatRuns, Region
-from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.dcp.writer import RankFile, Save
+from gemini.checkpoint.format.boxes import Region, StreamedRuns
 from gemini.checkpoint.format.manifest import CheckpointError
 from gemini.checkpoint.model.keys import Keys, encode, known_stores, random_state
-from gemini.checkpoint.model.plain import can_be_runs, plain_runs, plain_state
+from gemini.checkpoint.model.plain import can_be_runs, plain_runs
 from gemini.checkpoint.model.state import (
     RunState,
     alone,
@@ -55,6 +53,9 @@ from gemini.runtime.inspect.digest import base_digests
 from gemini.runtime.step.target import ShardTarget
 from gemini.tickets import Done, Ticket
 from gemini.units import parse_bytes
+
+from .ranks import Ranks
+from .writer import RankFile, Save
 
 log = logging.getLogger("gemini")
 
@@ -96,9 +97,9 @@ def save_checkpoint(
     weights: False leaves the module's weights out, fp32 masters too: the optimizer's state alone.
     pinned: write no state. The optimizer's files keep this version, in place of one of its
         `NvmeConfig(keep_versions=)`, until the checkpoint is deleted or replaced, and stay when the
-        process ends. The checkpoint loads where those files are, and not by DCP alone; do not move
-        its folder. With `async_save` it is complete when this returns, and a thread copies the
-        state out: the result is a checkpoint that is not pinned.
+        process ends. The checkpoint loads where those files are, and torch alone cannot read it; do
+        not move its folder. With `async_save` it is complete when this returns, and a thread copies
+        the state out: the result is a checkpoint that is not pinned.
 
     Returns a ticket, which is done already unless `async_save`.
     Raises CheckpointError on every rank if any rank fails; earlier checkpoints stay.
@@ -279,7 +280,7 @@ def _content(
     weights: bool,
     common: dict[str, Any],
 ) -> tuple[dict[str, Any], RunState | None]:
-    """(nested state of this rank for DCP, its runs that are streamed); None if there are none."""
+    """(nested state of this rank, its runs that are streamed); None if there are none."""
     own = {"random": random_state(), "extra": extra, "buffers": {}}
     common["scheduler"] = None if scheduler is None else scheduler.state_dict()
     runs = runs_of(model, optimizer, ranks.world_size, Keys(), weights, once=True)
@@ -292,6 +293,8 @@ def _content(
         if isinstance(model, GeminiDDP) and not ranks.is_pipeline:
             common["memory"] = model.engine.sampler.state_dict()
     else:
+        from .foreign.state_dicts import plain_state
+
         state = plain_state(model, optimizer, weights=weights)
     gemini = state.setdefault("gemini", {})
     if ranks.rank == 0:
@@ -352,8 +355,8 @@ def state_of(
     weights: dict[str, Any] = {}
     planes: dict[str, dict[str, Any]] = {}
     for key, tensor in runs.tensors.items():
-        value: Tensor = tensor
-        if not tensor.numel():  # no rank has a part of it
+        value: Tensor | StreamedRuns = tensor
+        if not tensor.shape.numel():  # no rank has a part of it
             if not first:
                 continue
             value = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -413,11 +416,10 @@ def _budget(asked: int | str | None) -> int:
 
 
 def _copied(value: Any) -> Any:
-    """A nested state with its small tensors copied to the CPU; streamed ones have no values."""
+    """A nested state with its tensors copied to the CPU; runs have no values."""
     if isinstance(value, dict):
         return {key: _copied(inner) for key, inner in value.items()}
-    is_small = isinstance(value, Tensor) and not isinstance(value, FlatRuns)
-    return value.detach().to("cpu", copy=True) if is_small else value
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 # -- in the background --

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gemini.checkpoint.dcp.boxes import FlatRuns, Region
+from gemini.checkpoint.foreign.dcp import FlatRuns
+from gemini.checkpoint.format.boxes import Region, StreamedRuns
 from gemini.checkpoint.model.keys import Keys
 from gemini.checkpoint.model.state import RunState, sharded_runs
 from gemini.ddp import GeminiDDP
@@ -29,12 +30,20 @@ def get_state_dict(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(state dict of the module, of the optimizer), sharded, with the inner module's names."""
     runs = _runs_of(model, optimizer, Keys())
-    state = state_of(runs, model, optimizer, first=True)
+    there = {key: FlatRuns(part) for key, part in runs.tensors.items()}
 
     def keep(key: str, region: Region, start: int, values: Tensor) -> None:
-        runs.tensors[key].held[start] = values.detach().to("cpu", copy=True)
+        there[key].held[start] = values.detach().to("cpu", copy=True)
 
     runs.visit(keep)
+    of_part = {id(part): there[key] for key, part in runs.tensors.items()}
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: shown(inner) for name, inner in value.items()}
+        return of_part[id(value)] if isinstance(value, StreamedRuns) else value
+
+    state = shown(state_of(runs, model, optimizer, first=True))
     return state["model"], state.get("optim", {})
 
 
@@ -45,7 +54,7 @@ def set_state_dict(
     model_state_dict: dict[str, Any],
     optim_state_dict: dict[str, Any] | None = None,
 ) -> None:
-    """Load state dicts that `get_state_dict` made on this rank and DCP has filled."""
+    """Load state dicts that `get_state_dict` made on this rank and torch has filled."""
     keys = Keys()
     given = {keys.weight(name): value for name, value in model_state_dict.items()}
     planes = (optim_state_dict or {}).get("state", {})

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.manifest import CheckpointError
+from gemini.checkpoint.ranks import Ranks
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors
 from gemini.ddp import GeminiDDP
 from gemini.runtime.inspect.full_parameters import full_parameters

@@ -13,9 +13,9 @@ from torch import nn
 
 from gemini.accumulation.windows import AccumulationWindow, check_order
 from gemini.arguments import check_arguments, nearest, with_options_of
-from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.export import import_safetensors
 from gemini.checkpoint.load import load_checkpoint
+from gemini.checkpoint.ranks import Ranks
 from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
 from gemini.metrics import Metrics

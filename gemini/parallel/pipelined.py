@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.model.state import parts_of
+from gemini.checkpoint.ranks import Ranks
 from gemini.ddp import GeminiDDP
 
 from .cut import TransformerStage, input_name

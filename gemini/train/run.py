@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from gemini.arguments import stopped
-from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.pretrained import check_readable, downloaded, load_pretrained
+from gemini.checkpoint.ranks import Ranks
 from gemini.comm.communicator import Communicator
 from gemini.comm.connect import everyone
 from gemini.ddp import GeminiDDP

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import nvme
-from gemini.checkpoint.dcp.boxes import Region, boxes_of_region, is_contiguous
+from gemini.checkpoint.format.boxes import Region, boxes_of_region, is_contiguous
 from nvme import BlockStore, BufferPool, StoreLayout
 
 SIZES = [4096, 9000, 1, 5000]

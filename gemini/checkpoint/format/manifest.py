@@ -3,7 +3,7 @@
 `manifest.json` has two lines: a JSON object, and the crc32 of its bytes. A data file is a sequence
 of units, each written by one transfer and read whole, so that every byte is verified when it is
 read. The index maps each part of a tensor to bytes of a file. It comes from the manifest or from
-DCP's `.metadata` (`untrusted/metadata.py`), and both may be a stranger's: `check` compares an index
+torch's `.metadata` (`foreign/metadata.py`), and both may be a stranger's: `check` compares an index
 with the files before memory is taken for a tensor.
 """
 

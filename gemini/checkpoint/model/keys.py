@@ -29,8 +29,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.manifest import CheckpointError, CorruptError, MismatchError
+from gemini.checkpoint.ranks import Ranks
 from gemini.checkpoint.untrusted.torch_files import safe_load
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.saved import MOST_STEPS, is_alike, is_count, number_of

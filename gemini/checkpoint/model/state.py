@@ -16,9 +16,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gemini.checkpoint.dcp.boxes import FlatRun, FlatRuns, Region
-from gemini.checkpoint.dcp.reader import RunFiller
+from gemini.checkpoint.format.boxes import FlatRun, Region, StreamedRuns
 from gemini.checkpoint.format.manifest import CheckpointError
+from gemini.checkpoint.format.source import RunFiller
 from gemini.chunk.layout import ShardSegment, saved_params
 from gemini.chunk.local import region_of
 from gemini.ddp import GeminiDDP
@@ -134,7 +134,7 @@ class RunState:
     the names that their parameters have in the whole model. So it loads at any number of stages.
 
     shapes: of every parameter, whole, by its first name.
-    tensors: by key, what DCP is told of this process's runs.
+    tensors: this process's runs by key.
     on_other_ranks: names that other ranks have, of other parts.
     """
 
@@ -172,7 +172,7 @@ class RunState:
             runs.setdefault(key, []).append((run.start, run.values.numel()))
             order.setdefault(key, []).append(place)
         self.tensors = {
-            key: FlatRuns(region, dtype, runs.get(key, ()), order.get(key, ()))
+            key: StreamedRuns(region, dtype, tuple(runs.get(key, ())), tuple(order.get(key, ())))
             for key, (region, dtype) in found.items()
         }
 
@@ -186,19 +186,12 @@ class RunState:
     @property
     def nbytes(self) -> int:
         """Bytes of all runs of this rank."""
-        return sum(
-            numel * tensor.dtype.itemsize
-            for tensor in self.tensors.values()
-            for _, numel in tensor.runs
-        )
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def num_items(self) -> int:
         """Upper bound of the number of boxes of all runs."""
-        return sum(
-            len(tensor.runs) * max(1, 2 * tensor.ndim - 1) * tensor.region.num_boxes
-            for tensor in self.tensors.values()
-        )
+        return sum(tensor.most_boxes for tensor in self.tensors.values())
 
     @property
     def aliases(self) -> dict[str, str]:

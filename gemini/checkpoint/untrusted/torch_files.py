@@ -42,6 +42,18 @@ def safe_load(file: BinaryIO, what: str) -> Any:
         raise CorruptError(f"{what} cannot be read: {first_line(error)}") from error
 
 
+def safe_tensor(
+    file: Any, what: str, dtype: torch.dtype | None, sizes: tuple[int, ...]
+) -> torch.Tensor:
+    """Load one strided tensor as `safe_load`. Raises CorruptError for another dtype or shape."""
+    found = safe_load(file, what)
+    if not isinstance(found, torch.Tensor) or (found.layout, found.dtype, tuple(found.shape)) != (
+        torch.strided, dtype, sizes,
+    ):  # fmt: skip
+        raise CorruptError(f"{what} cannot be read: it is another tensor than its list says")
+    return found
+
+
 def load_mapped(path: Path) -> Any:
     """Load a file as `safe_load` does, its tensors mapped. Raises ValueError and torch's errors."""
     with strangers.opened(path) as file:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gemini.arguments import by_name
-from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.export import SAFETENSORS, TORCH, export_weights
 from gemini.checkpoint.format.manifest import FormatError
 from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.model.keys import check_schedule
+from gemini.checkpoint.ranks import Ranks
 from gemini.checkpoint.save import save_checkpoint
 from gemini.checkpoint.untrusted.torch_files import load_mapped
 from gemini.integrations.parts import accept, inner_of

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.export import Format, WeightsWriter, spec_of
 from gemini.checkpoint.format.manifest import (
     CheckpointError,
@@ -26,6 +25,7 @@ from gemini.checkpoint.format.manifest import (
     on_disk,
 )
 from gemini.checkpoint.model.state import first_names, parts_of
+from gemini.checkpoint.ranks import Ranks
 from gemini.checkpoint.save import in_background, settle
 from gemini.checkpoint.untrusted.lazy_tensors import TensorSpec
 from gemini.checkpoint.untrusted.torch_files import first_line, load_mapped

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import gemini
 from gemini.checkpoint import CorruptError, FormatError
 from gemini.checkpoint.__main__ import main
-from gemini.checkpoint.dcp.boxes import PartsOf, Region, boxes_of_region, boxes_of_run, in_run
+from gemini.checkpoint.format.boxes import PartsOf, Region, boxes_of_region, boxes_of_run, in_run
 from gemini.checkpoint.format.manifest import DataFile, Manifest, SavedPart, Unit
 from gemini.checkpoint.untrusted.lazy_tensors import INDEX
 from gemini.chunk.local import part_of

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import gemini
 from gemini.checkpoint import CheckpointError, CorruptError, FormatError
-from gemini.checkpoint.untrusted.metadata import read_metadata
+from gemini.checkpoint.foreign.metadata import read_metadata
 from tests.support import corpus
 from tests.support.disks.hostile import change, refused, small, unpacked
 from tests.support.disks.sealed import manifest_of, put_manifest, put_metadata, seal, seal_text

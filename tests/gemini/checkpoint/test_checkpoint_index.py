@@ -10,6 +10,7 @@ import torch
 import gemini
 from bench.host.calls import Chain, counted
 from gemini.checkpoint.__main__ import main
+from gemini.checkpoint.foreign.metadata import read_metadata
 from gemini.checkpoint.format.manifest import (
     DataFile,
     Manifest,
@@ -19,7 +20,6 @@ from gemini.checkpoint.format.manifest import (
     encode_index,
     read_manifest,
 )
-from gemini.checkpoint.untrusted.metadata import read_metadata
 from tests.support import corpus
 from tests.support.checkpoints import assert_same, whole
 from tests.support.disks.hostile import small, unpacked

@@ -1,12 +1,13 @@
-"""Reader of the index in `.metadata`, a pickle of DCP's.
+"""`.metadata`, a pickle of torch.distributed.checkpoint's: our index for its readers, and back.
 
-It reads folders that other programs or older versions wrote. Only listed classes and functions are
-allowed in the pickle. Sizes of tensors are compared with the bytes of the files before any memory
-is taken for a tensor.
+It is read if another program or an older version wrote the folder. Only listed classes and
+functions are allowed in the pickle. Sizes of tensors are compared with the bytes of the files
+before any memory is taken for a tensor.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,9 +42,10 @@ from gemini.checkpoint.format.manifest import (
     own_index,
     reading,
 )
+from gemini.checkpoint.untrusted.pickles import OBJECT, PickleError, PickleMachine, no_collection
 
-from .pickles import OBJECT, PickleError, PickleMachine, no_collection
-
+DCP_VERSION = "1.0.0"
+Paths = Mapping[str, tuple[str | int, ...]]  # of keys in the nested state
 _MOST_DIMENSIONS = 64  # of torch
 _MOST_FIELDS = 64  # of an object
 
@@ -175,6 +177,28 @@ class _MetadataReader(PickleMachine):
             if type(key) not in (str, int) and not (type(key) is MetadataIndex and vars(key)):
                 self.wrong("a key", key)
             there[key] = value
+
+
+def encoded(index: Index, paths: Paths) -> bytes:
+    """Bytes of the `.metadata` of an index."""
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, filesystem._StorageInfo] = {}
+    for key, entry in index.items():
+        for number, part in enumerate(entry.parts):
+            box = (part.offsets, number) if entry.dtype is not None else ()
+            place = filesystem._StorageInfo(part.file, part.at, part.nbytes)
+            places[MetadataIndex(key, *box)] = place
+        if entry.dtype is None:
+            tensors[key] = BytesStorageMetadata()
+            continue
+        chunks = [
+            ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
+            for part in entry.parts
+        ]
+        properties = TensorProperties(dtype=entry.dtype)
+        tensors[key] = TensorStorageMetadata(properties, entry.size, chunks)
+    found = Metadata(tensors, planner_data=dict(paths), storage_data=places, version=DCP_VERSION)
+    return pickle.dumps(found)
 
 
 @no_collection()

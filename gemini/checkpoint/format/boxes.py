@@ -1,13 +1,12 @@
-"""Runs of a flattened tensor as boxes of its N-dimensional shape: DCP knows boxes, shards are runs.
+"""Runs of a flattened tensor as boxes of its N-dimensional shape: files have boxes, shards runs.
 
 A run [start, stop) is a part of a row, whole rows and a part of a row, and so on inwards: at most
 2N - 1 boxes (offsets and sizes). Boxes come in the order of the run, and each is contiguous in it.
 If a rank has several segments of a dimension (fused matrices that torch has split), a box is cut at
 the segments, and its pieces are strided in the run.
 
-A `FlatRuns` stands for a whole parameter, or a plane of its state, of which this rank has some
-runs. It tells DCP their boxes. In a save or a load it has no values: the writer and the reader of
-this package stream them, and the reader finds the saved parts of a box with `PartsOf`.
+`StreamedRuns` are those that this rank has of a parameter, or of a plane of its state, without
+values: the writer and the reader stream these. A reader finds saved parts of a box by `PartsOf`.
 """
 
 from __future__ import annotations
@@ -18,20 +17,15 @@ from dataclasses import dataclass, field
 from itertools import accumulate, product
 from math import prod
 from operator import mul
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from gemini.checkpoint.format.manifest import SavedPart
 from gemini.chunk.local import part_of
 from gemini.units import Segments
+
+from .manifest import SavedPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,50 +192,37 @@ class PartsOf:
         return found
 
 
-# -- what this rank has, for DCP --
+# -- what this rank has --
 
 FlatRun = tuple[int, int]  # first element, and how many
 
 
-class FlatRuns(Tensor):
-    """Description of a tensor of which this rank has `runs`; see the top of the file."""
+@dataclass(frozen=True, slots=True)
+class StreamedRuns:
+    """Runs of a tensor that this rank has, without values: `StreamedRuns`.
 
+    region: in whose elements runs count. order: of each run among all runs of this rank, as they
+    are stored.
+    """
+
+    region: Region
+    dtype: torch.dtype
     runs: tuple[FlatRun, ...]
-    order: tuple[int, ...]  # of each run among all runs of this rank, as they are stored
-    held: dict[int, Tensor]  # [n] by first element; empty where they are streamed
-    region: Region  # in whose elements runs count
+    order: tuple[int, ...]
 
-    @staticmethod
-    def __new__(
-        cls,
-        region: Region,
-        dtype: torch.dtype,
-        runs: Sequence[FlatRun],
-        order: Sequence[int],
-    ) -> FlatRuns:
-        self: FlatRuns = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(region.shape), dtype=dtype, device=torch.device("cpu")
-        )
-        self.runs, self.order, self.region = tuple(runs), tuple(order), region
-        self.held = {}
-        return self
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        return torch.Size(self.region.shape)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"FlatRuns(shape={tuple(self.shape)}, dtype={self.dtype}, runs={len(self.runs)})"
+    @property
+    def nbytes(self) -> int:
+        return sum(numel for _, numel in self.runs) * self.dtype.itemsize
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            (self,) = args
-            copy = FlatRuns(self.region, self.dtype, self.runs, self.order)
-            copy.held = self.held
-            return copy
-        raise RuntimeError(
-            f"{func} on a FlatRuns: it describes a part of a tensor to "
-            "torch.distributed.checkpoint and holds no values"
-        )
+    @property
+    def most_boxes(self) -> int:
+        """Upper bound of the number of boxes."""
+        return len(self.runs) * max(1, 2 * len(self.region.shape) - 1) * self.region.num_boxes
 
     def flat_part(self, whole: Tensor) -> Tensor:
         """Elements of the region, flat, of a whole tensor of `shape`."""
@@ -255,34 +236,14 @@ class FlatRuns(Tensor):
         """Boxes of all runs, in order."""
         return [box for _, boxes in self.boxes_by_run() for box in boxes]
 
-    # -- the protocol of torch.distributed._checkpointable --
-
-    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, box.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(_chunk(box), properties, self.size()),
-            )
-            for box in self.boxes()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box in self.boxes()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        if not self.held:
-            raise RuntimeError(f"{index.fqn} is streamed by the writer of gemini.checkpoint only")
-        box = next(box for box in self.boxes() if torch.Size(box.offsets) == index.offset)
-        start, _ = next(run for run in self.runs if run[0] <= box.start < run[0] + run[1])
-        return in_run(self.held[start], start, box, self.region)
-
 
 def in_run(values: Tensor, start: int, box: Box, region: Region) -> Tensor:
     """View of a box in `values` [n], the elements [start, start + n) of a flattened region."""
     return values[box.start - start :].as_strided(box.sizes, region.strides)
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+def in_box(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """View of elements [offsets, offsets + sizes) of a tensor."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
