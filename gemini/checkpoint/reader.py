@@ -29,11 +29,12 @@ from .format.manifest import (
     Manifest,
     SavedPart,
     SavedValue,
+    check_kind,
     metadata_of,
     own_index,
     read_manifest,
 )
-from .format.source import CheckpointSource, Items, RunFiller, check_kind
+from .format.source import CheckpointSource, Items, RunFiller
 from .untrusted.torch_files import safe_load, safe_tensor
 
 _VALUE_FILE_BYTES = 256 << 20  # most of a value that is no tensor

@@ -18,10 +18,11 @@ from gemini.checkpoint.format.manifest import (
     METADATA,
     CorruptError,
     FormatError,
+    check_kind,
     memory_limit,
     reading,
 )
-from gemini.checkpoint.format.source import RunFiller, check_kind
+from gemini.checkpoint.format.source import RunFiller
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors, weight_files
 from gemini.checkpoint.untrusted.torch_files import first_line, has_own_bytes, load_mapped
 from gemini.optim.rules.saved import number_of

@@ -418,6 +418,15 @@ def _holds_each_once(entry: SavedValue) -> bool:
     return parts % _PRIME == weight([0] * len(entry.size), entry.size)
 
 
+def check_kind(key: str, saved: torch.dtype, wanted: torch.dtype) -> None:
+    """Raise CorruptError for flags or complex numbers in the place of numbers."""
+    alike = (saved == torch.bool) == (
+        wanted == torch.bool
+    ) and saved.is_complex == wanted.is_complex
+    if not alike:
+        raise CorruptError(f"{key} cannot be read: it is of {saved}, expected {wanted}")
+
+
 def own_index(folder: Path, manifest: Manifest | None) -> Index | None:
     """Index in the manifest of a folder. Raises CorruptError.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .boxes import StreamedRuns
-from .manifest import CorruptError, SavedPart, SavedValue
+from .manifest import SavedPart, SavedValue
 
 RunFiller = Callable[
     [str, int, Tensor], bool
@@ -58,12 +58,3 @@ class Items(Protocol):
     def close(self) -> None:
         """Close the files."""
         ...
-
-
-def check_kind(key: str, saved: torch.dtype, wanted: torch.dtype) -> None:
-    """Raise CorruptError for flags or complex numbers in the place of numbers."""
-    alike = (saved == torch.bool) == (
-        wanted == torch.bool
-    ) and saved.is_complex == wanted.is_complex
-    if not alike:
-        raise CorruptError(f"{key} cannot be read: it is of {saved}, expected {wanted}")
