@@ -188,6 +188,14 @@ def with_options_of(target: Callable[..., Any], function: Callable[..., Any]) ->
     return own.replace(parameters=[*shown, *passed, *open_ended])
 
 
+def check_passed_on(
+    name: str, target: Callable[..., Any], function: Callable[..., Any], given: Sequence[str]
+) -> None:
+    """Raise TypeError for the first `given` option that neither `function` has nor `target`, to
+    which its `**options` go."""
+    check_arguments(name, with_options_of(target, function), (), given)
+
+
 def passes_on(target: Callable[..., Any]) -> Callable[[C], C]:
     """Decorator of a constructor or a function whose `**options` go to `target`: an unknown one is
     a TypeError as `check_arguments` says it."""

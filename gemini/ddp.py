@@ -38,7 +38,7 @@ from gemini.runtime.autograd.gradient_hooks import refuse_transforms
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.engine import GeminiEngine
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
-from gemini.runtime.memory.backend import Backend, make_backend
+from gemini.runtime.memory.backend import Backend, make_backend, this_device
 from gemini.runtime.parts import refuse_parked
 from gemini.runtime.schedule.begin import begin_planning
 from gemini.runtime.schedule.planning import Planning
@@ -515,10 +515,7 @@ def _values(
 def _backend(device: torch.device | str | Backend | None) -> Backend:
     if not isinstance(device, str | torch.device | None):
         return device
-    if device is None:
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
-    return make_backend(torch.device(device))
+    return make_backend(this_device(device))
 
 
 def _spilling(backend: Backend, placement: AutoPlacement) -> Backend:

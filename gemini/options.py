@@ -18,21 +18,26 @@ from typing import Any, ParamSpec, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.arguments import by_name, check_arguments, with_options_of
-from gemini.chunk.sizing.search import ChunkConfiguration
+from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configuration
 from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.memtracer.trace import Trace
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.optim.rules.report import MOST_SKIPPED
 from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement
 from gemini.runtime.memory.backend import Backend
-from gemini.runtime.wrap.keep_fp32 import KeepFp32
+from gemini.runtime.wrap.keep_fp32 import KeepFp32, find_fp32_modules, param_dtypes
 from gemini.runtime.wrap.materialise import InitFn
-from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale
-from gemini.runtime.wrap.specs import IgnoredParams
+from gemini.runtime.wrap.precision import (
+    DTYPE_OF,
+    PrecisionSettings,
+    as_loss_scale,
+    as_precision,
+)
+from gemini.runtime.wrap.specs import IgnoredParams, collect_params
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -135,6 +140,18 @@ class ChunkSearch:
     hidden_dim: int | None = None
     min_chunk_size_m: float = 32
     chunks: ChunkConfiguration | None = None
+
+    def of(self, module: nn.Module, precision: str = "bf16") -> ChunkConfiguration:
+        """Result of the search for a module that computes in `precision`, but for what stays in
+        fp32. Raises ValueError for an unknown precision, and as `GeminiDDP` for the module."""
+        dtype = DTYPE_OF[as_precision(precision)]
+        dtypes = param_dtypes(module, find_fp32_modules(module, None, cast_buffers=False), dtype)
+        return search_chunk_configuration(
+            collect_params(module, dtypes).specs,
+            self.search_range_m,
+            self.hidden_dim,
+            self.min_chunk_size_m,
+        )
 
 
 @by_name
