@@ -23,7 +23,6 @@ wrong arguments, as a TypeError that says which one was meant
     by_name             of a class or a function
     passes_on           of a function whose `**options` go to another one
     check_passed_on     the same, where the other one is known late
-    takes_options_of    of a function whose `**options` are those of `GeminiDDP`
     takes_fields        of a function that takes frozen values, or their fields
     nearest             the name that was probably meant
 processes
@@ -36,17 +35,16 @@ processes
 
 from gemini.arguments import by_name, check_passed_on, nearest, passes_on
 from gemini.chunk.sizing.search import ChunkConfiguration
-from gemini.comm.connect import rank, world_size
+from gemini.comm.connect import rank, this_device, world_size
 from gemini.comm.leaving import rest_at_exit
 from gemini.memtracer.trace import Trace
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.binding import show_steps
 from gemini.optim.rules.clipping import asked_norm
 from gemini.optim.rules.plain_scale import Scaling
-from gemini.options import takes_fields, takes_options_of
+from gemini.options import takes_fields
 from gemini.placement.policy import Placement, parse_placement
 from gemini.runtime.inspect.full_parameters import full_parameters
-from gemini.runtime.memory.backend import this_device
 from gemini.runtime.wrap.materialise import fill_empty
 from gemini.runtime.wrap.precision import as_precision
 from gemini.tickets import Ticket
@@ -73,7 +71,6 @@ __all__ = [
     "rest_at_exit",
     "show_steps",
     "takes_fields",
-    "takes_options_of",
     "this_device",
     "world_size",
 ]

@@ -155,11 +155,12 @@ def by_name(what: C) -> C:
     signature = inspect.signature(what)
     is_init = what.__name__ == "__init__"
     called = what.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    values, inside = getattr(what, "whole_values", ((), _NONE))
 
     @wraps(what)
     def checked(*args: Any, **kwargs: Any) -> Any:
         name = type(args[0]).__name__ if is_init and args else called
-        check_arguments(name, signature, args, list(kwargs))
+        check_arguments(name, signature, args, [key for key in kwargs if key not in values], inside)
         return what(*args, **kwargs)
 
     return cast(C, checked)
@@ -203,6 +204,9 @@ def passes_on(target: Callable[..., Any]) -> Callable[[C], C]:
     def decorator(function: C) -> C:
         changed: Any = function
         changed.__signature__ = with_options_of(target, function)
+        made = vars(target).get("__init__") if isinstance(target, type) else target
+        if hasattr(made, "whole_values"):  # values in place of the fields that a signature shows
+            changed.whole_values = made.whole_values  # type: ignore[union-attr]
         return by_name(function)
 
     return decorator

@@ -25,6 +25,7 @@ from gemini.comm.connect import (
     connect,
     is_pipeline,
     stage_of,
+    this_device,
 )
 from gemini.digests import digest_of
 from gemini.memtracer.collector import MemStatsCollector
@@ -38,7 +39,7 @@ from gemini.runtime.autograd.gradient_hooks import refuse_transforms
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.engine import GeminiEngine
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
-from gemini.runtime.memory.backend import Backend, make_backend, this_device
+from gemini.runtime.memory.backend import Backend, make_backend
 from gemini.runtime.parts import refuse_parked
 from gemini.runtime.schedule.begin import begin_planning
 from gemini.runtime.schedule.planning import Planning

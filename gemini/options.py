@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.arguments import by_name, check_arguments, with_options_of
+from gemini.arguments import by_name, check_arguments
 from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configuration
 from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.memtracer.trace import Trace
@@ -283,24 +283,17 @@ def takes_options(init: Callable[P, T]) -> Callable[P, T]:
     signature = inspect.signature(init)
     *own, _ = signature.parameters.values()
     grouped = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in GROUPS]
-    return _checked(init, _with_fields(signature.replace(parameters=[*own, *grouped]), GROUPS))
+    shown = _with_fields(signature.replace(parameters=[*own, *grouped]), GROUPS)
+    called = init.__qualname__.removesuffix(".__init__")
 
-
-def takes_options_of(made: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator of a function whose `**options` go to `made`, which `takes_options` decorates."""
-    return lambda function: _checked(function, with_options_of(made, function))
-
-
-def _checked(function: Callable[P, T], shown: inspect.Signature) -> Callable[P, T]:
-    called = function.__qualname__.removesuffix(".__init__")
-
-    @wraps(function)
+    @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         asked = [key for key in kwargs if key not in GROUPS]
         check_arguments(called, shown, args, asked, _INSIDE)
-        return function(*args, **kwargs)
+        return init(*args, **kwargs)
 
     checked.__signature__ = shown  # type: ignore[attr-defined]
+    checked.whole_values = GROUPS.keys(), _INSIDE  # type: ignore[attr-defined]
     return checked
 
 

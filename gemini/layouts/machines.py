@@ -11,10 +11,10 @@ from math import log2
 import torch
 
 from gemini.comm.communicator import Communicator
-from gemini.comm.connect import everyone
+from gemini.comm.connect import everyone, this_device
 from gemini.placement.homes.budgets import USABLE
 from gemini.plan.machine import Hardware, machine_of
-from gemini.runtime.memory.backend import make_backend, this_device
+from gemini.runtime.memory.backend import make_backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
 from gemini.units import MIB
 

@@ -51,8 +51,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.comm.communicator import all_gather_tensor, reduce_scatter_tensor
-from gemini.comm.connect import announce
-from gemini.runtime.memory.backend import this_device
+from gemini.comm.connect import announce, this_device
 
 from .sizes import Layout
 

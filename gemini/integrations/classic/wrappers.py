@@ -20,8 +20,8 @@ from gemini.api import (
     Placement,
     TieredOptimizer,
     as_precision,
+    passes_on,
     takes_fields,
-    takes_options_of,
     this_device,
 )
 from gemini.integrations.booster import Booster
@@ -70,7 +70,7 @@ def FusedSGD(
     )  # fmt: skip
 
 
-@takes_options_of(gemini.GeminiDDP)
+@passes_on(gemini.GeminiDDP)
 def GeminiDDP(
     module: nn.Module,
     device: torch.device | str | int | None = None,

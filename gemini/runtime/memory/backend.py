@@ -99,15 +99,6 @@ class FileConfig:
         return check_folder(self.folder) if self.folder is not None else default_folder()
 
 
-def this_device(asked: torch.device | str | None = None) -> torch.device:
-    """Device of this process: `asked`, or else its CUDA device, or else the CPU."""
-    if asked is not None:
-        return torch.device(asked)
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def make_backend(device: torch.device, pin_memory: bool = True) -> Backend:
     """Backend of a compute device.
 
