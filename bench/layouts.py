@@ -32,12 +32,12 @@ from torch import nn
 
 from bench.shared.workers import preload, run_ranks
 from bench.support.machine import MALLOC_ENVIRONMENT, write_result
-from gemini.integrations.auto.autoparallel import AutoParallelPlugin, options_of
-from gemini.integrations.auto.machines import cluster_here
-from gemini.integrations.auto.shapes import shape_of
-from gemini.integrations.booster.booster import Booster
+from gemini.integrations.autoparallel import AutoParallelPlugin, options_of
+from gemini.integrations.booster import Booster
 from gemini.layouts.cluster import Cluster
 from gemini.layouts.layout import GlobalBatch, ParallelLayout
+from gemini.layouts.machines import cluster_here
+from gemini.layouts.models import shape_of
 from gemini.layouts.search import Found, search
 from gemini.memtracer.monitor import process_peak_rss_bytes, resident_bytes
 from gemini.optim import HybridAdam
@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=0, help="layouts to run; 0: all")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    preload("gemini.integrations.auto.autoparallel", "transformers.models.llama.modeling_llama")
+    preload("gemini.integrations.autoparallel", "transformers.models.llama.modeling_llama")
     cluster = replace(
         run_ranks(cluster_of_rank, args.ranks, processes=True)[0], device_bytes=64 * GIB
     )

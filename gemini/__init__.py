@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .embedding.modules import CachedEmbedding as CachedEmbedding
     from .embedding.modules import CachedEmbeddingBag as CachedEmbeddingBag
     from .fused import fuse as fuse
-    from .integrations.auto.autoparallel import autoparallelize as autoparallelize
+    from .integrations.autoparallel import autoparallelize as autoparallelize
     from .memtracer.collector import MemStatsCollector as MemStatsCollector
     from .memtracer.collector import trace as trace
     from .metrics import Metrics as Metrics
@@ -66,7 +66,7 @@ _HOME = {
     "NvmeConfig": "gemini.optim",
     "PrecisionPolicy": "gemini.options",
     "accumulate": "gemini.accumulation.accumulate",
-    "autoparallelize": "gemini.integrations.auto.autoparallel",
+    "autoparallelize": "gemini.integrations.autoparallel",
     "export_safetensors": "gemini.checkpoint.export",
     "fuse": "gemini.fused",
     "init_empty": "gemini.runtime.wrap.materialise",

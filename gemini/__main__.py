@@ -23,7 +23,7 @@ COMMANDS = {
     "train": ("fine-tune a model of Hugging Face's", "gemini.train.run:main"),
     "generate": ("continue prompts, in less memory", "gemini.serving.command:main"),
     "serve": ("answer over HTTP, as OpenAI's completions do", "gemini.serving.serve_command:main"),
-    "run": ("a script on all ranks: torchrun on every host", "gemini.integrations.run:main"),
+    "run": ("a script on all ranks: torchrun on every host", "gemini.launcher.run:main"),
     "audit": ("steps of a run again, beside their receipts", "gemini.train.audit_command:main"),
     "doctor": ("what this machine has, and what is slow", "gemini.__main__:doctor"),
     "clean": ("files that processes left when they were killed", "gemini.__main__:clean"),

@@ -155,11 +155,12 @@ def by_name(what: C) -> C:
     signature = inspect.signature(what)
     is_init = what.__name__ == "__init__"
     called = what.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    values, inside = getattr(what, "whole_values", ((), _NONE))
 
     @wraps(what)
     def checked(*args: Any, **kwargs: Any) -> Any:
         name = type(args[0]).__name__ if is_init and args else called
-        check_arguments(name, signature, args, list(kwargs))
+        check_arguments(name, signature, args, [key for key in kwargs if key not in values], inside)
         return what(*args, **kwargs)
 
     return cast(C, checked)
@@ -188,6 +189,14 @@ def with_options_of(target: Callable[..., Any], function: Callable[..., Any]) ->
     return own.replace(parameters=[*shown, *passed, *open_ended])
 
 
+def check_passed_on(
+    name: str, target: Callable[..., Any], function: Callable[..., Any], given: Sequence[str]
+) -> None:
+    """Raise TypeError for the first `given` option that neither `function` has nor `target`, to
+    which its `**options` go."""
+    check_arguments(name, with_options_of(target, function), (), given)
+
+
 def passes_on(target: Callable[..., Any]) -> Callable[[C], C]:
     """Decorator of a constructor or a function whose `**options` go to `target`: an unknown one is
     a TypeError as `check_arguments` says it."""
@@ -195,6 +204,9 @@ def passes_on(target: Callable[..., Any]) -> Callable[[C], C]:
     def decorator(function: C) -> C:
         changed: Any = function
         changed.__signature__ = with_options_of(target, function)
+        made = vars(target).get("__init__") if isinstance(target, type) else target
+        if hasattr(made, "whole_values"):  # values in place of the fields that a signature shows
+            changed.whole_values = made.whole_values  # type: ignore[union-attr]
         return by_name(function)
 
     return decorator

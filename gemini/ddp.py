@@ -25,6 +25,7 @@ from gemini.comm.connect import (
     connect,
     is_pipeline,
     stage_of,
+    this_device,
 )
 from gemini.digests import digest_of
 from gemini.memtracer.collector import MemStatsCollector
@@ -515,10 +516,7 @@ def _values(
 def _backend(device: torch.device | str | Backend | None) -> Backend:
     if not isinstance(device, str | torch.device | None):
         return device
-    if device is None:
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
-    return make_backend(torch.device(device))
+    return make_backend(this_device(device))
 
 
 def _spilling(backend: Backend, placement: AutoPlacement) -> Backend:

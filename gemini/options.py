@@ -18,21 +18,26 @@ from typing import Any, ParamSpec, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.arguments import by_name, check_arguments, with_options_of
-from gemini.chunk.sizing.search import ChunkConfiguration
+from gemini.arguments import by_name, check_arguments
+from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configuration
 from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.memtracer.trace import Trace
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.optim.rules.report import MOST_SKIPPED
 from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement
 from gemini.runtime.memory.backend import Backend
-from gemini.runtime.wrap.keep_fp32 import KeepFp32
+from gemini.runtime.wrap.keep_fp32 import KeepFp32, find_fp32_modules, param_dtypes
 from gemini.runtime.wrap.materialise import InitFn
-from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale
-from gemini.runtime.wrap.specs import IgnoredParams
+from gemini.runtime.wrap.precision import (
+    DTYPE_OF,
+    PrecisionSettings,
+    as_loss_scale,
+    as_precision,
+)
+from gemini.runtime.wrap.specs import IgnoredParams, collect_params
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -135,6 +140,18 @@ class ChunkSearch:
     hidden_dim: int | None = None
     min_chunk_size_m: float = 32
     chunks: ChunkConfiguration | None = None
+
+    def of(self, module: nn.Module, precision: str = "bf16") -> ChunkConfiguration:
+        """Result of the search for a module that computes in `precision`, but for what stays in
+        fp32. Raises ValueError for an unknown precision, and as `GeminiDDP` for the module."""
+        dtype = DTYPE_OF[as_precision(precision)]
+        dtypes = param_dtypes(module, find_fp32_modules(module, None, cast_buffers=False), dtype)
+        return search_chunk_configuration(
+            collect_params(module, dtypes).specs,
+            self.search_range_m,
+            self.hidden_dim,
+            self.min_chunk_size_m,
+        )
 
 
 @by_name
@@ -266,24 +283,17 @@ def takes_options(init: Callable[P, T]) -> Callable[P, T]:
     signature = inspect.signature(init)
     *own, _ = signature.parameters.values()
     grouped = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in GROUPS]
-    return _checked(init, _with_fields(signature.replace(parameters=[*own, *grouped]), GROUPS))
+    shown = _with_fields(signature.replace(parameters=[*own, *grouped]), GROUPS)
+    called = init.__qualname__.removesuffix(".__init__")
 
-
-def takes_options_of(made: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator of a function whose `**options` go to `made`, which `takes_options` decorates."""
-    return lambda function: _checked(function, with_options_of(made, function))
-
-
-def _checked(function: Callable[P, T], shown: inspect.Signature) -> Callable[P, T]:
-    called = function.__qualname__.removesuffix(".__init__")
-
-    @wraps(function)
+    @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         asked = [key for key in kwargs if key not in GROUPS]
         check_arguments(called, shown, args, asked, _INSIDE)
-        return function(*args, **kwargs)
+        return init(*args, **kwargs)
 
     checked.__signature__ = shown  # type: ignore[attr-defined]
+    checked.whole_values = GROUPS.keys(), _INSIDE  # type: ignore[attr-defined]
     return checked
 
 

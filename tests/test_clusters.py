@@ -21,7 +21,7 @@ from torch.distributed.run import config_from_args
 from torch.distributed.run import get_args_parser as torchruns_parser
 
 from bench.shared.workers import run_ranks
-from gemini.integrations import run as gemini_run
+from gemini.launcher import run as gemini_run
 from gemini.train.config import parse as parse_train
 from tests.support.ports import free_port
 
@@ -126,7 +126,7 @@ def check_gemini_run(args, address):
     options.nnodes = gemini_run.num_hosts(options.nnodes)
     assert gemini_run.chosen_hosts(options) == []  # each pod runs it, and joins the others
     _, _, runner, *flags = gemini_run.torchrun_command(options, "logs")
-    assert runner == "gemini.integrations.torchrun"
+    assert runner == "gemini.launcher.torchrun"
     config, _, _ = config_from_args(torchruns_parser().parse_args(flags))
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (PODS, PODS, 8)
     assert (config.rdzv_backend, config.max_restarts) == ("c10d", 3)
@@ -162,7 +162,7 @@ def torchrun_of(container, variables, monkeypatch):
     torchrun, *flags = [*container["command"], *container["args"]]
     assert torchrun == "torchrun"
     options = torchruns_parser().parse_args(flags)
-    assert options.module and options.training_script == "gemini.integrations.recorded"
+    assert options.module and options.training_script == "gemini.launcher.recorded"
     is_module, *arguments = options.training_script_args
     assert is_module == "-m"
     check_train(arguments)

@@ -5,6 +5,7 @@ import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import gemini
 from bench.host import house
 from tests.support.unordered import walks_of_sets
 
@@ -55,6 +56,8 @@ def imported(module):
                 base = ".".join([*parents, *([node.module] if node.module else [])])
             for name in node.names:
                 inner = f"{base}.{name.name}"
+                if base == "gemini" and name.name in gemini.__all__:  # a table of names
+                    inner = getattr(getattr(gemini, name.name), "__module__", inner)  # its home
                 if inner in MODULES or base in MODULES:
                     yield inner if inner in MODULES else base
 

@@ -376,19 +376,19 @@ SAMPLERS = (
         f"{_DELTAS}a_receiver_has_the_senders_digest_over_20_steps",
     ),
     Row(
-        "`streams.merged_weights(model, since=)`",
+        "`merged.merged_weights(model, since=)`",
         "plain LoRA of peft added to each base weight in its bucket, by the names of the model "
         "without adapters; the model stays as it is",
         f"{_SAMPLERS}adapters_are_merged_bucket_by_bucket_under_plain_names",
     ),
     Row(
-        "`receivers.send_through(trainer.vllm_generation, model)`",
+        "`send_through(trainer.vllm_generation, model)`",
         "`sync_weights` of trl 1.16 takes buckets, `server` and `colocate`; names and shapes "
         "gather nothing",
         f"{_SAMPLERS}trls_own_loop_takes_buckets_in_both_modes",
     ),
     Row(
-        "`streams.named_weights(model)`, `tensor_specs(model)`",
+        "`merged.named_weights(model)`, `tensor_specs(model)`",
         "what `send_weights` of a checkpoint engine of verl 0.9.1 and `load_weights` of vLLM take, "
         "and what vLLM's `update_weights` is told before; each against a stub",
         f"{_SAMPLERS}verls_checkpoint_engine_takes_the_stream",
@@ -399,7 +399,7 @@ SAMPLERS = (
         f"{_SAMPLERS}an_evaluation_process_follows_versions_in_a_folder",
     ),
     Row(
-        "`receivers.load_bucket(other, bucket)`",
+        "`load_bucket(other, bucket)`",
         "a wrapped module of any world size is the receiver; whole parameters",
         f"{_SAMPLERS}another_wrapped_module_of_any_world_size_is_a_receiver",
     ),

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from gemini import strangers
+from gemini.arguments import passes_on
 from gemini.checkpoint.format.manifest import FormatError
 from gemini.checkpoint.ranks import Ranks
 from gemini.checkpoint.untrusted.lazy_tensors import INDEX, TORCH_INDEX, LazyTensors
 from gemini.comm.connect import everyone, is_pipeline
 from gemini.ddp import GeminiDDP
-from gemini.options import ModuleOptions, takes_options_of
+from gemini.options import ModuleOptions
 from gemini.placement.policy import AutoPlacement
 from gemini.plan.models import config_fields, model_class_of
 from gemini.plan.quantised import stacked_experts
@@ -50,7 +51,7 @@ _LEFT = ("*.bin", "*.pth", "*.gguf")  # on the hub: nobody here reads them
 _WEIGHTS = ("*.safetensors", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot")
 
 
-@takes_options_of(GeminiDDP)
+@passes_on(GeminiDDP)
 def load_pretrained(
     folder_or_index: str | os.PathLike[str],
     model_class: type[nn.Module] | None = None,

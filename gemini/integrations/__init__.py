@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gemini.integrations.booster.booster import Booster as Booster
+    from gemini.integrations.booster import Booster as Booster
     from gemini.integrations.plugins.fsdp import TorchFSDPPlugin as TorchFSDPPlugin
     from gemini.integrations.plugins.gemini_plugins import GeminiPlugin as GeminiPlugin
     from gemini.integrations.plugins.gemini_plugins import LowLevelZeroPlugin as LowLevelZeroPlugin
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gemini.mesh.head_loss import chunk_loss as chunk_loss
 
 _HOME = {
-    "Booster": "gemini.integrations.booster.booster",
+    "Booster": "gemini.integrations.booster",
     "GeminiPlugin": "gemini.integrations.plugins.gemini_plugins",
     "HybridParallelPlugin": "gemini.integrations.plugins.hybrid",
     "LowLevelZeroPlugin": "gemini.integrations.plugins.gemini_plugins",

@@ -12,15 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gemini import GeminiDDP, LossScale, load_checkpoint, save_checkpoint
 from gemini.accumulation.chain import refuse
-from gemini.arguments import passes_on
-from gemini.checkpoint.load import load_checkpoint
+from gemini.api import TieredOptimizer, as_precision, passes_on
 from gemini.checkpoint.pretrained import check_readable, write_weights
-from gemini.checkpoint.save import save_checkpoint
-from gemini.ddp import GeminiDDP
-from gemini.optim.base import TieredOptimizer
-from gemini.optim.rules.loss_scale import LossScale
-from gemini.runtime.wrap.precision import as_precision
 
 from .parts import PRECISIONS
 from .torch_optimizers import convert

@@ -12,20 +12,10 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from gemini.migrate.colossal import ROOT, names
-
-
-def write_finder(folder: Path) -> None:
-    """Write a `colossalai.py` that is these modules, for processes that have `folder` on their
-    path: ranks, and what they spawn.
-    """
-    folder.mkdir()
-    text = f"from {__name__} import put_up\n\nput_up()\n"
-    (folder / f"{ROOT}.py").write_text(text, encoding="utf-8")
 
 
 def put_up() -> None:

@@ -8,15 +8,14 @@ the number of backwards before a step.
 from __future__ import annotations
 
 import os
-import runpy
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemini import strangers
-from gemini.comm.connect import rank, world_size
+from gemini.api import rank, world_size
 from gemini.integrations.options import SCALE_NAMES
+from gemini.migrate.colossal import config_in
 from gemini.parallel.sizes import BLOCKS, LAYOUTS
 
 if TYPE_CHECKING:  # what is launched need not import plugins
@@ -115,15 +114,8 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
     """
     if isinstance(config, Mapping):
         return Config(config)
-    path = Path(config)
-    if path.suffix == ".py":
-        found = runpy.run_path(str(path))
-    elif path.suffix in (".yml", ".yaml"):
-        found = strangers.read_yaml(path)
-    else:
-        raise ValueError(f"config={str(path)!r}; expected a .py, .yml or .yaml file, or a dict")
     return Config(
-        (name, value) for name, value in found.items()
+        (name, value) for name, value in config_in(Path(config)).items()
         if not name.startswith("_") and not callable(value) and type(value).__name__ != "module"
     )  # fmt: skip
 

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from gemini.comm.connect import rank, world_size
-from gemini.comm.leaving import rest_at_exit
+from gemini.api import rank, rest_at_exit, world_size
 from gemini.integrations.config import global_context, read_config
 from gemini.integrations.parts import seed_all
 

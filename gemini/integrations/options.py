@@ -14,7 +14,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from gemini.optim.rules.loss_scale import LossScale
+from gemini import LossScale
 
 from .parts import accept
 

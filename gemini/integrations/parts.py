@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from gemini.comm.connect import rank, world_size
-from gemini.dtypes import DTYPES
-from gemini.optim.rules.state_layout import MASTER
-from gemini.runtime.wrap.precision import DTYPE_OF
+from gemini.api import as_precision, rank, world_size
 
 log = logging.getLogger("gemini")
 said_already: set[str] = set()
-PRECISIONS = {DTYPES[name]: precision for precision, name in DTYPE_OF.items()}  # the engine's names
+# the engine's names of the dtypes that modules compute in
+PRECISIONS = {
+    dtype: as_precision(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)
+}
 
 
 def accept(options: Mapping[str, str]) -> None:
@@ -34,18 +34,9 @@ def accept(options: Mapping[str, str]) -> None:
 def precision_of(option: str, dtype: torch.dtype) -> str:
     """Engine's name of the dtype that `option` was given. Raises ValueError for other dtypes."""
     if dtype not in PRECISIONS:
-        known = ", ".join(f"torch.{name}" for name in DTYPE_OF.values())
+        known = ", ".join(map(str, PRECISIONS))
         raise ValueError(f"{option}={dtype!r}; expected None, {known}")
     return PRECISIONS[dtype]
-
-
-def this_device(asked: torch.device | str | None = None) -> torch.device:
-    """Device of this process: `asked`, or else its CUDA device, or else the CPU."""
-    if asked is not None:
-        return torch.device(asked)
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def inner_of(model: nn.Module) -> nn.Module:
@@ -53,24 +44,6 @@ def inner_of(model: nn.Module) -> nn.Module:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model.module  # type: ignore[no-any-return]
     return model
-
-
-def without_masters(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {plane: value for plane, value in planes.items() if plane != MASTER}
-        for name, planes in state.items()
-    }
-
-
-def by_position(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Convert an optimizer's state from names to positions, as in torch's optimizers."""
-    position = {name: i for i, name in enumerate(names)}
-    planes = {position[name]: found for name, found in without_masters(state["state"]).items()}
-    groups = [
-        {**group, "params": [position[name] for name in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    return {"state": planes, "param_groups": groups}
 
 
 def dataloader(

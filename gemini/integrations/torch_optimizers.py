@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from gemini.api import TieredOptimizer
 from gemini.optim import (
     HybridAdadelta,
     HybridAdafactor,
@@ -21,8 +22,6 @@ from gemini.optim import (
     HybridRMSprop,
     HybridSGD,
 )
-from gemini.optim.base import TieredOptimizer
-from gemini.optim.elementwise import ElementwiseOptimizer
 
 T = TypeVar("T", bound=TieredOptimizer)
 Group = Mapping[str, Any]
@@ -186,8 +185,8 @@ def _sgd(group: Group) -> dict[str, Any]:
     return found
 
 
-def _alike(ours: type[ElementwiseOptimizer], **without: Any) -> _Kind:
-    """Kind whose options are all those of `ours`, by the same names."""
+def _alike(ours: Any, **without: Any) -> _Kind:
+    """Kind whose options are all those of the rule of `ours`, by the same names."""
     return _named(ours, *ours.rule.options, **without)
 
 

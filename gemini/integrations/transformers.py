@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gemini import GeminiDDP, Metrics, load_checkpoint, save_checkpoint
 from gemini.accumulation.windows import AccumulationWindow, check_order
-from gemini.arguments import check_arguments, nearest, with_options_of
+from gemini.api import check_passed_on
+from gemini.checkpoint.adapters import is_adapted, load_adapter, write_adapter
 from gemini.checkpoint.export import import_safetensors
-from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.ranks import Ranks
-from gemini.checkpoint.save import save_checkpoint
-from gemini.ddp import GeminiDDP
-from gemini.metrics import Metrics
 from gemini.optim import HybridAdafactor, HybridAdam, HybridLion, HybridScheduleFreeAdamW
-from gemini.placement.orders import LAYERS
-from gemini.plan.words import OPTIMIZERS
+from gemini.plan.words import OPTIMIZERS, check_optim
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -35,8 +32,6 @@ except ImportError as error:
     ) from error
 
 from gemini.checkpoint.pretrained import check_readable, write_weights
-
-from .adapters import is_adapted, load_adapter, write_adapter
 
 log = logging.getLogger("gemini")
 
@@ -87,8 +82,9 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
     ) -> None:
         check_order(accumulate_order)
         self._asked, self._order = (gemini, adam), accumulate_order
-        taken = with_options_of(super().__init__, GeminiTrainerMixin.__init__)
-        check_arguments(type(self).__name__, taken, (), [*kwargs])
+        check_passed_on(
+            type(self).__name__, super().__init__, GeminiTrainerMixin.__init__, [*kwargs]
+        )
         wrapped = model if isinstance(model, GeminiDDP) else None
         super().__init__(model if wrapped is None else wrapped.module, *args, **kwargs)
         if wrapped is not None:
@@ -164,7 +160,7 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a micro-batch, or with the last one all, by `accumulate_order`. Returns the loss of
         those that ran."""
-        if self._order != LAYERS or self.args.gradient_accumulation_steps == 1:
+        if self._order != "layers" or self.args.gradient_accumulation_steps == 1:
             own: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
             return own
         if self._window is None:
@@ -264,17 +260,6 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._metrics.close()
-
-
-def check_optim(name: str, given: str = "args.optim") -> None:
-    """Raise ValueError for an `args.optim` that has no sharded form."""
-    if name not in OPTIMIZERS:
-        near = nearest(name, OPTIMIZERS)
-        meant = f"did you mean {near}? " if near else ""
-        raise ValueError(
-            f"{given}={name!r} has no form whose state is sharded; {meant}expected one of "
-            f"{', '.join(OPTIMIZERS)}, or in your own script optimizers=(...)"
-        )
 
 
 def _other(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

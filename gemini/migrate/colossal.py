@@ -1,4 +1,5 @@
-"""Command `python -m gemini from-colossal`: scripts of Colossal-AI's, with the names from here.
+"""Command `python -m gemini from-colossal`: scripts of Colossal-AI's, with the names from here;
+and its configurations.
 
 Pure. What has which name is in colossal.toml.
 """
@@ -8,13 +9,16 @@ from __future__ import annotations
 import ast
 import difflib
 import re
+import runpy
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from gemini import strangers
 from gemini.arguments import Parser, nearest
 
 ROOT = "colossalai"
@@ -46,6 +50,18 @@ class Names:
         return f"{name} is no name of the documents; " + (
             f"did you mean {at}?" if at else "docs/from-colossal.md lists those"
         )
+
+
+def config_in(path: Path) -> dict[str, Any]:
+    """Names and values of a configuration in a trusted file: a `.py` file is run.
+
+    Raises ValueError for a file of another kind.
+    """
+    if path.suffix == ".py":
+        return runpy.run_path(str(path))
+    if path.suffix in (".yml", ".yaml"):
+        return strangers.read_yaml(path)
+    raise ValueError(f"config={str(path)!r}; expected a .py, .yml or .yaml file, or a dict")
 
 
 @cache

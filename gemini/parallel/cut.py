@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gemini.chunk.layout import distinct
+from gemini.runtime.pipeline.together import together_of
 
 PARTS = (
     "nn.Sequential, a model of transformers with embed_tokens, layers and norm, or its GPT-2, "
@@ -353,6 +356,34 @@ def copies_of(
             param = copied
         found.append(param)
     return found
+
+
+@contextmanager
+def copies_tied(
+    tied: Sequence[tuple[tuple[str, ...], Sequence[int]]],
+    stages: Sequence[nn.Module],
+    places: Sequence[Sequence[int]],
+    mesh: DeviceMesh,
+    optimizer: torch.optim.Optimizer | None,
+) -> Iterator[None]:
+    """Context in which this rank's stages are wrapped, with one gradient for all copies of a weight
+    that stages share. Collective.
+
+    tied: as `shared_by` returns it. places: stages of each place of the pipeline.
+    """
+    mine = places[mesh.get_local_rank("pp")]
+    place_of = {stage: place for place, theirs in enumerate(places) for stage in theirs}
+    # noted before wrapping, which makes chunks of them; their groups in one order on all ranks
+    ties = together_of(mesh).ties
+    for names, theirs in tied:
+        copies = copies_of(names, [stages[i] for i in mine if i in theirs], optimizer)
+        if copies:
+            ties.add(copies, names, [*dict.fromkeys(place_of[stage] for stage in theirs)])
+    try:
+        yield
+    finally:
+        # also after an error: copies that were not wrapped are of no later model
+        ties.forget()
 
 
 def _check_parts(model: nn.Module, parts: Sequence[nn.Module]) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from gemini.chunk.local import is_dtensor, local_of
+from gemini.comm.connect import announce
 from gemini.mesh.head_loss import in_multiples
 
 
@@ -38,6 +39,18 @@ def put_in_place(
     """Replace parameters in an optimizer's groups; `instead` is by the id of the old one."""
     for group in () if optimizer is None else optimizer.param_groups:
         group["params"] = [instead.get(id(param), param) for param in group["params"]]
+
+
+@torch.no_grad()
+def take_first_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Give all ranks of a group the first rank's parameters and buffers. Collective.
+
+    Raises SequenceError on all of them for models that are unlike.
+    """
+    tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    announce(group, "boost()", tensors)
+    for _, tensor in tensors:
+        dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
 class FusedColwise(ParallelStyle):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gemini.arguments import nearest
 from gemini.placement.orders import OrderPrices
 from gemini.placement.planner import PlanResult
 from gemini.placement.sizes import UNLIMITED, BudgetError
@@ -31,6 +32,17 @@ OPTIMIZERS = {
     "paged_adamw_8bit": ("adamw", "8bit"), "adamw_torch_8bit": ("adamw", "8bit"),
 }  # fmt: skip
 _WHERE = {Tier.DEVICE: "device", Tier.HOST: "RAM", Tier.NVME: "disk"}
+
+
+def check_optim(name: str) -> None:
+    """Raise ValueError for an `args.optim` of Trainer that has no sharded form."""
+    if name not in OPTIMIZERS:
+        near = nearest(name, OPTIMIZERS)
+        meant = f"did you mean {near}? " if near else ""
+        raise ValueError(
+            f"args.optim={name!r} has no form whose state is sharded; {meant}expected one of "
+            f"{', '.join(OPTIMIZERS)}, or in your own script optimizers=(...)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ import torch
 
 from gemini.arguments import Parser
 from gemini.comm.connect import everyone
-from gemini.integrations.auto.machines import cluster_of
-from gemini.integrations.auto.shapes import shape_of
 from gemini.layouts.layout import GlobalBatch
+from gemini.layouts.machines import cluster_of
+from gemini.layouts.models import shape_of
 from gemini.layouts.search import search
 from gemini.nvme import NvmeError
 from gemini.optim.rules.state_layout import KINDS

@@ -24,7 +24,6 @@ CALLED = ("ddp", "ema", "metrics", "integrations.booster", "integrations.acceler
           "integrations.classic", "integrations.launch", "integrations.plugins.plugin")  # fmt: skip
 DOORS = (
     "accelerate",
-    "adapters",
     "classic",
     "launch",
     "lightning",

@@ -72,7 +72,9 @@ OTHER_ROOMS = (
     *(
         "gemini/decoding",
         "gemini/layouts",
+        "gemini/launcher",  # starts ranks
         "gemini/embedding",  # steps of its own, in which no block takes part
+        "gemini/samplers",
         "gemini/serving",
         "gemini/train",
         "gemini/transfer",

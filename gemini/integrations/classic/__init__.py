@@ -1,11 +1,11 @@
 """Names of Colossal-AI: wrappers by ZeRO stage, ShardedModelV2, bucketers, handlers, tools."""
 
-from gemini.optim.adam import CPUAdam as CPUAdam
-from gemini.optim.adam import FusedAdam as FusedAdam
-from gemini.optim.adam import HybridAdam as HybridAdam
-from gemini.optim.lamb import HybridLamb
-from gemini.optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
-from gemini.optimizer import GeminiOptimizer as GeminiOptimizer
+from gemini import CPUAdam as CPUAdam
+from gemini import FusedAdam as FusedAdam
+from gemini import GeminiAdamOptimizer as GeminiAdamOptimizer
+from gemini import GeminiOptimizer as GeminiOptimizer
+from gemini import HybridAdam as HybridAdam
+from gemini.optim import HybridLamb
 
 from . import hooks as hooks
 from . import layers as layers

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from gemini import init_empty
+from gemini.api import fill_empty
 from gemini.integrations.parts import accept
-from gemini.runtime.wrap.materialise import Materialiser, init_empty
 
 from .tensors import ProcessGroup, ReplicaSpec, ShardSpec, let_be_told
 
@@ -153,17 +154,8 @@ class LazyInitContext:
         verbose: print how many elements were made. Tied parameters stay tied. Raises ValueError
         for a module that cannot be initialised: its own classes say how.
         """
-        maker = Materialiser(module)
-        maker.check()
-        made: dict[int, nn.Parameter] = {}
-        for inner in module.modules():
-            for name, param in inner.named_parameters(recurse=False):
-                if param.is_meta and id(param) not in made:
-                    made[id(param)] = nn.Parameter(maker.take(param), param.requires_grad)
-                if param.is_meta:
-                    inner._parameters[name] = made[id(param)]
-        maker.fill_buffers()
+        made = fill_empty(module)
         if verbose:
-            numel = sum(param.numel() for param in made.values())
+            numel = sum(param.numel() for param in made)
             sys.stdout.write(f"{numel:,} elements of {len(made)} parameters were made\n")
         return module

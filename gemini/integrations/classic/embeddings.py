@@ -10,9 +10,9 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from gemini.arguments import passes_on
-from gemini.embedding.modules import CachedEmbedding as _CachedEmbedding
-from gemini.embedding.modules import CachedEmbeddingBag as _CachedEmbeddingBag
+from gemini import CachedEmbedding as _CachedEmbedding
+from gemini import CachedEmbeddingBag as _CachedEmbeddingBag
+from gemini.api import passes_on
 
 
 def _cache_rows(num_embeddings: int, cache_ratio: float) -> int:

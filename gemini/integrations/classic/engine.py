@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemini.integrations.booster.booster import Booster
+from gemini.integrations.booster import Booster
 from gemini.integrations.config import AMP_TYPE, global_context, plugin_of
 from gemini.integrations.plugins.precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from gemini.parallel.pipelined import Pipelined

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gemini.ddp import GeminiDDP
-from gemini.optim.base import TieredOptimizer
-from gemini.runtime.gradients.by_name import ChangeGradient
+from gemini import GeminiDDP
+from gemini.api import TieredOptimizer
 
 Class = TypeVar("Class", bound=type)
 
@@ -36,7 +36,7 @@ class BaseGradientHandler:
         """Change gradients; called on every rank before a step, after all backwards."""
         raise NotImplementedError
 
-    def map_gradients(self, change: ChangeGradient) -> None:
+    def map_gradients(self, change: Callable[[str, Tensor], Tensor | None]) -> None:
         """Change every gradient; see `GeminiDDP.map_gradients`."""
         self._model.map_gradients(change)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini.comm.connect import rank
+from gemini.api import rank
 
 if TYPE_CHECKING:
     from .trainer import Trainer

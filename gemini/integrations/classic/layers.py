@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.arguments import passes_on
+from gemini.api import passes_on, this_device
 from gemini.integrations.config import global_context, plugin_of
-from gemini.integrations.parts import this_device
 from gemini.parallel.plans import split_layer
 from gemini.parallel.sizes import LAYOUTS
 

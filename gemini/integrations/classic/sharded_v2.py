@@ -12,18 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from gemini.chunk.layout import saved_params
-from gemini.chunk.storage import params_in
-from gemini.ddp import GeminiDDP
+from gemini import GeminiDDP, LossScale, StaticPlacement
+from gemini.api import TieredOptimizer, full_parameters, takes_fields
 from gemini.integrations.options import ZERO_SCALE, check_options, documented, option
 from gemini.integrations.torch_optimizers import convert
-from gemini.optim.base import TieredOptimizer
-from gemini.optim.rules.loss_scale import LossScale
-from gemini.options import takes_fields
-from gemini.placement.policy import StaticPlacement
-from gemini.runtime.inspect.full_parameters import full_parameters
-from gemini.runtime.inspect.weights import full_chunk
 
 _FP16_BYTES = 2
 
@@ -109,31 +103,26 @@ def ShardedOptimizerV2(
 
 @torch.no_grad()
 def col_model_deepcopy(sharded_model: GeminiDDP, other_model: nn.Module) -> None:
-    """Copy fp32 masters and buffers into a plain module of the same names, on every rank.
+    """Copy fp32 masters, in the dtypes before wrapping, and buffers into a plain module of the same
+    names, on every rank.
 
     Whole parameters are gathered a chunk at a time. All ranks call.
     Raises ValueError, before anything is changed, for a module with other names or shapes.
     """
     engine = sharded_model.engine
-    there = {name: param for param, names in saved_params(other_model) for name in names}
-    for spec in engine.layout.params:
+    there: dict[str, Any] = get_model_state_dict(
+        other_model
+    )  # by the names that are saved, and no copies
+    for spec, param in zip(engine.layout.params, engine.params, strict=True):
         for name in spec.names:
-            if name not in there or tuple(there[name].shape) != spec.shape:
+            if name not in there or there[name].shape != param.shape:
                 raise ValueError(
-                    f"other_model has no {name} of shape {spec.shape}; expected a module like the "
-                    "one that was sharded"
+                    f"other_model has no {name} of shape {tuple(param.shape)}; expected a module "
+                    "like the one that was sharded"
                 )
     engine.call("col_model_deepcopy()")
-    # values that the loop wrote into gathered parameters reach the masters before these are read
-    engine.write_back_changes()
-    for chunk in engine.chunks:
-        values = full_chunk(engine, chunk)
-        for param, value in params_in(engine.layout, chunk.spec, values):
-            spec = engine.layout.params[param]
-            there[spec.name].copy_(value)
-            for alias in spec.aliases:
-                if there[alias] is not there[spec.name]:
-                    there[alias].copy_(there[spec.name])
+    for name, value in full_parameters(engine, everywhere=True):
+        there[name].copy_(value)
     for name, buffer in sharded_model.module.named_buffers():
         other_model.get_buffer(name).copy_(buffer)
 
@@ -162,11 +151,11 @@ def static_copy(model: GeminiDDP, *, everywhere: bool) -> nn.Module | None:
                     foreign = ((key, hook) for key, hook in hooks.items() if key not in ours)
                     memo[id(hooks)] = OrderedDict(foreign)
         plain = copy.deepcopy(model.module, memo)
+    there: dict[str, Any] = {} if plain is None else get_model_state_dict(plain)
+    for name, value in full_parameters(engine, everywhere=everywhere):
+        there[name].copy_(value)
     if everywhere:
         assert plain is not None
-        col_model_deepcopy(model, plain)
-        return plain
-    for name, value in full_parameters(engine):  # nothing on the other ranks
-        assert plain is not None
-        plain.get_parameter(name).copy_(value)
+        for name, buffer in model.module.named_buffers():
+            plain.get_buffer(name).copy_(buffer)
     return plain

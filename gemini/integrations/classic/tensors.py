@@ -18,13 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from gemini.chunk.local import is_dtensor, local_of
-from gemini.comm.connect import rank, world_size
-from gemini.integrations.parts import this_device
+from gemini.api import fill_empty, rank, this_device, world_size
 from gemini.parallel.plans import TensorParallel, split
 from gemini.parallel.sizes import MeshSizes
 from gemini.parallel.styles import output_dim
-from gemini.runtime.wrap.materialise import Materialiser
 
 
 class ProcessGroup:
@@ -147,7 +144,8 @@ class ColoTensor:
 
     @property
     def data(self) -> Tensor:
-        return local_of(self.dtensor.detach())
+        found = self.dtensor.detach()
+        return found.to_local() if isinstance(found, DTensor) else found
 
     @property
     def shape(self) -> torch.Size:
@@ -166,9 +164,8 @@ class ColoTensor:
         """Cut the tensor anew; a backward does the reverse. Collective. Raises ValueError."""
         if isinstance(spec, ShardSpec):
             spec.check(self._spec.pg)
-        dtensor: Any = self.dtensor
-        if is_dtensor(dtensor):
-            self.dtensor = dtensor.redistribute(placements=[spec.placement])
+        if isinstance(self.dtensor, DTensor):
+            self.dtensor = self.dtensor.redistribute(placements=[spec.placement])
         self._spec = ColoTensorSpec(self._spec.pg, spec, self._spec.compute_attr)
 
 
@@ -216,7 +213,7 @@ def split_as_told(module: nn.Module) -> DeviceMesh | None:
     plan, group = _plan(module)
     if group is None or group.mesh is None or not plan:
         return None
-    _fill(module)
+    fill_empty(module)
     split(module, None, group.mesh["tp"], TensorParallel(plan))
     return group.mesh
 
@@ -262,15 +259,3 @@ def _plan(module: nn.Module) -> tuple[Mapping[str, str], ProcessGroup | None]:
 
 def _spec_of(param: nn.Parameter) -> Spec | None:
     return getattr(param, "dist_spec", None)
-
-
-def _fill(module: nn.Module) -> None:
-    """Replace parameters on the meta device by new ones with values; ties stay."""
-    make = Materialiser(module)
-    make.check()
-    empty = [param for param in module.parameters() if param.is_meta]
-    made = {id(param): nn.Parameter(make.take(param), param.requires_grad) for param in empty}
-    for layer in module.modules():
-        for name, param in list(layer.named_parameters(recurse=False)):
-            setattr(layer, name, made.get(id(param), param))
-    make.fill_buffers()

@@ -15,8 +15,7 @@ import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
-from gemini.arguments import passes_on
-from gemini.comm.connect import rank
+from gemini.api import passes_on, rank
 from gemini.integrations.config import ParallelMode, global_context
 from gemini.integrations.parts import dataloader
 

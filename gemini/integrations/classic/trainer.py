@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from gemini.comm.connect import rank
+from gemini.api import rank
 
 from .engine import LoopEngine
 from .hooks import BaseHook

@@ -14,12 +14,17 @@ import torch
 from torch import nn
 
 import gemini
-from gemini import ddp
-from gemini.checkpoint.load import load_checkpoint as load
-from gemini.checkpoint.save import save_checkpoint as save
-from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configuration
-from gemini.integrations.auto.machines import cluster_here
-from gemini.integrations.booster.booster import Booster
+from gemini import ChunkSearch, HybridSGD, LossScale, StaticPlacement
+from gemini.api import (
+    ChunkConfiguration,
+    Placement,
+    TieredOptimizer,
+    as_precision,
+    passes_on,
+    takes_fields,
+    this_device,
+)
+from gemini.integrations.booster import Booster
 from gemini.integrations.options import (
     OPTIMIZER_SCALE,
     SCALE,
@@ -28,7 +33,7 @@ from gemini.integrations.options import (
     check_options,
     option,
 )
-from gemini.integrations.parts import accept, this_device
+from gemini.integrations.parts import accept
 from gemini.integrations.plugins.engine_plugin import (
     Ignored,
     parse_named,
@@ -36,14 +41,7 @@ from gemini.integrations.plugins.engine_plugin import (
     print_skips,
 )
 from gemini.integrations.torch_optimizers import convert
-from gemini.optim.base import TieredOptimizer
-from gemini.optim.rules.loss_scale import LossScale
-from gemini.optim.sgd import HybridSGD
-from gemini.options import takes_fields, takes_options_of
-from gemini.placement.policy import Placement, StaticPlacement
-from gemini.runtime.wrap.keep_fp32 import find_fp32_modules, param_dtypes
-from gemini.runtime.wrap.precision import DTYPE_OF, as_precision
-from gemini.runtime.wrap.specs import collect_params
+from gemini.layouts.machines import cluster_here
 
 from .sharded_v2 import static_copy
 from .tensors import split_as_told
@@ -72,7 +70,7 @@ def FusedSGD(
     )  # fmt: skip
 
 
-@takes_options_of(ddp.GeminiDDP)
+@passes_on(gemini.GeminiDDP)
 def GeminiDDP(
     module: nn.Module,
     device: torch.device | str | int | None = None,
@@ -89,7 +87,7 @@ def GeminiDDP(
     min_chunk_size_mb: float | None = None,
     precision: str = "fp16",
     **options: Any,
-) -> ddp.GeminiDDP:
+) -> gemini.GeminiDDP:
     """Wrap a module in `gemini.GeminiDDP` by its old options.
 
     Options with `_mb` are in 2**20 elements, as those with `_m`. A module whose parameters have a
@@ -109,7 +107,7 @@ def GeminiDDP(
     mesh = split_as_told(module)
     if mesh is not None:
         options["mesh"] = mesh
-    return ddp.GeminiDDP(
+    return gemini.GeminiDDP(
         module, device, policy, precision=precision,
         search_range_m=search_range_m if search_range_mb is None else search_range_mb,
         hidden_dim=hidden_dim,
@@ -123,7 +121,7 @@ def zero_model_wrapper(
     zero_stage: int = 1,
     gemini_config: Mapping[str, Any] | None = None,
     verbose: bool = False,
-) -> ddp.GeminiDDP:
+) -> gemini.GeminiDDP:
     """Shard a module by ZeRO-1, 2 or 3.
 
     gemini_config: options of the `GeminiDDP` of this module, for stage 3.
@@ -141,14 +139,14 @@ def zero_model_wrapper(
         wrapped = GeminiDDP(model, **(gemini_config or {}))
     else:
         policy = StaticPlacement.zero(zero_stage)
-        wrapped = ddp.GeminiDDP(model, placement_policy=policy, precision="fp16")
+        wrapped = gemini.GeminiDDP(model, placement_policy=policy, precision="fp16")
     if verbose:
         print_search(wrapped)
     return wrapped
 
 
 def zero_optim_wrapper(
-    model: ddp.GeminiDDP,
+    model: gemini.GeminiDDP,
     optimizer: torch.optim.Optimizer,
     initial_scale: float = SCALE.initial_scale,
     growth_factor: float = SCALE.growth_factor,
@@ -213,7 +211,7 @@ def LowLevelZeroOptimizer(
     optimizer: torch.optim.Optimizer,
     options: _OptimizerOptions,
     *,
-    module: ddp.GeminiDDP | None = None,
+    module: gemini.GeminiDDP | None = None,
 ) -> torch.optim.Optimizer:
     """Bind an optimizer to a module that ZeRO-1 or 2 has wrapped, with a loss scale.
 
@@ -235,7 +233,7 @@ def LowLevelZeroOptimizer(
 
 
 def _configured(
-    model: ddp.GeminiDDP,
+    model: gemini.GeminiDDP,
     optimizer: torch.optim.Optimizer,
     scale: LossScale,
     max_norm: float,
@@ -244,7 +242,7 @@ def _configured(
     *,
     verbose: bool,
 ) -> torch.optim.Optimizer:
-    if not isinstance(model, ddp.GeminiDDP):
+    if not isinstance(model, gemini.GeminiDDP):
         raise ValueError(
             f"model is a {type(model).__name__}; expected what zero_model_wrapper returned"
         )
@@ -275,7 +273,7 @@ class ChunkManager:
 
         `n_grids` has no effect: candidates are lengths that fit.
         """
-        found = search_chunk_configuration(
+        found = gemini.search_chunk_configuration(
             model, search_range / 2**20, None, min_chunk_size / 2**20, dtype="float16"
         )
         return max(found.capacities.values())
@@ -295,11 +293,8 @@ def init_chunk_manager(
     Raises ValueError for an unknown precision.
     """
     precision = as_precision(precision)
-    dtype = DTYPE_OF[precision]
-    dtypes = param_dtypes(model, find_fp32_modules(model, None, cast_buffers=False), dtype)
-    specs = collect_params(model, dtypes).specs
-    found = search_chunk_configuration(specs, search_range_mb, hidden_dim, min_chunk_size_mb)
-    return ChunkManager(found, init_device, precision)
+    search = ChunkSearch(search_range_mb, hidden_dim, min_chunk_size_mb)
+    return ChunkManager(search.of(model, precision), init_device, precision)
 
 
 @dataclass(frozen=True)
@@ -323,7 +318,7 @@ def ZeroDDP(
     pin_memory: bool = False,
     force_outputs_fp32: bool = False,
     strict_ddp_mode: bool = False,
-) -> ddp.GeminiDDP:
+) -> gemini.GeminiDDP:
     """Wrap a module in `GeminiDDP` with chunks that were searched before."""
     manager = gemini_manager.chunk_manager
     return GeminiDDP(
@@ -333,7 +328,7 @@ def ZeroDDP(
 
 
 def get_static_torch_model(
-    zero_ddp_model: ddp.GeminiDDP,
+    zero_ddp_model: gemini.GeminiDDP,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     only_rank_0: bool = True,
@@ -343,7 +338,7 @@ def get_static_torch_model(
     only_rank_0: other ranks get None, and make no copy. All ranks call.
     Raises ValueError for a module that is not wrapped.
     """
-    if not isinstance(zero_ddp_model, ddp.GeminiDDP):
+    if not isinstance(zero_ddp_model, gemini.GeminiDDP):
         raise ValueError(
             f"zero_ddp_model is a {type(zero_ddp_model).__name__}; expected a GeminiDDP: "
             "copy.deepcopy copies a plain module"
@@ -360,7 +355,7 @@ def save_checkpoint(
     lr_scheduler: Any = None,
 ) -> None:
     """Save by `gemini.save_checkpoint` with an epoch; `file` is a folder here. All ranks call."""
-    save(file, model, optimizer, lr_scheduler, extra={"epoch": epoch})
+    gemini.save_checkpoint(file, model, optimizer, lr_scheduler, extra={"epoch": epoch})
 
 
 def load_checkpoint(
@@ -374,7 +369,7 @@ def load_checkpoint(
 
     Returns the epoch that was saved, -1 if there is none.
     """
-    extra = load(file, model, optimizer, lr_scheduler, strict=strict)
+    extra = gemini.load_checkpoint(file, model, optimizer, lr_scheduler, strict=strict)
     return int(extra.get("epoch", -1)) if isinstance(extra, dict) else -1
 
 

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.checkpoint.load import load_checkpoint
-from gemini.checkpoint.save import save_checkpoint
+from gemini import GeminiDDP, load_checkpoint, save_checkpoint
+from gemini.api import TieredOptimizer
 from gemini.checkpoint.untrusted.torch_files import safe_load
-from gemini.ddp import GeminiDDP
-from gemini.integrations.parts import by_position
-from gemini.optim.base import TieredOptimizer
+from gemini.checkpoint.whole_files import by_position
 
 from .shared import inner
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import Precision
 
+from gemini import LossScale, StaticPlacement
+from gemini.api import Placement, takes_fields
 from gemini.integrations.options import SCALE
-from gemini.optim.rules.loss_scale import LossScale
-from gemini.options import takes_fields
-from gemini.placement.policy import Placement, StaticPlacement
 
 from .trainer import GeminiStrategy
 

@@ -19,11 +19,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
-from gemini.ddp import GeminiDDP
+from gemini import GeminiDDP, init_empty
+from gemini.api import Placement, TieredOptimizer
 from gemini.integrations.torch_optimizers import convert
-from gemini.optim.base import TieredOptimizer
-from gemini.placement.policy import Placement
-from gemini.runtime.wrap.materialise import init_empty
 
 from .checkpoint import decoded, full_optimizer_state, full_weights, load_folder, pop, save_folder
 from .shared import Asked, GeminiFabricPrecision, StepCasts, inner, precision_of

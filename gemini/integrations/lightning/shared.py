@@ -12,15 +12,17 @@ from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
-from gemini.arguments import nearest
-from gemini.ddp import GeminiDDP
-from gemini.dtypes import DTYPES
+from gemini import GeminiDDP, LossScale
+from gemini.api import (
+    Placement,
+    TieredOptimizer,
+    as_precision,
+    map_tensors,
+    nearest,
+    parse_placement,
+)
 from gemini.integrations.options import TORCH_SCALE
-from gemini.optim.base import TieredOptimizer
-from gemini.optim.rules.loss_scale import LossScale
-from gemini.placement.policy import Placement, parse_placement
-from gemini.runtime.wrap.precision import DTYPE_OF, as_precision
-from gemini.trees import map_tensors
+from gemini.integrations.parts import PRECISIONS as ENGINES
 
 # Lightning's name -> the engine's. Masters are fp32, so "true" and "mixed" bf16 are the same here
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
@@ -199,7 +201,7 @@ class StepCasts:
     """
 
     def __init__(self, module: nn.Module, precision: str, *, raises: bool) -> None:
-        self._dtype = DTYPES[DTYPE_OF[precision]]
+        self._dtype = next(dtype for dtype, name in ENGINES.items() if name == precision)
         self._handles: list[Any] = []
         if precision == "fp32":
             return

@@ -18,13 +18,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
+from gemini import GeminiDDP, Metrics, init_empty
+from gemini.api import Placement, TieredOptimizer
 from gemini.checkpoint.format.folder import LATEST
-from gemini.ddp import GeminiDDP
 from gemini.integrations.torch_optimizers import convert
-from gemini.metrics import Metrics
-from gemini.optim.base import TieredOptimizer
-from gemini.placement.policy import Placement
-from gemini.runtime.wrap.materialise import init_empty
 
 from .checkpoint import (
     Streamed,

@@ -12,13 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.comm.connect import rank
-from gemini.ddp import GeminiDDP
-from gemini.fused import fuse
+from gemini import GeminiDDP, LossScale, fuse
+from gemini.api import Placement, TieredOptimizer, parse_placement, rank
 from gemini.integrations.options import FP16, SCALE_NAMES, Case
 from gemini.integrations.torch_optimizers import TAKEN, convert
-from gemini.optim.base import TieredOptimizer
-from gemini.optim.rules.loss_scale import LossScale
 from gemini.parallel.experts import share_experts
 from gemini.parallel.plans import TensorParallel, split
 from gemini.parallel.shared_sequence import (
@@ -26,7 +23,6 @@ from gemini.parallel.shared_sequence import (
     SharedSequence,
     share_sequence,
 )
-from gemini.placement.policy import Placement, parse_placement
 
 from .float8 import in_float8
 from .plugin import Plugin, check_over

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -23,11 +23,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.distributed.fsdp.wrap import _Policy
 
-from gemini.arguments import by_name
-from gemini.comm.connect import announce
+from gemini.api import TieredOptimizer, by_name
 from gemini.integrations.options import option
-from gemini.optim.base import TieredOptimizer
-from gemini.parallel.styles import put_in_place
+from gemini.parallel.styles import put_in_place, take_first_ranks
 
 from .optimizers import boost_plain
 from .plugin import Plugin, check_over
@@ -134,7 +132,7 @@ class TorchFSDPPlugin(Plugin):
             model.to(device)
             # before sharding: each rank cuts its shard from its own values
             if self.sync_module_states:
-                _take_first_ranks(model, self.process_group)
+                take_first_ranks(model, self.process_group)
         # `fully_shard` makes new parameters; by their names the optimizer finds them afterwards
         before = dict(model.named_parameters(remove_duplicate=False))
         group = self.process_group or dist.group.WORLD
@@ -214,11 +212,3 @@ def _precision(mixed: MixedPrecision | None) -> MixedPrecisionPolicy:
         reduce_dtype=mixed.reduce_dtype,
         cast_forward_inputs=mixed.cast_root_forward_inputs,
     )
-
-
-@torch.no_grad()
-def _take_first_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
-    announce(group, "boost()", tensors)
-    for _, tensor in tensors:
-        dist.broadcast(tensor.detach(), group=group, group_src=0)

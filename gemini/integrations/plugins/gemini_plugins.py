@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.arguments import by_name
-from gemini.chunk.sizing.search import ChunkConfiguration
+from gemini import AutoPlacement, StaticPlacement
+from gemini.api import ChunkConfiguration, Placement, Trace, by_name
 from gemini.integrations.options import FP16, SCALE, ZERO_SCALE, Case, option, size
 from gemini.integrations.parts import precision_of
-from gemini.memtracer.trace import Trace
 from gemini.parallel.plans import TensorParallel
 from gemini.parallel.sizes import MeshSizes
-from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement
 
 from .engine_plugin import (
     SEQUENCE,

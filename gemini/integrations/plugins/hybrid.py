@@ -11,17 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.arguments import by_name
-from gemini.ddp import GeminiDDP
+from gemini import AutoPlacement, ConstPlacement, GeminiDDP, StaticPlacement
+from gemini.api import Placement, by_name
 from gemini.integrations.options import FP16, SCALE, Case, handed, option, size
 from gemini.integrations.parts import accept
-from gemini.parallel.cut import copies_of, shared_by, stages_of
+from gemini.parallel.cut import copies_tied, shared_by, stages_of
 from gemini.parallel.pipelined import STYLES, MicrobatchSchedule, Pipelined
 from gemini.parallel.plans import TensorParallel
 from gemini.parallel.shared_sequence import MODES, SequenceParallel
 from gemini.parallel.sizes import LAYOUTS, MeshSizes, dims_of
-from gemini.placement.policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
-from gemini.runtime.pipeline.together import together_of
 
 from .engine_plugin import (
     SEQUENCE,
@@ -381,18 +379,8 @@ def _wrap_stages(
     mine = places[mesh.get_local_rank("pp")]
     own = [stages[i] for i in mine]
     sequence = shared.share(model, optimizer, mesh, own)
-    place_of = {stage: place for place, theirs in enumerate(places) for stage in theirs}
-    # noted before wrapping, which makes chunks of them; their groups in one order on all ranks
-    ties = together_of(mesh).ties
-    for names, theirs in tied:
-        copies = copies_of(names, [stages[i] for i in mine if i in theirs], optimizer)
-        if copies:
-            ties.add(copies, names, [*dict.fromkeys(place_of[stage] for stage in theirs)])
-    try:
+    with copies_tied(tied, stages, places, mesh, optimizer):
         parts = [GeminiDDP(stage, mesh=mesh, **options) for stage in own]
-    finally:
-        # also after an error: copies that were not wrapped are of no later model
-        ties.forget()
     if optimizer is not None:
         here = {id(param) for part in parts for param in part.parameters()}
         for group in optimizer.param_groups:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from gemini import GeminiDDP
+from gemini.checkpoint.adapters import MARK
 from gemini.checkpoint.pretrained import check_readable
 from gemini.checkpoint.quantise import config_of, quantise
-from gemini.comm.connect import rank
-from gemini.ddp import GeminiDDP
-from gemini.integrations.parts import inner_of
-from gemini.runtime.inspect.full_parameters import full_parameters
-from gemini.saved_names import SavedNames, wrappers_aside
-
-_MARK = ".lora_"  # in the name of every parameter that peft adds
 
 
 def enable_lora(
@@ -73,43 +67,6 @@ def _config_of(given: Any) -> Any:
     return type(config)(**found, llm_int8_skip_modules=given.skip_modules)
 
 
-def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, use_safetensors: bool) -> None:
-    """Save adapters by peft's `save_pretrained`, on rank 0. Collective.
-
-    Raises ValueError for a module without LoRA layers.
-    """
-    inner: Any = model.module if isinstance(model, GeminiDDP) else inner_of(model)
-    if not hasattr(inner, "peft_config"):
-        raise ValueError(
-            f"a {type(inner).__name__} has no LoRA layers; expected a module that "
-            "booster.enable_lora returned, boosted"
-        )
-    values = _adapters(model)
-    if rank() == 0:
-        with wrappers_aside(inner):
-            inner.save_pretrained(folder, safe_serialization=use_safetensors, state_dict=values)
-
-
-def _adapters(model: nn.Module) -> Mapping[str, Tensor]:
-    """Whole trained parameters and adapters by name, on rank 0. Collective.
-
-    They are gathered a chunk at a time, and other parameters of the chunk are dropped.
-    """
-    if not isinstance(model, GeminiDDP):
-        inner = inner_of(model)
-        own_params = ((n, p) for n, p in inner.named_parameters() if _is_own(n, p))
-        saved = SavedNames(inner).saved
-        return {saved(name): param.detach().cpu() for name, param in own_params}
-    model.engine.call("save_lora_as_pretrained()")
-    saved = SavedNames(model.module).saved
-    own = {saved(name) for name, param in model.named_parameters() if _is_own(name, param)}
-    return {name: value for name, value in full_parameters(model.engine) if name in own}
-
-
-def _is_own(name: str, param: Tensor) -> bool:
-    return _MARK in name or param.requires_grad
-
-
 def add_lora_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Add adapters to an optimizer; see `LowLevelZeroPlugin.add_lora_params_to_optimizer`."""
     if isinstance(model, GeminiDDP):
@@ -122,9 +79,9 @@ def add_lora_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         id(param): group["params"] for group in optimizer.param_groups for param in group["params"]
     }
     for name, param in named.items():
-        if _MARK not in name or id(param) in groups:
+        if MARK not in name or id(param) in groups:
             continue
-        layer = name.partition(_MARK)[0]
+        layer = name.partition(MARK)[0]
         base = named.get(f"{layer}.base_layer.weight", named.get(f"{layer}.weight"))
         group = None if base is None else groups.get(id(base))
         if group is None:

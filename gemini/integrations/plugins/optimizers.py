@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gemini.optim.base import TieredOptimizer
-from gemini.optim.binding import show_steps
-from gemini.optim.rules.clipping import asked_norm
+from gemini.api import Scaling, TieredOptimizer, asked_norm, rank, show_steps
 
-from .precision import MixedPrecision, Scaling
+from .precision import MixedPrecision
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,9 @@ def boost_plain(
         return
     scaling = None
     if precision is not None and precision.loss_scale is not None:
-        scaling = Scaling(precision.loss_scale, says_overflows=precision.says_overflows)
+        scaling = Scaling(
+            precision.loss_scale, says_overflows=precision.says_overflows, tells=rank() == 0
+        )
     extras = Extras(scaling, max_norm)
     if isinstance(optimizer, TieredOptimizer) and extras == Extras():
         return
@@ -146,6 +146,19 @@ class Boosted(torch.optim.Optimizer):
     def _params(self) -> Iterator[Tensor]:
         for group in self.param_groups:
             yield from group["params"]
+
+
+def scale_of(optimizer: torch.optim.Optimizer) -> dict[str, float] | None:
+    """State of an optimizer's loss scale; None for one of shards, or without a scale."""
+    scaling = optimizer._extras.scaling if isinstance(optimizer, Boosted) else None
+    return None if scaling is None else scaling.state_dict()
+
+
+def set_scale(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Set the optimizer's loss scale to the saved one, if both have one. Raises ValueError."""
+    scaling = optimizer._extras.scaling if isinstance(optimizer, Boosted) else None
+    if scaling is not None and isinstance(saved, Mapping) and "scale" in saved:
+        scaling.load_state_dict(saved)
 
 
 def _local(tensor: Tensor) -> Tensor:

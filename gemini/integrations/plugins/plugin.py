@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from gemini.arguments import passes_on
-from gemini.comm.connect import rank, world_size
+from gemini.api import passes_on, rank, this_device, world_size
 from gemini.integrations.options import check_options, documented
-from gemini.integrations.parts import dataloader, this_device
+from gemini.integrations.parts import dataloader
 from gemini.parallel.sizes import MeshSizes
 
 from .precision import MixedPrecision, check_is_own, parse_precision

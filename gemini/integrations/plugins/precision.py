@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from gemini.arguments import by_name
-from gemini.comm.connect import rank
+from gemini import LossScale
+from gemini.api import by_name, map_tensors
 from gemini.integrations.options import SCALE_NAMES, TORCH_SCALE, ZERO_SCALE, check_options, option
-from gemini.optim.rules.loss_scale import LossScale
-from gemini.optim.rules.report import LEAST_SCALE, Outcome, Skips, StepReport
-from gemini.tickets import Done
-from gemini.trees import map_tensors
-
-log = logging.getLogger("gemini")
 
 
 @dataclass(frozen=True)
@@ -160,59 +152,3 @@ def compute_in(module: nn.Module, dtype: torch.dtype, device: torch.device) -> N
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-class Scaling:
-    """Loss scale of an optimizer whose gradients are in `p.grad`, in fp32.
-
-    Ranks with the same gradients, as torch's DDP leaves them, decide the same.
-    """
-
-    def __init__(self, options: LossScale, *, says_overflows: bool = False) -> None:
-        self._options = options
-        self._says_overflows = says_overflows
-        self.state = options.start()
-        self._skips = Skips(least=max(options.least, LEAST_SCALE), tells=rank() == 0)
-        self._is_finite: bool | None = None  # of gradients that were unscaled
-        self._nonfinite: str | None = None  # the first parameter of which one is not
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Loss times the scale, in fp32."""
-        return loss.float() * self.state.scale
-
-    @property
-    def is_unscaled(self) -> bool:
-        return self._is_finite is not None
-
-    @torch.no_grad()
-    def unscale(self, params: Iterable[Tensor]) -> None:
-        """Divide gradients by the scale; a second call before the step does nothing."""
-        if self._is_finite is not None:
-            return
-        grads = {i: param.grad for i, param in enumerate(params) if param.grad is not None}
-        for grad in grads.values():
-            grad.mul_(1.0 / self.state.scale)
-        # one answer from the device for all gradients, and not a wait for each
-        finite = {i: torch.isfinite(grad).all() for i, grad in grads.items()}
-        self._is_finite = not finite or bool(torch.stack([*finite.values()]).all())
-        if not self._is_finite:
-            bad = next(i for i, is_finite in finite.items() if not bool(is_finite))
-            self._nonfinite = f"parameter {bad}"
-
-    def stepped(self) -> bool:
-        """Whether the step is taken. The scale's schedule advances.
-
-        Raises NonFiniteGradientError for one skipped step too many.
-        """
-        assert self._is_finite is not None
-        good, self._is_finite = self._is_finite, None
-        outcome = Outcome(not good, nonfinite=self._nonfinite, loss_scale=self.state.scale)
-        self.state = self._options.after(self.state, overflow=not good)
-        if not good and self._says_overflows:
-            log.info("a gradient is not finite: step skipped, loss scale %g", self.state.scale)
-        self._skips.add(StepReport(Done(outcome)))
-        return good
-
-    def forget(self) -> None:
-        """Note that the gradients were dropped."""
-        self._is_finite = None

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gemini.arguments import by_name
-from gemini.ddp import GeminiDDP
+from gemini import GeminiDDP
+from gemini.api import by_name
 from gemini.integrations.options import option
 
 from .optimizers import boost_plain

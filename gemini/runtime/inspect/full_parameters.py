@@ -8,9 +8,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from gemini.chunk.local import group_of
+from gemini.chunk.local import full_tensor_of, group_of
 from gemini.chunk.opaque import OpaqueChunk
-from gemini.chunk.storage import params_in
+from gemini.chunk.storage import Chunk, params_in
 from gemini.nvme import NvmeError
 from gemini.runtime.parts import Parts, settle
 from gemini.runtime.step.state.dtensors import dtensors_in
@@ -18,12 +18,13 @@ from gemini.runtime.step.state.full_state import gathered, scatter
 from gemini.runtime.step.weights import after_step, write_back_changes
 from gemini.units import WORLD, ParamId
 
-from .weights import exact_dtype, master_of, set_master, tell_rounded_once
+from .weights import exact_dtype, full_chunk, master_of, set_master, tell_rounded_once
 
 
-def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+def full_parameters(parts: Parts, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
     """(name, value) of every parameter on rank 0, nothing on the others; all ranks iterate.
 
+    everywhere: on every rank.
     Values come from the fp32 masters, if there are any, in the dtype that the parameter had before
     wrapping, on the CPU. An opaque parameter has the form in which its library saves it. Tied
     parameters come under each of their names, as one tensor.
@@ -31,13 +32,25 @@ def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
     write_back_changes(parts)
     tell_rounded_once(parts)
     for chunk in parts.chunks:
-        for param, value in gathered(parts, chunk, master_of(parts, chunk), cut=False):
+        for param, value in (
+            _on_every_rank(parts, chunk)
+            if everywhere
+            else gathered(parts, chunk, master_of(parts, chunk), cut=False)
+        ):
             if param in parts.opaque:
                 yield from parts.opaque[param].saved(value).items()
                 continue
             value = value.to(parts.original_dtypes[param], copy=True)
             for name in parts.layout.params[param].names:
                 yield name, value
+
+
+def _on_every_rank(parts: Parts, chunk: Chunk) -> Iterator[tuple[ParamId, Tensor]]:
+    """Parameters of a chunk, as `gathered`, on every rank. Collective."""
+    for param, mine in params_in(parts.layout, chunk.spec, full_chunk(parts, chunk)):
+        if param not in parts.opaque:
+            mine = full_tensor_of(parts.params[param], mine)
+        yield param, mine.cpu()
 
 
 def opaque_as_saved(parts: Parts) -> dict[ParamId, dict[str, Tensor]]:

@@ -214,3 +214,23 @@ class Materialiser:
                 f"{tuple(param.shape)} in the module"
             )
         return values
+
+
+def fill_empty(module: nn.Module) -> list[nn.Parameter]:
+    """Replace a module's meta parameters by new ones with values, and fill its buffers; returns the
+    new ones. Tied parameters stay tied.
+
+    Raises ValueError, before anything is made, for a module that cannot be initialised.
+    """
+    maker = Materialiser(module)
+    maker.check()
+    empty = {id(param): param for param in module.parameters() if param.is_meta}
+    made = {
+        key: nn.Parameter(maker.take(param), param.requires_grad) for key, param in empty.items()
+    }
+    for inner in module.modules():
+        for name, param in inner._parameters.items():
+            if param is not None and id(param) in made:
+                inner._parameters[name] = made[id(param)]
+    maker.fill_buffers()
+    return [*made.values()]

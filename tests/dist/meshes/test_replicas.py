@@ -14,7 +14,7 @@ from bench.shared.reference import everything, flat, relative_error, same
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP
 from gemini.comm.ballot import ReplicaError
-from gemini.integrations.booster.booster import Booster
+from gemini.integrations.booster import Booster
 from gemini.integrations.plugins.gemini_plugins import GeminiPlugin
 from optim import HybridAdam
 from tests.support.meshes import (

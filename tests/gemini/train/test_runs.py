@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import nvme
 from gemini.checkpoint import CheckpointError
-from gemini.integrations import run as launcher
+from gemini.launcher import run as launcher
 from gemini.placement.orders import ORDERS
 from gemini.placement.timetable.updates import UPDATES
 from gemini.plan import models, words
@@ -600,7 +600,7 @@ def test_of_several_ranks_one_says_why_they_are_refused():
 
 def test_the_doctor_imports_no_trainer():
     code = (
-        "import sys, gemini.__main__, gemini.doctor.measure, gemini.integrations.run\n"
+        "import sys, gemini.__main__, gemini.doctor.measure, gemini.launcher.run\n"
         "sys.exit('transformers' in sys.modules or 'trl' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

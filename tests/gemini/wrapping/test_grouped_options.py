@@ -12,6 +12,7 @@ from torch import nn
 import gemini
 from bench.shared.models import Tower
 from gemini import ChunkSearch, GeminiDDP, PrecisionPolicy
+from gemini.integrations import classic
 from gemini.options import GROUPS, Communication, Options, Wrapping
 from optim import LossScale
 
@@ -71,6 +72,13 @@ def test_an_option_in_a_group_and_beside_it_is_refused():
         GeminiDDP(nn.Linear(3, 2), precision=PrecisionPolicy("fp32"), cast_buffers=True)
     with pytest.raises(ValueError, match="hidden_dim=3 beside a ChunkSearch"):
         GeminiDDP(nn.Linear(3, 2), chunks=ChunkSearch(), hidden_dim=3)
+
+
+def test_a_function_that_passes_options_on_takes_groups_too():
+    made = classic.GeminiDDP(Tower(), "cpu", precision="fp32", communication=Communication())
+    assert isinstance(made, GeminiDDP)
+    with pytest.raises(TypeError, match="did you mean max_norm"):
+        classic.GeminiDDP(Tower(), communication=Communication(), max_nrom=1.0)
 
 
 def test_a_type_checker_is_told_every_option_with_its_type():

@@ -11,7 +11,7 @@ from torch import nn
 import gemini
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.reference import same
-from gemini.checkpoint import CheckpointError, FormatError, MismatchError
+from gemini.checkpoint import CheckpointError, FormatError, MismatchError, whole_files
 from gemini.integrations import (
     Booster,
     GeminiPlugin,
@@ -19,7 +19,7 @@ from gemini.integrations import (
     LowLevelZeroPlugin,
     TorchDDPPlugin,
 )
-from gemini.integrations.booster import files
+from gemini.integrations.plugins.optimizers import scale_of
 from optim import HybridAdam
 
 IDS = token_batches(1, 1)[0][0]
@@ -75,8 +75,8 @@ def test_weights_load_into_plain_and_boosted_modules(trained, tmp_path, kind, us
 
 
 def test_a_save_beside_training_has_the_weights_of_its_call(tmp_path, monkeypatch):
-    go, write, module = threading.Event(), files.write_file, nn.Linear(3, 2)
-    monkeypatch.setattr(files, "write_file", lambda *given: go.wait() and write(*given))
+    go, write, module = threading.Event(), whole_files.write_file, nn.Linear(3, 2)
+    monkeypatch.setattr(whole_files, "write_file", lambda *given: go.wait() and write(*given))
     wanted = {name: value.clone() for name, value in module.state_dict().items()}
     saved = Booster().save_model(module, tmp_path / "weights", use_async=True)
     nn.init.zeros_(module.weight)
@@ -276,7 +276,7 @@ def test_plain_modules_compute_in_the_precision_of_the_booster(precision, tmp_pa
         fresh.boost(again, other)
         fresh.load_optimizer(other, tmp_path / f"{shard}")
         if precision != "bf16":
-            assert files.scale_of(other) == files.scale_of(optimizer)
+            assert scale_of(other) == scale_of(optimizer)
 
 
 def test_a_clip_in_fp16_is_behind_the_last_backward():

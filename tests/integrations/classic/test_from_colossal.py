@@ -232,23 +232,23 @@ def test_the_engine_imports_no_door():
 def test_optional_packages_are_imported_by_their_own_file_alone():
     """Only where they are used, so that no other door asks for them."""
     own = {
-        "peft": {"plugins/lora.py", "adapters.py", "samplers/streams.py"},
-        "safetensors": {"adapters.py", "plugins/lora.py", "samplers/files.py"},
-        "accelerate": {"accelerate.py"},
-        "transformers": {"transformers.py", "shared_sequence.py"},
-        "torchao": {"plugins/float8.py"},
+        "peft": {"integrations/plugins/lora.py", "checkpoint/adapters.py", "samplers/merged.py"},
+        "safetensors": {"samplers/files.py"},
+        "accelerate": {"integrations/accelerate.py"},
+        "transformers": {"integrations/transformers.py", "parallel/shared_sequence.py"},
+        "torchao": {"integrations/plugins/float8.py"},
         "trl": set(),
     }
-    paths = {
-        str(path.relative_to(room)): path
-        for room in (ROOT / "gemini/integrations", ROOT / "gemini/parallel")
-        for path in room.rglob("*.py")
-    }
+    rooms = (ROOT / "gemini" / room for room in ("integrations", "parallel", "samplers"))
+    files = [path for room in rooms for path in room.rglob("*.py")]
+    files.append(ROOT / "gemini/checkpoint/adapters.py")
+    paths = {str(path.relative_to(ROOT / "gemini")): path for path in files}
+    assert {name for names in own.values() for name in names} <= paths.keys()
     for name, path in paths.items():
         tops = {module.partition(".")[0] for module in _imported(path)}
         for package, allowed in own.items():
             assert package not in tops or name in allowed, path
-        assert "lightning" not in tops or name.startswith("lightning/"), path
+        assert "lightning" not in tops or name.startswith("integrations/lightning/"), path
         assert "pytorch_lightning" not in tops, path
 
 

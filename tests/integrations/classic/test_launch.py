@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from bench.shared.workers import run_processes
 from gemini.__main__ import main
-from gemini.integrations import HybridParallelPlugin, run
+from gemini.integrations import HybridParallelPlugin
 from gemini.integrations import launch as doors
 from gemini.integrations.config import AMP_TYPE, global_context, plugin_of, read_config
-from gemini.integrations.recorded import InOrder
-from gemini.integrations.run import chosen_hosts, num_hosts
+from gemini.launcher import run
+from gemini.launcher.recorded import InOrder
+from gemini.launcher.run import chosen_hosts, num_hosts
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]

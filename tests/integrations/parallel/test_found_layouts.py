@@ -10,9 +10,7 @@ from torch import nn
 from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini import autoparallelize
-from gemini.integrations.auto.autoparallel import AutoParallelPlugin, options_of
-from gemini.integrations.auto.machines import cluster_here, cluster_named
-from gemini.integrations.auto.shapes import shape_of
+from gemini.integrations.autoparallel import AutoParallelPlugin, options_of
 from gemini.integrations.classic import wrappers
 from gemini.layouts.cluster import Cluster, Link
 from gemini.layouts.layout import (
@@ -25,6 +23,8 @@ from gemini.layouts.layout import (
     meshes_of,
     runs_of,
 )
+from gemini.layouts.machines import cluster_here, cluster_named
+from gemini.layouts.models import shape_of
 from gemini.layouts.search import search
 from gemini.placement.policy import StaticPlacement
 from gemini.units import GIB

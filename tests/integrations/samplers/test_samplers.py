@@ -16,9 +16,9 @@ from torch import nn
 from bench.shared.models import Tower, seeded, token_batches, token_loss
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
-from gemini.integrations.samplers.files import WeightFiles, read_weights
-from gemini.integrations.samplers.receivers import load_bucket, send_through
-from gemini.integrations.samplers.streams import merged_weights, named_weights, tensor_specs
+from gemini.integrations.samplers import load_bucket, send_through
+from gemini.samplers.files import WeightFiles, read_weights
+from gemini.samplers.merged import merged_weights, named_weights, tensor_specs
 from gemini.transfer.outgoing import digest_of
 from optim import HybridAdam
 from tests.support.disks.faults import failing

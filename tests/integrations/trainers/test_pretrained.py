@@ -340,7 +340,7 @@ def test_another_adapter_is_refused(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     from gemini.checkpoint import CheckpointError
-    from gemini.integrations.adapters import load_adapter, write_adapter
+    from gemini.checkpoint.adapters import load_adapter, write_adapter
 
     write_adapter(tmp_path, GeminiDDP(adapted(), precision="fp32"))
     other = LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["c_proj"], fan_in_fan_out=True)
@@ -353,7 +353,7 @@ def test_adapters_inside_wrappers_are_saved_under_the_names_of_peft(door, tmp_pa
     """peft reads the names of layers from the tree, and leaves out what it finds under others."""
     from safetensors.torch import load_file
 
-    from gemini.integrations.adapters import load_adapter, write_adapter
+    from gemini.checkpoint.adapters import load_adapter, write_adapter
 
     plain, module = adapted(), adapted()
     plain.save_pretrained(tmp_path / "plain")

@@ -18,6 +18,7 @@ from gemini.arguments import LAST_WORDS, REFUSED, STOPPED, Parser
 
 _LINE = "[rank ${rank}] "  # before what a rank prints
 _SHARED = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_NAMES = "from gemini.integrations.colossalai import put_up\n\nput_up()\n"  # what they import
 POLL_SECONDS = 0.1
 
 
@@ -175,10 +176,11 @@ def _environment(options: argparse.Namespace, folder: str) -> dict[str, str]:
         # a store that outlives ranks has the addresses of the dead ones, and gloo calls them
         added["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if options.colossalai:  # processes, and those that they spawn, import it from here
-        from .colossalai import write_finder
+        from gemini.migrate.colossal import ROOT
 
         names = Path(folder, "names")
-        write_finder(names)
+        names.mkdir()
+        names.joinpath(f"{ROOT}.py").write_text(_NAMES, encoding="utf-8")
         paths = (str(names), os.environ.get("PYTHONPATH"))
         added["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return added
@@ -190,7 +192,7 @@ def _split(text: str) -> list[str]:
 
 def torchrun_command(options: argparse.Namespace, logs: str) -> list[str]:
     command = [
-        sys.executable, "-m", "gemini.integrations.torchrun",
+        sys.executable, "-m", "gemini.launcher.torchrun",
         f"--nproc-per-node={options.nproc_per_node}", "--tee=3", f"--log-dir={logs}",
         f"--max-restarts={options.max_restarts}",
     ]  # fmt: skip
@@ -212,7 +214,7 @@ def torchrun_command(options: argparse.Namespace, logs: str) -> list[str]:
     return [
         *command,
         "-m",
-        "gemini.integrations.recorded",
+        "gemini.launcher.recorded",
         *(["-m"] if options.module else []),
         options.script,
         *options.arguments,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ from torch import Tensor, nn
 from gemini.checkpoint.format.manifest import CheckpointError
 from gemini.checkpoint.ranks import Ranks
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors
+from gemini.comm.connect import rank
 from gemini.ddp import GeminiDDP
 from gemini.runtime.inspect.full_parameters import full_parameters
-from gemini.saved_names import wrappers_aside
+from gemini.saved_names import SavedNames, wrappers_aside
 
 WEIGHTS = "adapter_model.safetensors"
+MARK = ".lora_"  # in the name of every parameter that peft adds
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -81,3 +85,39 @@ def _places(model: GeminiDDP) -> dict[str, str]:
             model.module, state_dict=marks, save_embedding_layers=False
         )
     return {names[int(mark)]: key for key, mark in saved.items()}
+
+
+def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, use_safetensors: bool) -> None:
+    """Save adapters by peft's `save_pretrained`, on rank 0. Collective.
+
+    model: a wrapped module, or a plain one. Raises ValueError for a module without LoRA layers.
+    """
+    inner: Any = model.module if isinstance(model, GeminiDDP) else model
+    if not hasattr(inner, "peft_config"):
+        raise ValueError(
+            f"a {type(inner).__name__} has no LoRA layers; expected a module that "
+            "booster.enable_lora returned, boosted"
+        )
+    values = _trained(model)
+    if rank() == 0:
+        with wrappers_aside(inner):
+            inner.save_pretrained(folder, safe_serialization=use_safetensors, state_dict=values)
+
+
+def _trained(model: nn.Module) -> Mapping[str, Tensor]:
+    """Whole trained parameters and adapters by name, on rank 0. Collective.
+
+    They are gathered a chunk at a time, and other parameters of the chunk are dropped.
+    """
+    if not isinstance(model, GeminiDDP):
+        own_params = ((n, p) for n, p in model.named_parameters() if _is_own(n, p))
+        saved = SavedNames(model).saved
+        return {saved(name): param.detach().cpu() for name, param in own_params}
+    model.engine.call("save_lora_as_pretrained()")
+    saved = SavedNames(model.module).saved
+    own = {saved(name) for name, param in model.named_parameters() if _is_own(name, param)}
+    return {name: value for name, value in full_parameters(model.engine) if name in own}
+
+
+def _is_own(name: str, param: Tensor) -> bool:
+    return MARK in name or param.requires_grad

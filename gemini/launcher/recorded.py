@@ -1,6 +1,6 @@
 """Runner of a script, as `python SCRIPT`, whose last error is in torchrun's summary.
 
-python -m gemini.integrations.recorded [-m] SCRIPT ARGUMENTS, under torchrun; -m: it is a module
+python -m gemini.launcher.recorded [-m] SCRIPT ARGUMENTS, under torchrun; -m: it is a module
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torchrun without tracebacks of its own: `python -m gemini.integrations.torchrun`.
+"""torchrun without tracebacks of its own: `python -m gemini.launcher.torchrun`.
 
 A rank that was refused, or stopped by Ctrl-C, has said why in a line: torchrun adds nothing to it.
 """

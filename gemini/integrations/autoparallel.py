@@ -8,19 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.arguments import by_name
-from gemini.comm.connect import world_size
+from gemini import AutoPlacement, StaticPlacement
+from gemini.api import Placement, by_name, world_size
 from gemini.integrations.options import option
 from gemini.integrations.plugins.hybrid import HybridParallelPlugin
 from gemini.layouts.cluster import Cluster
 from gemini.layouts.layout import PLANNED, GlobalBatch, ParallelLayout
+from gemini.layouts.machines import cluster_here, cluster_named, cluster_of
+from gemini.layouts.models import first_tensor, shape_of
 from gemini.layouts.search import Found, search
-from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement
 from gemini.plan.machine import Hardware
 from gemini.plan.models import checkpointed
-
-from .machines import cluster_here, cluster_named, cluster_of
-from .shapes import first_tensor, shape_of
 
 _DIMENSIONS = 2  # of a batch of tokens: rows, and tokens of each
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemini.checkpoint.adapters import is_adapted
 from gemini.chunk.layout import distinct
 from gemini.ddp import GeminiDDP
-from gemini.integrations.adapters import is_adapted
 from gemini.transfer.outgoing import WeightBucket, WeightVersion, leaving
 from gemini.units import ParamId, parse_bytes
 

@@ -1,8 +1,12 @@
-"""Files of a Booster, the same under any plugin: whole on rank 0, by names of parameters."""
+"""Files of torch.save and safetensors that rank 0 writes whole, by names of parameters.
+
+They are the same for a module that is sharded here, by FSDP2 or not at all. What is too large for
+rank 0 is saved by `save_checkpoint` or `export_weights`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +34,10 @@ from gemini.checkpoint.save import in_background, settle
 from gemini.checkpoint.untrusted.lazy_tensors import TensorSpec
 from gemini.checkpoint.untrusted.torch_files import first_line, load_mapped
 from gemini.ddp import GeminiDDP
-from gemini.integrations.parts import by_position, without_masters
-from gemini.integrations.plugins.optimizers import Boosted
 from gemini.nvme.files import calls
 from gemini.optim.base import TieredOptimizer
-from gemini.optim.rules.loss_scale import ScaleState
 from gemini.optim.rules.saved import check_counters, check_steps
+from gemini.optim.rules.state_layout import MASTER
 from gemini.parallel.pipelined import Pipelined, gathered_weights
 from gemini.saved_config import save_config, written_dtype
 from gemini.saved_names import SavedNames
@@ -154,23 +156,23 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         {**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]
     ]
     by_name = {names[i]: planes for i, planes in state["state"].items()}
-    found = {**state, "state": by_name, "param_groups": groups}
-    scale = scale_of(optimizer)
-    return found if scale is None else {**found, "counters": scale}
+    return {**state, "state": by_name, "param_groups": groups}
 
 
 def load_full_state(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
-) -> None:
+) -> Any:
     """Load a file of `full_state`, or of an optimizer's own state dict. Collective.
 
-    Raises FormatError for another file, MismatchError for the state of another optimizer.
+    Returns checked counters of the file, of a loss scale that the optimizer does not keep itself;
+    None without any. Raises FormatError for another file, MismatchError for the state of another
+    optimizer.
     """
     # together: a rank that fails alone would leave the others waiting in the load's collectives
     state = ranks.together(lambda: _read(path))
     if isinstance(optimizer, TieredOptimizer) and isinstance(model, GeminiDDP):
         optimizer.load_state_dict(state)
-        return
+        return None
     names = _names(model, optimizer)
     state = ranks.together(lambda: _named(path, state, names))
     groups = ranks.together(lambda: _own_groups(path, optimizer, names, state["param_groups"]))
@@ -178,32 +180,27 @@ def load_full_state(
         options = StateDictOptions(full_state_dict=True)
         there: dict[str, Any] = {"state": without_masters(state["state"]), "param_groups": groups}
         set_optimizer_state_dict(model, optimizer, there, options=options)
-        return
-    optimizer.load_state_dict(by_position({**state, "param_groups": groups}, names))
-    set_scale(optimizer, state.get("counters"))
-
-
-def scale_of(optimizer: torch.optim.Optimizer) -> dict[str, float] | None:
-    """State of an optimizer's loss scale; None for one of shards, or without a scale."""
-    scaling = optimizer._extras.scaling if isinstance(optimizer, Boosted) else None
-    if scaling is None:
         return None
-    state = scaling.state
+    optimizer.load_state_dict(by_position({**state, "param_groups": groups}, names))
+    return state.get("counters")
+
+
+def without_masters(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {
-        "scale": state.scale,
-        "good_steps": state.good_steps,
-        "hysteresis_left": state.hysteresis_left,
+        name: {plane: value for plane, value in planes.items() if plane != MASTER}
+        for name, planes in state.items()
     }
 
 
-def set_scale(optimizer: torch.optim.Optimizer, saved: Any) -> None:
-    """Set the optimizer's loss scale to the saved one, if both have one."""
-    scaling = optimizer._extras.scaling if isinstance(optimizer, Boosted) else None
-    if scaling is not None and isinstance(saved, Mapping) and "scale" in saved:
-        check_counters(saved)
-        scaling.state = ScaleState(
-            float(saved["scale"]), int(saved["good_steps"]), int(saved["hysteresis_left"])
-        )
+def by_position(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Convert an optimizer's state from names to positions, as in torch's optimizers."""
+    position = {name: i for i, name in enumerate(names)}
+    planes = {position[name]: found for name, found in without_masters(state["state"]).items()}
+    groups = [
+        {**group, "params": [position[name] for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    return {"state": planes, "param_groups": groups}
 
 
 def _read(path: Path) -> State:

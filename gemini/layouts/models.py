@@ -1,4 +1,4 @@
-"""Shape of a model, from its parameters, its config and traces on fake tensors."""
+"""Shapes of models: from their parameters, their config and traces on fake tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from gemini.chunk.layout import ITEMSIZE, distinct, specs_of
-from gemini.layouts.shape import ModelShape, Saved, decoder, module
 from gemini.memtracer.collector import trace
 from gemini.memtracer.trace import Trace
 from gemini.parallel.cut import ends_of
@@ -22,6 +21,8 @@ from gemini.placement.orders import LAYER_NUMBER
 from gemini.plan.activations import activations_of, depth_of
 from gemini.plan.ask import DTYPES
 from gemini.plan.models import experts_of
+
+from .shape import ModelShape, Saved, decoder, module
 
 _COLUMNS = re.compile("colwise|qkv")  # words of plans whose inputs' gradients are reduced
 _ROWS = re.compile("rowwise")

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from gemini.ddp import GeminiDDP
+from gemini import GeminiDDP
+from gemini.samplers.merged import named_weights, tensor_specs
 from gemini.transfer.outgoing import WeightBucket
-
-from .streams import named_weights, tensor_specs
 
 NEEDS = ("_iter_named_params", "_fix_param_name_to_vllm", "sync_weights")
 

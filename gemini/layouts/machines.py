@@ -11,14 +11,14 @@ from math import log2
 import torch
 
 from gemini.comm.communicator import Communicator
-from gemini.comm.connect import everyone
-from gemini.integrations.parts import this_device
-from gemini.layouts.cluster import Cluster, Link
+from gemini.comm.connect import everyone, this_device
 from gemini.placement.homes.budgets import USABLE
 from gemini.plan.machine import Hardware, machine_of
 from gemini.runtime.memory.backend import make_backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
 from gemini.units import MIB
+
+from .cluster import Cluster, Link
 
 ATTENTION = 0.45  # of the rate of products: attention's, forward and backward
 EXACT = 1 / 16  # of a card's rate of products: those in fp32, which no tensor core computes

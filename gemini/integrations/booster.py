@@ -13,24 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from gemini.arguments import by_name
+from gemini import load_checkpoint, save_checkpoint
+from gemini.api import Ticket, by_name
+from gemini.checkpoint import whole_files as files
+from gemini.checkpoint.adapters import save_lora
 from gemini.checkpoint.export import SAFETENSORS, TORCH, export_weights
 from gemini.checkpoint.format.manifest import FormatError
-from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.model.keys import check_schedule
 from gemini.checkpoint.ranks import Ranks
-from gemini.checkpoint.save import save_checkpoint
 from gemini.checkpoint.untrusted.torch_files import load_mapped
 from gemini.integrations.parts import accept, inner_of
 from gemini.integrations.plugins import lora
 from gemini.integrations.plugins.float8 import in_float8
+from gemini.integrations.plugins.optimizers import scale_of, set_scale
 from gemini.integrations.plugins.plugin import Plugin
 from gemini.integrations.plugins.precision import FP8MixedPrecision, MixedPrecision
 from gemini.integrations.plugins.torch_plugins import PlainPlugin
 from gemini.parallel.pipelined import Pipelined
-from gemini.tickets import Ticket
-
-from . import files
 
 Checkpoint = str | os.PathLike[str]
 _NO_LIMIT = 1 << 62  # bytes of a file
@@ -252,7 +251,7 @@ class Booster:
             )
         model, path = inner_of(self._model_of(optimizer)), _absolute(checkpoint)
         if shard:
-            scale = files.scale_of(optimizer)
+            scale = scale_of(optimizer)
             return save_checkpoint(
                 path, model, optimizer, extra=scale, async_save=use_async, weights=False
             )
@@ -263,6 +262,8 @@ class Booster:
             )
         ranks = files.begin(model, "save_optimizer()")
         state = files.full_state(model, optimizer)
+        scale = scale_of(optimizer)
+        state = state if scale is None else {**state, "counters": scale}
         state = files.copied(state) if use_async else state
         return files.written(ranks, path, lambda: files.write_file(path, state), use_async)
 
@@ -280,9 +281,11 @@ class Booster:
         _check_reading(low_cpu_mem_mode, num_threads)
         model, path = inner_of(self._model_of(optimizer)), _absolute(checkpoint)
         if path.is_file() and not isinstance(model, Pipelined):
-            files.load_full_state(path, model, optimizer, files.begin(model, "load_optimizer()"))
+            ranks = files.begin(model, "load_optimizer()")
+            scale = files.load_full_state(path, model, optimizer, ranks)
         else:
-            files.set_scale(optimizer, load_checkpoint(path, model, optimizer, weights=False))
+            scale = load_checkpoint(path, model, optimizer, weights=False)
+        set_scale(optimizer, scale)
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: Checkpoint) -> None:
         """Save the scheduler's state dict; rank 0 writes. All ranks call."""
@@ -325,7 +328,7 @@ class Booster:
         self, model: nn.Module, checkpoint: Checkpoint, use_safetensors: bool = False
     ) -> None:
         """Save the LoRA layers alone, as peft does. All ranks call."""
-        lora.save_lora(model, checkpoint, use_safetensors=use_safetensors)
+        save_lora(inner_of(model), checkpoint, use_safetensors=use_safetensors)
 
     def _model_of(self, optimizer: torch.optim.Optimizer | None) -> nn.Module:
         held = None if optimizer is None else self._models.get(optimizer)
