@@ -6,6 +6,7 @@ rounding.py  loads and stores of all float types, and of split masters
 update/      the update of every optimizer, and its prologue (`frame.py`); two small functions each
 norm.py      norm, overflow check, pack
 rows.py      norms of rows and cross-entropy, for modules (`gemini.fused`)
+symmetric.py a matrix times its transpose, for Muon
 float8.py    parameters as float8 and back, for gathers (`gemini.chunk.float8`)
 ops.py       checked wrappers, registered with torch, that the rest of the project calls
 """

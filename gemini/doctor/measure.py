@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gemini import names, nvme
 from gemini.nvme.files.file import create_files, file_system, free_bytes, remove_files
+from gemini.optim.state import numa
 from gemini.optim.update.built_kernels import compiler
 from gemini.runtime.memory.backend import Backend, make_backend
 from gemini.runtime.memory.machine import memory_left
@@ -132,6 +133,7 @@ def _device(index: int, nbytes: int) -> DeviceFacts:
             device_to_host=_speed(backend, pinned, on_device),
             both_ways=_both_ways(backend, (on_device, pinned), nbytes),
             flops=flops_of(device),
+            numa_node=numa.node_of_device(index),
         )
 
 

@@ -37,6 +37,7 @@ class DeviceFacts:
     device_to_host: float
     both_ways: float  # each way, where both copy at the same time
     flops: float  # a second, of a layer's forward and backward in bf16
+    numa_node: int | None = None  # that pinned memory is on; None: wherever the system has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +353,7 @@ def _lines(report: Report) -> Iterator[str]:
             f"{format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free, copies "
             f"at {_speed(device.copy_bytes_per_s)}; link {_speed(device.host_to_device)} to it, "
             f"{_speed(device.device_to_host)} from it, {_speed(device.both_ways)} each way at "
-            f"once; multiplies at {device.flops / 1e12:.3g} TFLOP/s"
+            f"once; multiplies at {device.flops / 1e12:.3g} TFLOP/s{_place(device)}"
         )
     for folder in facts.folders:
         if folder.error is not None:
@@ -365,6 +366,12 @@ def _lines(report: Report) -> Iterator[str]:
         )
     for finding in report.findings:
         yield f"\n[{finding.level}] {finding.what}\n    {finding.remedy}"
+
+
+def _place(device: DeviceFacts) -> str:
+    if device.numa_node is None:
+        return ""
+    return f"; pinned host memory on its NUMA node, {device.numa_node}"
 
 
 def _flops(per_s: float) -> str:

@@ -1,8 +1,8 @@
 """Sites of the elementwise parts of an update of matrices: the host, or a device.
 
 A device computes by torch's operators, in the dtypes and the order of the host's path; blocks whose
-state is in host memory pass through its staging, one after the other. The orthogonal iterations
-between the two parts take far longer than both.
+state is in host memory pass through its sets of staging in turn: one comes and one leaves while
+another is updated. The orthogonal iterations between the two parts take far longer than both.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from gemini.optim.rules.orthogonal import Gram
 from gemini.optim.rules.report import Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import WEIGHT
@@ -39,6 +40,12 @@ class Site(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def gram(self) -> Gram | None:
+        """Product of a matrix with its transpose, where torch's is not asked for; see
+        `orthogonal`."""
+        ...
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor: ...
 
@@ -67,6 +74,7 @@ class HostSite:
     """Site of the host: its cores and its memory."""
 
     updater: CpuUpdater
+    gram: ClassVar = None
 
     @property
     def inputs(self) -> StepInputs:
@@ -102,17 +110,23 @@ class DeviceSite:
     moved: Traffic = field(default_factory=Traffic)
     name: str = "torch"
 
+    @property
+    def gram(self) -> Gram | None:
+        if self.memory.device.type != "cuda":  # a simulated one has the bits of its host
+            return None
+        from gemini.kernels_triton.symmetric import gram  # Triton is imported where it is used
+
+        return gram
+
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.memory.zeros(numel, dtype, on_host=False)
 
     def bring(self, block: Block, planes: Planes, *, on_host: bool) -> Planes:
-        self.staging.use(block.id)
         if not on_host:
+            self.staging.use(block.id)
             return planes
         state = {name: plane for name, plane in planes.items() if name != WEIGHT}
-        here = self.staging.planes(state)
-        self.staging.bring([(here[name], state[name]) for name in state])
-        return here
+        return self.staging.bring_state(block.id, state)
 
     def take_back(
         self, planes: Planes, here: Planes, of: Block, views: BlockViews

@@ -163,7 +163,7 @@ class MatrixUpdater:
         waits_for = self._waits_for(block, views)
         if not waits_for:
             return update_apart(self._site, self._rule, block, planes, views, on_host=True)
-        self._take_in(block, planes, views, on_host=True, settles=True)
+        self._take_in(block, planes, views, on_host=True)
         for i in sorted(waits_for):
             self._to_come[i].discard(block.id)
         return None
@@ -183,6 +183,7 @@ class MatrixUpdater:
 
     def join(self) -> None:
         """Take part in the others' exchanges after a failure; see [Note: all take part]."""
+        self._arrive()  # first: buffers of blocks that waited are given to others
         while self._on_disk:
             self._exchange(self._buckets[self._on_disk.pop(0)])
 
@@ -193,11 +194,15 @@ class MatrixUpdater:
         try:
             yield from self._update_in_memory(blocks, views)
         except BaseException:
-            for copies in self._leaving:  # what a load writes over must not change behind it
-                copies.settle()
+            self._arrive()  # what a load writes over must not change behind it
             raise
         finally:
             self._leaving.clear()
+
+    def _arrive(self) -> None:
+        """Wait until all momenta are back in host memory."""
+        while self._leaving:
+            self._leaving.pop().settle()
 
     def _update_in_memory(
         self, blocks: Sequence[Resting], views: BlockViews
@@ -240,9 +245,7 @@ class MatrixUpdater:
         *,
         on_host: bool,
         looks_only: bool = False,
-        settles: bool = False,
     ) -> None:
-        """settles: the host waits until the momentum is back in its memory."""
         site = self._site
         matrices = [part for part in block.segments if part.param in self._bucket_of]
         directions = site.zeros(block.numel, self._dtype_of([p.param for p in matrices]))
@@ -257,24 +260,24 @@ class MatrixUpdater:
                 intake = Intake(hyper.momentum, hyper.nesterov)
                 taken_in.append(replace(piece, planes=(momentum,), hyper=intake))
         site.update(self._rule, taken_in, self._in)
-        copies = None if looks_only else site.take_back(momenta, here, block, views)
-        if copies is not None and settles:
-            copies.settle()  # a failed step gives the buffer of the disk to others
-        elif copies is not None:
-            copies.order()  # the block is brought again, from there
-            self._leaving.append(copies)
         for part in matrices:
             run = directions[part.offset : part.offset + part.numel]
             self._runs.setdefault(part.param, []).append((part.param_offset, run))
-        if not looks_only:
-            grads = None
-            if len(taken_in) < len(pieces):
-                grads = site.zeros(block.numel, torch.float32)
-                for piece in pieces:
-                    start = piece.param.storage_offset() - directions.storage_offset()
-                    grads[start : start + piece.grad.numel()].copy_(piece.grad)
-            waits_for = self._waits_for(block, views)
-            self._taken[block.id] = _Taken(block, planes, on_host, directions, grads, waits_for)
+        if looks_only:
+            return
+        grads = None
+        if len(taken_in) < len(pieces):
+            grads = site.zeros(block.numel, torch.float32)
+            for piece in pieces:
+                start = piece.param.storage_offset() - directions.storage_offset()
+                grads[start : start + piece.grad.numel()].copy_(piece.grad)
+        # Behind all that reads this set of staging: the next block there comes behind this copy, as
+        # does this one when it is brought again, from where it goes now.
+        copies = site.take_back(momenta, here, block, views)
+        if copies is not None:
+            self._leaving.append(copies)
+        waits_for = self._waits_for(block, views)
+        self._taken[block.id] = _Taken(block, planes, on_host, directions, grads, waits_for)
 
     def _dtype_of(self, params: Sequence[int]) -> torch.dtype:
         """dtype of directions: the widest, where some are iterated in fp32."""
@@ -325,6 +328,7 @@ class MatrixUpdater:
         directed(
             self._hyper[whole.param],
             flat.as_strided(whole.shape, whole.stride, flat.storage_offset()),
+            self._site.gram,
         )
         if len(runs) > 1:
             for run, values in zip(runs, flat.split([run.numel() for run in runs]), strict=True):

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .orthogonal import DTYPES, FORMS, RATES, adjusted_rate, orthogonal
+from .orthogonal import DTYPES, FORMS, RATES, Gram, adjusted_rate, orthogonal
 from .rule import UpdateRule, Works, flag, number, scalar
 from .state_layout import Columns, Plane, StateLayout
 
@@ -165,14 +165,14 @@ class MatrixRule(UpdateRule):
             update(self.others, param, grad, own, hyper, step)
 
 
-def directed(hyper: MatrixOptions, whole: Tensor) -> None:
+def directed(hyper: MatrixOptions, whole: Tensor, gram: Gram | None = None) -> None:
     """Make the matrices of a parameter orthogonal, in place; where a matrix has another rate than
-    the first, it is multiplied with the ratio of both."""
+    the first, it is multiplied with the ratio of both. gram: see `orthogonal`."""
     first = hyper.rate_of(whole.shape)
     for part in hyper.parts(whole):
         found = orthogonal(
             part, hyper.coefficients, hyper.steps, hyper.eps,
-            form=hyper.form, dtype=DTYPES[hyper.dtype],
+            form=hyper.form, dtype=DTYPES[hyper.dtype], gram=gram,
         )  # fmt: skip
         rows, columns = part.shape
         if first and (ratio := hyper.rate(rows, columns) / first) != 1:

@@ -26,7 +26,8 @@ from gemini.tickets import Ticket
 from gemini.units import PAGE_BYTES, BlockId, align_up
 
 from .disk.records import open_store
-from .pinning import pages_of
+from .memory import StreamMark
+from .pinning import pages_of, pin_slab, pinned
 
 Where = Literal["nvme", "host"]
 RUN_BYTES = 12 << 20  # of one transfer, as a block of fp32 Adam state
@@ -60,7 +61,7 @@ class Parked:
         self._runs = list(self._cut())
         # all are copied before one is freed: an error on the way loses nothing ([Note: parking])
         if config is None:
-            self._copies = [_bytes_of(storage).cpu() for storage in storages]
+            self._copies = _copied_to_host(storages)
         elif self._runs:
             lengths = [end - start for *_, start, end in self._runs]
             self._store = open_store("parked", lengths, config, "parked-")
@@ -94,7 +95,8 @@ class Parked:
         for storage, nbytes in self._storages:
             _refill(storage, nbytes)
         for (storage, _), copy in zip(self._storages, self._copies, strict=False):
-            _bytes_of(storage).copy_(copy)
+            _bytes_of(storage).copy_(copy, non_blocking=True)
+        _settle([storage for storage, _ in self._storages])
         if (store := self._store) is None:
             return
 
@@ -105,7 +107,8 @@ class Parked:
             _memory_of(run).copy_(_tensor(buffer, run))
 
     def _staging(self) -> BufferPool:
-        return BufferPool(min(self._depth, len(self._runs)), self._buffer_nbytes)
+        pin = pin_slab if any(storage.is_cuda for storage, _ in self._storages) else None
+        return BufferPool(min(self._depth, len(self._runs)), self._buffer_nbytes, pin)
 
     def close(self) -> None:
         self._copies.clear()
@@ -118,6 +121,25 @@ _Run = tuple[BlockId, UntypedStorage, int, int]  # of the store; bytes [start, e
 
 def _can_be_freed(storage: UntypedStorage) -> bool:
     return storage.resizable() or pages_of(storage.data_ptr()) is not None
+
+
+def _copied_to_host(storages: Sequence[UntypedStorage]) -> list[Tensor]:
+    """Copies of a device's storages, pinned if it is one of CUDA; the host waits once for all."""
+    copies = []
+    for storage in storages:
+        values = _bytes_of(storage)
+        if values.is_cuda:
+            copies.append(pinned(values.numel(), values.dtype).copy_(values, non_blocking=True))
+        else:
+            copies.append(values.cpu())
+    _settle(storages)
+    return copies
+
+
+def _settle(storages: Sequence[UntypedStorage]) -> None:
+    """Wait for copies of storages: any stream, and the host, may use either end next."""
+    for device in {storage.device for storage in storages if storage.is_cuda}:
+        StreamMark(torch.cuda.current_stream(device)).settle()
 
 
 def _free(storage: UntypedStorage) -> None:

@@ -15,6 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from . import numa
+
 log = logging.getLogger("gemini")
 _MADV_WIPEONFORK = 18  # Linux 4.14; Python has no name for it
 
@@ -22,12 +24,13 @@ Pin = Callable[[int, int], Callable[[], object]]  # (address, nbytes) -> undo
 
 
 def pin_slab(address: int, nbytes: int) -> Callable[[], object]:
-    """Page-lock [address, address + nbytes) for CUDA. Returns what undoes it, after the device's
-    work.
+    """Page-lock [address, address + nbytes), which nobody has touched, for CUDA; on the current
+    device's NUMA node. Returns what undoes it, after the device's work.
 
     Where the system refuses, it says so and the memory stays pageable: copies are slower then, and
     as right.
     """
+    numa.place(address, nbytes)
     runtime = torch.cuda.cudart()
     status = int(runtime.cudaHostRegister(address, nbytes, 0))
     if status:

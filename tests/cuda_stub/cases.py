@@ -59,6 +59,17 @@ def rewinds(model: GeminiDDP) -> Callable[[Any], None]:
     return lambda _: model.rewind(1)
 
 
+def parks(where: str) -> Then:
+    def start(model: GeminiDDP) -> Callable[[Any], None]:
+        def then(_: object) -> None:
+            model.park(where)
+            model.resume()
+
+        return then
+
+    return start
+
+
 def half_frozen(width: int, depth: int) -> nn.Module:
     module = Stack(width, depth)
     for layer in itertools.islice(module.layers, depth // 2):
@@ -102,7 +113,7 @@ class Case:
     passes: int = 1  # forward and backward of a step
     then: Then = nothing
     own_stream: bool = False  # the loop runs on a stream of its user's
-    waits: str = ""  # why a steady iteration waits, copies what is not pinned, or makes events
+    waits: str = ""  # why a steady iteration waits, or makes events
 
     @property
     def has_tail(self) -> bool:
@@ -124,7 +135,8 @@ TAIL = {"update": "tail"}
 EARLY = {"update": "speculate"}
 AGREED = "a step compares what it agreed on with what was expected"
 MATRICES = "matrices are made orthogonal by torch's operators, one after the other"
-MASTERS = "an average is of masters, which come to the host"
+MASTERS = "an average is of masters, which come to the host, block by block"
+PARKS = "model data leaves and comes back, and memory that its copies were in is unpinned"
 REWINDS = "a rewind brings back what files keep, block by block"
 CASES = {
     "resident": Case(RESIDENT),
@@ -144,6 +156,8 @@ CASES = {
     "resident, quantised base": Case(RESIDENT, module=on_quantised_base),
     "parameters on the host, quantised base": Case(PARAMS, module=on_quantised_base),
     "resident, EMA on the host": Case(RESIDENT, then=averages("host"), waits=MASTERS),
+    "resident, parked on the host": Case(RESIDENT, then=parks("host"), waits=PARKS),
+    "resident, parked on NVMe": Case(RESIDENT, then=parks("nvme"), waits=PARKS),
     "state on the host": Case(STATE),
     "state on the host, 6 layers": Case(STATE, depth=6),
     "state on the host, changing shapes": Case(STATE, rows=(4, 6, 5, 7)),
@@ -212,7 +226,7 @@ CASES = {
 CANNOT = {
     "Lamb": "its host takes roots of sums of squares, which no kernel has written",
     "Adafactor": "its host divides by sums of lines and by a norm, which no kernel has written",
-    "a save, a load, parking": "they read weights on the host, and no kernel has written any",
+    "a save, a load": "they read weights on the host, and no kernel has written any",
     "more than one rank that differs": "the other rank says what this one says",
     "CUDA graphs": "the stub captures nothing",
 }

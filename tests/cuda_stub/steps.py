@@ -53,13 +53,13 @@ def iteration_of(case: Case) -> Row:
 def refused_of(case: Case, row: Row) -> Row:
     """What no steady iteration may ask for, whatever was written down."""
     most = {"copy D2H pageable": 0, "copy H2D pageable": 0}
-    if not case.has_tail:
+    if not (case.has_tail or case.waits):
         most["events made"] = 0
-    if not case.several:
+    if not (case.several or case.waits):
         most["copy D2D"] = case.depth * case.passes
     said = row | row["by chance"]
     too_much = {what: said[what] for what in most if said.get(what, 0) > most[what]}
-    return {} if case.waits else too_much if case.disk else too_much | row["waits"]
+    return too_much if case.disk or case.waits else too_much | row["waits"]
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels_triton import float8, rows
+from kernels_triton import float8, rows, symmetric
 from kernels_triton.launch import choose_launch
 from kernels_triton.norm import (
     FINISH_AT_ONCE,
@@ -124,6 +124,18 @@ def sources():
         yield f"tally-{norm}", source(tally_kernel, pointers, {"NORM": norm}), 4
     yield from sources_of_rows()
     yield from sources_of_float8()
+    yield from sources_of_gram()
+
+
+def sources_of_gram():
+    """A matrix of rows, and one of columns, as `orthogonal` turns tall ones."""
+    tile = {"TILE": symmetric.TILE, "AT_ONCE": symmetric.AT_ONCE, "INTERPRETED": False}
+    names = ("r", "c", "row_stride", "column_stride")
+    for name, of_one in (("gram", "column_stride"), ("gram-of-tall", "row_stride")):
+        arguments = {"x": "*i16", "out": "*fp32", **dict.fromkeys(names, "i32")}
+        arguments[of_one] = "constexpr"
+        multiples = [other for other in names if other != of_one]
+        yield name, source(symmetric.gram_kernel, arguments, {of_one: 1, **tile}, multiples), 8
 
 
 def sources_of_float8():
@@ -203,7 +215,7 @@ def directions(launch):
 
 def source(kernel, arguments, constants, multiples=()):
     """multiples: whole numbers that are multiples of 16, as Triton finds out at a launch."""
-    names = [*arguments, *constants]
+    names = list({**arguments, **constants})
     signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
     pointers = [i for i, name in enumerate(arguments) if arguments[name].startswith("*")]
     return ASTSource(

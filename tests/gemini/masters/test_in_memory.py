@@ -18,18 +18,21 @@ from optim.rules.state_layout import StateLayout
 pytestmark = pytest.mark.ci
 
 ZERO3, ZERO2 = StaticPlacement(1.0), StaticPlacement(0.0)
+HOST = StaticPlacement(1.0, offload_optim_frac=1.0)
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}
 
 
 def wrapped(
-    rank, *, device="cpu", fraction=0.0, folder=None, make=HybridAdam, placement=ZERO3, **how
-):
-    backend = SimBackend(rank) if device == "sim" else device
+    rank, *, device="cpu", fraction=0.0, folder=None, make=HybridAdam, placement=ZERO3,
+    state="fp32", **how
+):  # fmt: skip
+    kernels = device == "sim, kernels"
+    backend = SimBackend(rank, updates_by_triton=kernels) if "sim" in device else device
     module = Tower()
     for param in module.parameters():  # every third master is a tie that is rounded down
         param.data.view(torch.int32).flatten()[::3].bitwise_and_(~0x1FFFF).bitwise_or_(0x8000)
     model = GeminiDDP(module, backend, placement_policy=placement, min_chunk_size_m=0.004, **how)
-    options = ADAM if make is HybridAdam else {"lr": 1e-3}
+    options = {**ADAM, "state": state} if make is HybridAdam else {"lr": 1e-3}
     optimizer = make(
         model.parameters(), **options, nvme_offload_fraction=fraction, nvme_offload_dir=folder,
         nvme=NvmeConfig(block_numel=2048),
@@ -110,10 +113,12 @@ def run_of(rank, folder, is_split, **how):
 CASES = {  # how masters may lie
     "resident": {},
     "device": {"device": "sim"},
-    "host": {"device": "sim", "placement": StaticPlacement(1.0, offload_optim_frac=1.0)},
+    "host": {"device": "sim", "placement": HOST},
     "a part on disk": {"fraction": 0.4},
     "a part on disk, with a tail": {"fraction": 0.4, "update": "tail"},
     "fp32 beside it": {"keep_fp32": keeps_one},
+    "host, 8 bits": {"device": "sim", "placement": HOST, "state": "8bit"},
+    "a part on disk, 8 bits, with a tail": {"fraction": 0.4, "state": "8bit", "update": "tail"},
 }
 
 
@@ -152,3 +157,25 @@ def test_state_takes_10_bytes_a_parameter_where_shards_are_apart():
         assert each == [10, 8, 12, 12]
         assert [first for *_, first in found] == [{"remainder"}, *[{"master"}] * 3]
         assert planned == found[0][0] and shards == 2 * found[0][1]
+
+
+def on_the_link(rank):
+    """Of 8-bit state in host memory, updated by kernels: what it comes to with split and with whole
+    masters, bytes of it an element, and whether a step moves these each way."""
+    found, batches = [], token_batches(2, dist.get_world_size())
+    for splits in (StateLayout.splits, lambda self, dtype: False):
+        with mock.patch.object(StateLayout, "splits", splits):
+            model, optimizer = wrapped(rank, device="sim, kernels", placement=HOST, state="8bit")
+        nbytes, numel, _ = in_memory(optimizer)
+        train(rank, model, optimizer, batches)
+        moved = optimizer.last_report.traffic
+        same = moved.host_to_device == moved.device_to_host == nbytes
+        found.append((everything(model, optimizer), nbytes / numel, same))
+        optimizer.close()
+    return found
+
+
+def test_8_bit_state_with_split_masters_has_4_bytes_an_element_on_the_link():
+    for split, whole in run_ranks(on_the_link, 2, processes=True):
+        assert_same(split[0], whole[0])
+        assert [split[1:], whole[1:]] == [(4.125, True), (6.125, True)]

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import EMA, AutoPlacement, GeminiDDP, HybridAdam
 from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
+from gemini.runtime.step.state.shard_blocks import HostReader
 from tests.support.loops.sides import SMALL, Net, depth_at, full_step, loss_of, wrapped
 
 DECAY = 0.7
@@ -102,6 +104,26 @@ def test_what_was_saved_goes_on(home, tmp_path):
         for name, value in model.state_dict().items():
             assert torch.equal(value, want[name]), name
     assert again.num_averaged == ema.num_averaged == STEPS + 1
+
+
+def test_masters_leave_a_device_through_two_pinned_buffers(monkeypatch):
+    """A copy fills one, NaN until the host waits, while the last is taken out of the other."""
+    device, made = SimBackend(3, updates_by_triton=True), []
+    allocate = device.allocate_host
+    monkeypatch.setattr(
+        device, "allocate_host", lambda *given: made.append(given[0]) or allocate(*given)
+    )
+    reader, numels = HostReader(device), [33, 7, 64, 64, 1, 50]
+    for _ in range(2):
+        values = [device.allocate(n, torch.float32).copy_(torch.randn(n)) for n in numels]
+        into = [torch.zeros(n) for n in numels]
+        for here, there in zip(into, values, strict=True):
+            reader.read(here, there)
+        reader.end()
+        assert all(map(torch.equal, into, values))
+    # the buffers grow once each, and are kept
+    assert made == [33 * 4, 7 * 4, 64 * 4, 64 * 4]
+    device.check()
 
 
 def sharded(rank, folder):

@@ -14,6 +14,7 @@ from gemini import AutoPlacement, GeminiDDP
 from gemini.placement.sizes import BudgetError
 from gemini.units import PAGE_BYTES, align_up
 from optim import HybridLamb, HybridMuon, NvmeConfig
+from optim.matrices.sites import DeviceSite
 from optim.matrices.updater import MatrixUpdater
 from optim.rules import matrix_rule
 from optim.rules.orthogonal import orthogonal
@@ -245,10 +246,12 @@ def _patched(make, staged):
 
 
 def test_a_step_that_fails_on_a_device_while_blocks_wait_changes_nothing(monkeypatch):
-    """Each block that waits has weights of its own to go back to."""
+    """Each block that waits has weights of its own to go back to, and no copy fills its buffer when
+    that is another's."""
     model, optimizer = program.made("muon, fp32", "on disk", "serial")
     program.backward(model, optimizer, 0.5)
     before, taken_in, real = everything(model, optimizer), [], MatrixUpdater.update_block
+    momenta, take_back = [], DeviceSite.take_back
 
     def breaks(self, block, planes, views):
         if len(taken_in) == 3:
@@ -258,10 +261,16 @@ def test_a_step_that_fails_on_a_device_while_blocks_wait_changes_nothing(monkeyp
         assert self.is_waiting(block)
         return updates
 
+    def leaves(*given):
+        momenta.append(take_back(*given))
+        return momenta[-1]
+
+    monkeypatch.setattr(DeviceSite, "take_back", leaves)
     monkeypatch.setattr(MatrixUpdater, "update_block", breaks)
     with pytest.raises(MemoryError, match="on purpose"):
         optimizer.step()
     assert differences(everything(model, optimizer), before) == []
+    assert len(momenta) == 3 and all(copies.ready() for copies in momenta)
     optimizer.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
@@ -73,6 +74,38 @@ class Shards:
             chunk, values = self._loaded
             chunk.store_shard(values)
         self._loaded, self._changed = None, False
+
+
+class HostReader:
+    """HostReader: it copies a device's tensors to host memory that need not be pinned, through two
+    pinned buffers in turn: one is filled while what came before is taken out of the other.
+
+    memory: of the device. The buffers stay, as large as the largest tensor was.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._buffers: list[Tensor | None] = [None, None]  # uint8, pinned
+        self._coming: tuple[CopyTicket, Tensor, Tensor] | None = None
+
+    def read(self, into: Tensor, values: Tensor) -> None:
+        """Begin to copy `values` to `into`, of the host, of the same numel and dtype; it is there
+        after `end`."""
+        first, second = self._buffers
+        if first is None or first.nbytes < values.nbytes:
+            first = self._memory.allocate_host(values.nbytes, torch.uint8)
+        self._buffers = [second, first]
+        host = first[: values.nbytes].view(values.dtype)
+        ticket = self._memory.copy(host, values)
+        self.end()
+        self._coming = ticket, into, host
+
+    def end(self) -> None:
+        """Wait until all is where it was to go."""
+        if self._coming is not None:
+            (ticket, into, host), self._coming = self._coming, None
+            ticket.settle()
+            into.copy_(host)
 
 
 class ShardMasters(SplitMasters):

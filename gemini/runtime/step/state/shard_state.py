@@ -35,7 +35,7 @@ from gemini.runtime.step.executors import make_shard_executor, run_of, updated_b
 from gemini.runtime.step.tail import StepTail
 from gemini.units import BlockId, ChunkId
 
-from .shard_blocks import ShardMasters, Shards
+from .shard_blocks import HostReader, ShardMasters, Shards
 
 if TYPE_CHECKING:
     from gemini.nvme import BlockStore
@@ -76,6 +76,7 @@ class ShardState(Target):
         self._parts = parts
         self._calls = calls
         self._tail = StepTail(parts)
+        self._reader = HostReader(parts.backend)  # of masters that a device has
         self._chunks = [chunk for chunk in parts.chunks if chunk.spec.trainable]
         self._names = [spec.name for spec in parts.layout.params]
         self._matrices_of: tuple[list[Chunk], MatrixBuckets] | None = None  # of these chunks
@@ -364,14 +365,28 @@ class ShardState(Target):
     # -- masters --
 
     def read_master(self, chunk: Chunk) -> Tensor:
-        """[S] fp32: the weights of a trainable chunk's shard as the optimizer has them."""
-        if self.has_master:  # of every block: what a device has of the shard need not come
+        """[S] fp32 in host memory, which is not pinned: the weights of a trainable chunk's shard as
+        the optimizer has them."""
+        if not self.has_master:
+            values, numel = torch.empty(chunk.spec.shard_numel), self._parts.planning.block_numel
+            for into, weights in zip(
+                values.split(numel), chunk.load_shard().split(numel), strict=True
+            ):
+                self._read(into, weights)
+        else:  # of every block: what a device has of the shard need not come
             values = torch.zeros(chunk.spec.shard_numel)
-        else:
-            values = chunk.load_shard().to("cpu", torch.float32, copy=True)
-        look = _masters(lambda block, master: values[block.elements].copy_(master))
-        self.tiered_state.visit(look, self._blocks_of({chunk.spec.id}))
+            look = _masters(lambda block, master: self._read(values[block.elements], master))
+            self.tiered_state.visit(look, self._blocks_of({chunk.spec.id}))
+        self._reader.end()
         return values
+
+    def _read(self, into: Tensor, weights: Tensor) -> None:
+        """Copy weights to host memory in fp32; before `_reader` has ended, only those of CUDA may
+        be on their way."""
+        if weights.is_cuda:
+            self._reader.read(into, weights.float())
+        else:
+            into.copy_(weights)
 
     @torch.no_grad()
     def write_master(self, chunk: Chunk, values: Tensor) -> None:
