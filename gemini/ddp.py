@@ -34,7 +34,7 @@ from gemini.optim.rules.clipping import asked_norm
 from gemini.optim.target import changes, reads
 from gemini.placement.homes.budgets import first_that_fits
 from gemini.placement.policy import AutoPlacement, Placement, parse_placement, spills
-from gemini.placement.timetable.updates import TAIL, current_update
+from gemini.placement.timetable.updates import current_update, goes_on
 from gemini.runtime.autograd.gradient_hooks import refuse_transforms
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.engine import GeminiEngine
@@ -116,9 +116,10 @@ class GeminiDDP(ModuleFace):
         are in the order of its first uses.
     update: `"serial"`: a step has ended when `step()` returns. `"tail"`: blocks are updated while
         the next forward runs, which waits for the parameters it reads; this needs state on NVMe,
-        and nothing else there, or state in host memory with a device. The bits are the same. An
-        error of a disk is then raised by the next backward, or by an earlier read of weights or
-        state.
+        and nothing else there, or state in host memory with a device. `"speculate"`: on a device,
+        state in host memory is updated in backward. `"both"`: so, and the rest as a tail. The bits
+        are the same. An error of a disk is raised by the next backward, or by an earlier read of
+        weights or state, if there is a tail.
         See docs/adr/0002-when-a-step-counts.md.
 
     The other arguments are the fields of `gemini.PrecisionPolicy`, `gemini.ChunkSearch`,
@@ -145,7 +146,6 @@ class GeminiDDP(ModuleFace):
         super().__init__()
         check_module(module)
         precision_settings = precision.settings(max_norm, norm_type)
-        update = current_update(update)
         placement = parse_placement(placement_policy)
         check_travelling(precision_settings, placement.budgets())
         self._dtype = DTYPES[precision_settings.dtype]
@@ -177,6 +177,7 @@ class GeminiDDP(ModuleFace):
         configurations = _configurations(chunks, specs)
         order = None if trace is None else _order_of(trace, specs, ignored)
         backend = _spilling(_backend(device), placement) if spills(placement) else _backend(device)
+        update = current_update(update, by_kernels=backend.updates_by_triton)
 
         def planned(sized: ChunkConfiguration) -> tuple[ChunkConfiguration, ChunkLayout, Planning]:
             num_shards, num_replicas = connections.num_shards, connections.num_replicas
@@ -202,7 +203,7 @@ class GeminiDDP(ModuleFace):
             name=type(module).__name__, max_prefetch=communication.max_prefetch,
             precision_settings=precision_settings,
             overlap_allgather=communication.overlap_allgather,
-            tail_communicator=comm.for_thread() if update == TAIL else None,
+            tail_communicator=comm.for_thread() if goes_on(update) else None,
             update=update, together=together,
         )  # fmt: skip
         leave_behind(self.engine, memory)

@@ -37,7 +37,7 @@ from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
 from gemini.placement.speeds import usual_speeds
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.allowed import allowed, buffers_ahead, kept_for_updates
-from gemini.placement.timetable.updates import SERIAL, TAIL
+from gemini.placement.timetable.updates import SERIAL, TAIL, goes_on
 from gemini.units import (
     BLOCK_NUMEL,
     ORIGINAL_BLOCK_NUMEL,
@@ -339,7 +339,7 @@ class Question:
     def _block_objects(self, result: PlanResult) -> int:
         """Bytes of objects that blocks have, of state and in files."""
         plan = result.plan
-        has_tail = self.runs(result) == TAIL
+        has_tail = goes_on(self.runs(result))
         total = 0
         for sizes, shard in zip(plan.chunks, plan.shards, strict=True):
             files = (shard.param_home is Tier.NVME) + (shard.grad_home is Tier.NVME)

@@ -12,7 +12,7 @@ from pathlib import Path
 from gemini.arguments import Parser, by_name
 from gemini.placement.orders import BATCHES, LAYERS, ORDERS
 from gemini.placement.policy import ACTIVATIONS, AUTO
-from gemini.placement.timetable.updates import RETIRED, SPECULATE, TAIL, UPDATES
+from gemini.placement.timetable.updates import ASKED, RETIRED, TAIL
 from gemini.plan.quantised import KINDS as QUANTISED
 from gemini.plan.words import OPTIMIZERS
 from gemini.settings import Settings, flag, setting
@@ -135,8 +135,8 @@ class TrainConfig(Settings):
     )
     update: str = _memory(
         TAIL,
-        "when blocks are updated, as GeminiDDP's; both and auto, of earlier versions, are tail",
-        one_of=(*UPDATES, SPECULATE, *RETIRED),
+        "when blocks are updated, as GeminiDDP's; auto, of earlier versions, is tail",
+        one_of=(*ASKED, *RETIRED),
     )
     seq: int = _step(2048, "most tokens of a sequence; longer ones are cut, or packed", least=1)
     batch: int = _step(8, "sequences of a forward, on all ranks together", least=1)

@@ -60,12 +60,15 @@ class DeviceStaging:
         for turn in range(self.count):
             self.use(turn)
 
-    def use(self, number: int) -> None:
+    def use(self, number: int, *, in_window: bool = False) -> None:
         """Use one set for one block; the copies from it come before that. number: of the block, so
-        that it has the same buffers in every step, in whatever order blocks come."""
+        that it has the same buffers in every step, in whatever order blocks come. in_window: the
+        host waits for them too, if it does in this step."""
         self.turn = number % self.count
         leaving, self._leaving[self.turn] = self._leaving[self.turn], None
         self._coming = None
+        if in_window and self.waits and leaving is not None:
+            leaving.settle()
         if leaving is not None:
             self.arrive(leaving)
 
@@ -93,6 +96,13 @@ class DeviceStaging:
         ticket = self._memory.copy_all(pairs, self._coming and (arrival or self._coming))
         self.arrive(ticket)
         return ticket
+
+    def pass_by(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Begin to copy each second tensor, of the host, to the first, which is of no set. The next
+        use of this set comes behind that, if the host waits in this step."""
+        ticket = self.bring(pairs)
+        if self.waits:
+            self._leaving[self.turn] = ticket
 
     def take_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
         """Begin to copy each second tensor, of this set or of the device, to the first."""

@@ -1,6 +1,10 @@
 """Whether updates may overlap a pass: one table of rules, each with its reason. Pure.
 
-A tail goes on during the next forward (ADR 0002). Where a rule is against it, a step does all.
+A tail goes on during the next forward, early updates are made in backward (ADR 0002). Where a rule
+is against one, the other is left, or a step does all.
+
+A rule is there because nothing could be gained, or no memory is left (`RULES`, `EARLY_RULES`), or
+because nobody has built it (`NOT_MADE`, `NO_TAIL_MADE`, `NOT_MADE_EARLY`).
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from gemini.placement.sizes import UNLIMITED
 from gemini.placement.tiers import Tier
 from gemini.units import BUFFERS_AHEAD, ChunkId
 
-from .updates import SERIAL, SPECULATE, TAIL
+from .updates import BOTH, SERIAL, SPECULATE, TAIL, goes_on, is_early
 
 NO_ROOM = "gradients that live into a forward have no room on the device"
 NO_BUFFERS = "its budget has no room for blocks of files under way"
@@ -42,24 +46,27 @@ RULES: tuple[Rule, ...] = (
     ("all state is on the device", lambda f: f.state_homes <= {Tier.DEVICE}),
     (NO_BUFFERS, lambda f: f.has_files and not f.has_buffers),
     (NO_ROOM, lambda f: not f.has_room),
-    # what is kept gathered over ranks would be gathered again by the step itself
-    ("chunks are kept gathered", lambda f: f.is_gathered),
-    ("the module is a part of a pipeline", lambda f: f.is_stage),
-    ("torch has split parameters", lambda f: f.is_split),
-    ("its optimizer steps several modules", lambda f: f.is_joint),
-    ("its optimizer updates parameters as a whole", lambda f: f.needs_wholes),
 )  # fmt: skip
-
-
-# against updates in backward: the last rules have a rule or a run that nothing was made for
+# where the host updates, an update and a backward have the same cores; a norm over a parameter, or
+# a product of matrices, needs gradients that are not there
 EARLY_RULES: tuple[Rule, ...] = (
     ("no state is in host memory", lambda f: Tier.HOST not in f.state_homes),
     ("no kernels of a device update every element alike", lambda f: not f.by_kernels),
-    ("its weights have no masters", lambda f: not f.has_masters),
+)
+NOT_MADE: tuple[Rule, ...] = (
     ("the module is a part of a pipeline", lambda f: f.is_stage),
     ("torch has split parameters", lambda f: f.is_split),
     ("its optimizer steps several modules", lambda f: f.is_joint),
 )
+NO_TAIL_MADE: tuple[Rule, ...] = (
+    # what is kept gathered over ranks is gathered again by the step itself: a tail would need a
+    # group of its own for it
+    ("chunks are kept gathered", lambda f: f.is_gathered),
+    ("its optimizer updates parameters as a whole", lambda f: f.needs_wholes),
+)
+NOT_MADE_EARLY: tuple[Rule, ...] = (
+    ("its weights have no masters", lambda f: not f.has_masters),
+)  # fmt: skip
 
 
 def _first(rules: Sequence[Rule], facts: OverlapFacts) -> str | None:
@@ -68,19 +75,26 @@ def _first(rules: Sequence[Rule], facts: OverlapFacts) -> str | None:
 
 def against_tail(facts: OverlapFacts) -> str | None:
     """Rule that is against a tail; None: none is."""
-    return _first(RULES, facts)
+    return _first((*RULES, *NOT_MADE, *NO_TAIL_MADE), facts)
+
+
+def against_early(facts: OverlapFacts) -> str | None:
+    """Rule that is against updates in backward; None: none is."""
+    return _first((*EARLY_RULES, *NOT_MADE, *NOT_MADE_EARLY), facts)
 
 
 def against(update: str, facts: OverlapFacts) -> str | None:
-    """Rule that is against an `update`; None: none is."""
-    if update == SERIAL:
-        return None
-    return _first(EARLY_RULES if update == SPECULATE else RULES, facts)
+    """Rule that is against an `update`, or against a part of it; None: none is."""
+    reason = against_tail(facts) if goes_on(update) else None
+    return reason or (against_early(facts) if is_early(update) else None)
 
 
 def allowed(update: str, facts: OverlapFacts) -> str:
-    """An `update` as the rules leave it: itself, or `SERIAL`."""
-    return update if against(update, facts) is None else SERIAL
+    """An `update` as the rules leave it: the parts of it that none is against, or `SERIAL`."""
+    tail = goes_on(update) and against_tail(facts) is None
+    if is_early(update) and against_early(facts) is None:
+        return BOTH if tail else SPECULATE
+    return TAIL if tail else SERIAL
 
 
 def facts_of(
@@ -130,4 +144,4 @@ def kept_for_updates(
 def buffers_ahead(update: str, *, has_masters: bool, has_budgets: bool) -> int:
     """Number of buffers for blocks that are updated after their step: a tail needs them where
     parameters or gradients are in files, as a budget may put them."""
-    return BUFFERS_AHEAD if update == TAIL and has_masters and has_budgets else 0
+    return BUFFERS_AHEAD if goes_on(update) and has_masters and has_budgets else 0

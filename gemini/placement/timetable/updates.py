@@ -3,6 +3,7 @@
 serial     all in `step()`
 tail       after the step, during the next forward (ADR 0002)
 speculate  during backward, with what the step is expected to agree on; the rest in `step()`
+both       the same, and the rest after the step, during the next forward
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 SERIAL, TAIL = "serial", "tail"
-UPDATES = (SERIAL, TAIL)  # the simplest first
-SPECULATE = "speculate"  # has no price: nothing chooses it, it is asked for
-RETIRED = ("both", "auto")  # of earlier versions: run as `TAIL`
+UPDATES = (SERIAL, TAIL)  # that have a price, the simplest first
+SPECULATE, BOTH = "speculate", "both"  # have no price: nothing chooses them, they are asked for
+ASKED = (*UPDATES, SPECULATE, BOTH)
+RETIRED = ("auto",)  # of earlier versions: run as `TAIL`
 SAME_SECONDS = 0.02  # of an iteration: no prediction tells them apart
 
 
@@ -43,21 +45,33 @@ class StepCost:
         return said(self.update_seconds, self.waited_seconds)
 
 
-def current_update(update: str) -> str:
-    """The `update=` of today: a retired one is `TAIL`, with a warning that each is given once.
+def goes_on(update: str) -> bool:
+    """Whether a step goes on when `step()` has returned."""
+    return update in (TAIL, BOTH)
+
+
+def is_early(update: str) -> bool:
+    """Whether blocks are updated during backward."""
+    return update in (SPECULATE, BOTH)
+
+
+def current_update(update: str, *, by_kernels: bool) -> str:
+    """The `update=` of today: a retired one is `TAIL`, with a warning that each is given once; so
+    is `BOTH` unless kernels of a device update.
 
     Raises ValueError for what no version knew.
     """
-    if update in RETIRED:
+    if update in RETIRED or (update == BOTH and not by_kernels):
+        where = " on a CPU" if update == BOTH else ""
         warnings.warn(
-            f'update="{update}" is no longer offered and runs as update="tail": blocks are not '
-            'updated during backward. The bits are the same; write update="tail"',
+            f'update="{update}" is no longer offered{where} and runs as update="tail": blocks are '
+            'not updated during backward. The bits are the same; write update="tail"',
             FutureWarning,
             stacklevel=2,
         )
         return TAIL
-    if update not in (*UPDATES, SPECULATE):
-        raise ValueError(f"update={update!r}; expected one of {[*UPDATES, SPECULATE]}")
+    if update not in ASKED:
+        raise ValueError(f"update={update!r}; expected one of {[*ASKED]}")
     return update
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gemini.chunk.local import full_tensor_of
 from gemini.chunk.storage import Chunk, params_in
-from gemini.placement.timetable.updates import SPECULATE
+from gemini.placement.timetable.updates import is_early
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts
 from gemini.runtime.schedule.all_reduce_hook import AllReduceHook, Hook
@@ -91,9 +91,9 @@ def set_all_reduce_hook(
     parts: Parts, hook: Hook | None, stream: torch.cuda.Stream | None = None
 ) -> None:
     """Let a hook have all reduced gradients, from now on; see `GeminiDDP`."""
-    if parts.update == SPECULATE:
+    if is_early(parts.update):
         raise ValueError(
-            'update="speculate" updates with gradients that the all-reduce hook has not had; '
+            f'update="{parts.update}" updates with gradients that the all-reduce hook has not had; '
             'expected update="serial" or update="tail"'
         )
     if hook is not None and parts.is_canonical:

@@ -21,7 +21,14 @@ from gemini.placement.policy import StaticPlacement
 from gemini.placement.predict import KINDS, TIERS
 from gemini.placement.start import Start
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.updates import SERIAL, SPECULATE, TAIL, priced_in_words, said
+from gemini.placement.timetable.updates import (
+    SERIAL,
+    TAIL,
+    goes_on,
+    is_early,
+    priced_in_words,
+    said,
+)
 from gemini.runtime.parts import Parts, against_tail_of, against_update_of, update_of
 from gemini.units import WORLD, format_bytes
 
@@ -132,11 +139,13 @@ def _speeds(parts: Parts) -> str:
 def when_updated(parts: Parts) -> str:
     """Time of the update of state off the device, in words, with the rule against a tail that was
     asked for, if one applies."""
-    if update_of(parts) == TAIL:
-        return "behind the next forward"
-    if update_of(parts) == SPECULATE:
-        return "during backward, as far as gradients are final, and in step()"
-    return "in step()" if parts.update == SERIAL else f"serial, as {against_update_of(parts)}"
+    update, reason = update_of(parts), against_update_of(parts)
+    if update == SERIAL:
+        return "in step()" if parts.update == SERIAL else f"serial, as {reason}"
+    when = "behind the next forward" if goes_on(update) else "in step()"
+    if is_early(update):
+        when = f"during backward, as far as gradients are final, and {when}"
+    return when if reason is None else f'{when}; no update="{parts.update}", as {reason}'
 
 
 def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str:

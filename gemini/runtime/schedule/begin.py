@@ -35,7 +35,7 @@ from gemini.placement.sizes import (
 from gemini.placement.speeds import agreed
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.allowed import buffers_ahead
-from gemini.placement.timetable.updates import SPECULATE
+from gemini.placement.timetable.updates import is_early
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
 
@@ -92,7 +92,7 @@ def begin_planning(
         budgets=budgets, bandwidths=machine.speeds.links,
         has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch,
         off_device=UpdatePath.CPU if updates_on_host else UpdatePath.STREAM, fixed_params=fixed,
-        with_originals=with_originals, num_ahead=num_ahead, brings_params=update == SPECULATE,
+        with_originals=with_originals, num_ahead=num_ahead, brings_params=is_early(update),
     )  # fmt: skip
     inputs = first_inputs(inputs, policy, canonical=canonical)
     if trace is None:

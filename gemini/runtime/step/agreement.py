@@ -74,6 +74,12 @@ def raise_what_tore(said: Sequence[str | None], error: BaseException | None) -> 
         )
 
 
+def raise_first(said: Sequence[str | None], error: BaseException | None) -> None:
+    """Raise this rank's own error, or one with the text of the first that failed."""
+    for text in _told_by_others(said, error).values():
+        raise RuntimeError(text)
+
+
 def _told_by_others(said: Sequence[str | None], error: BaseException | None) -> dict[int, str]:
     """Texts of errors by rank; raises this rank's own, if it has one."""
     if error is not None:

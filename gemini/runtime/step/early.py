@@ -7,6 +7,9 @@
               what has not changed since count as they are; all others are dropped
     (step)    updates what does not count, from its old version, as any step
 
+With a tail (`update="both"`) its thread lets them count, when all ranks have voted. A step that
+fails on a disk before is undone, and its second versions are dropped.
+
 A rank does this alone: whatever it finds final, bits are those of a serial step. Until `agreed`
 nothing that anybody reads is written. New weights wait in host memory with their state.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +33,7 @@ from gemini.optim.state.slabs import Slab
 from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.target import Group
-from gemini.placement.timetable.updates import SPECULATE
+from gemini.placement.timetable.updates import is_early
 from gemini.runtime.parts import Parts, update_of
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId, ParamId
@@ -39,7 +42,6 @@ from .views import Shard, ShardViews
 
 if TYPE_CHECKING:
     from gemini.optim.step.triton_step import TritonStep
-    from gemini.optim.update.staging import DeviceStaging
     from gemini.optim.update.triton_update import TritonUpdater
     from gemini.runtime.memory.changed_weights import ChangedWeights
 
@@ -160,6 +162,7 @@ class EarlySpans:
         self._waiting: deque[tuple[Block, ChunkGradient, int]] = deque()  # final, and not begun
         self._under_way: deque[CopyTicket] = deque()
         self._early: dict[BlockId, _Early] = {}
+        self._counting: dict[BlockId, _Early] = {}  # of the last step, those that do not count yet
         events = parts.events
         events.final.listen(self._final)
         events.arrived.listen(self._arrived)
@@ -217,7 +220,7 @@ class EarlySpans:
         self._usual, self._arrivals = self._arrivals, Counter()
         if expected is None or self._backward - self._num_before != expected.num_backwards:
             return
-        if update_of(parts) != SPECULATE:
+        if not is_early(update_of(parts)):
             return
         try:
             hypers = self._hypers_of(expected.groups)
@@ -283,7 +286,14 @@ class EarlySpans:
         kept = {i: one for i, one in early.items() if is_expected and one.is_as_it_was}
         self._early = {i: one for i, one in early.items() if i not in kept}
         self.forget()
-        return Committing(updater, kept, self._chunks, views, self._executor.staging)
+        self._counting = kept
+        return Committing(updater, kept, views)
+
+    def undone(self) -> None:
+        """Drop second versions of a step that is undone: none of them counts."""
+        for one in self._counting.values():
+            one.slab.drop(one.block)
+        self._counting.clear()
 
     def stepped(self, groups: Sequence[Group]) -> None:
         """Expect the next step to be like this one."""
@@ -292,7 +302,7 @@ class EarlySpans:
         self._num_before = now
         self.forget()
         # here, and not in a backward: to pin memory waits for the device
-        if update_of(self._parts) == SPECULATE:
+        if is_early(update_of(self._parts)):
             for shard in dict.fromkeys(block.shard for block in self._state.host):
                 chunk = self._chunks[shard]
                 if shard not in self._weights and chunk.files is None:
@@ -340,17 +350,10 @@ class Committing:
 
     keeps_blocks = False
 
-    def __init__(
-        self,
-        updater: Updater,
-        early: dict[BlockId, _Early],
-        chunks: Sequence[Chunk],
-        views: EarlyViews,
-        staging: DeviceStaging,
-    ) -> None:
-        """views: by which spans were updated. updater: of the others."""
-        self._updater, self._early = updater, early
-        self._chunks, self._views, self._staging = chunks, views, staging
+    def __init__(self, updater: Updater, early: dict[BlockId, _Early], made: EarlyViews) -> None:
+        """early: spans that count, of which those that are committed are taken out. made: by which
+        they were updated. updater: of the others."""
+        self._updater, self._early, self._made = updater, early, made
         self._moved = Traffic()
 
     @property
@@ -364,21 +367,12 @@ class Committing:
         self._updater.update_resident(slab, views)
 
     def update_block(self, block: Block, planes: Planes, views: BlockViews) -> CopyTicket | None:
-        early = self._early.pop(block.id, None)
+        early = self._early.get(block.id)
         if early is None:
             return self._updater.update_block(block, planes, views)
         early.slab.take_over(block)
-        chunk, weight = self._chunks[block.shard], self._views.weight_of(block)
-        there = chunk.shard_memory[block.shard_offset : block.shard_offset + block.numel]
+        del self._early[block.id]
+        weight = self._made.weight_of(block)
         nbytes = early.nbytes + weight.nbytes
         self._moved += Traffic(host_to_device=nbytes, device_to_host=nbytes)
-        self._staging.use(block.id)
-        if not chunk.shard_on_host:
-            self._staging.bring([(there, weight)])
-            return None
-        # By way of the device: its links copy, and the host waits for nothing.
-        brought = self._staging.param(block.numel, chunk.dtype)
-        self._staging.bring([(brought, weight)])
-        copies = self._staging.take_back([(there, brought)])
-        chunk.is_copied(copies)
-        return copies
+        return cast("ShardViews", views).take_over(block, weight)

@@ -24,7 +24,7 @@ from gemini.optim.state.deferred_signals import DeferredSignals, TailSignals
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.step.driver import Step, alone
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.updates import TAIL
+from gemini.placement.timetable.updates import goes_on
 from gemini.ranges import named
 from gemini.runtime.parts import Parts, has_pass_elsewhere, update_of
 from gemini.tickets import Ticket
@@ -50,7 +50,7 @@ class StepTail:
     @property
     def applies(self) -> bool:
         """Whether steps of this plan have a tail."""
-        return update_of(self._parts) == TAIL
+        return goes_on(update_of(self._parts))
 
     def begin(
         self,

@@ -38,11 +38,11 @@ from gemini.optim.step.executor import Executor
 from gemini.optim.target import AmpInputs, Group
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.placement.plan import Plan
-from gemini.placement.timetable.updates import SPECULATE
+from gemini.placement.timetable.updates import is_early
 from gemini.runtime.parts import Parts, is_back
 from gemini.units import ChunkId, ParamId
 
-from .agreement import raise_what_any_rank_raised
+from .agreement import raise_first, raise_what_any_rank_raised
 from .executors import reserve_staging
 from .gradients import StepGradients, check_any
 from .state.shard_blocks import Shards
@@ -88,7 +88,7 @@ class ShardTarget(ShardState):
         self._moved, self._closed = parts.storage.traffic(), False
         # ranks skip together, and one of them tells
         self._skips = Skips(*parts.precision_settings.most_skipped, tells=parts.comm.rank == 0)
-        if parts.update == SPECULATE and self.by_kernels:
+        if is_early(parts.update) and self.by_kernels:
             from .early import EarlySpans
 
             executor = cast("TritonStep", self._executor)
@@ -184,7 +184,7 @@ class ShardTarget(ShardState):
             agree(error)
         except BaseException:
             step.undo()
-            self._executor.undo()
+            self.undo()
             signals.release()
             signals.put_back()
             raise
@@ -210,7 +210,7 @@ class ShardTarget(ShardState):
             self._num_steps = number
             for tensor, value in zip(now, before, strict=True):
                 tensor.copy_(value)
-            self._executor.undo()  # what its prologue has counted
+            self.undo()  # what its prologue has counted
 
         return put_back
 
@@ -312,6 +312,11 @@ class ShardTarget(ShardState):
             self._tiered_state, updater, views, self._num_steps + 1, files,
             in_order=self._tail.applies, target=self, taken=taken,
         )  # fmt: skip
+
+    def undo(self) -> None:
+        super().undo()
+        if self._early is not None:
+            self._early.undone()
 
     def before_step(self) -> None:
         self._parts.manager.release_for_step()
@@ -589,12 +594,3 @@ class ShardTarget(ShardState):
         self._tiered_state.close()
         self._executor.close()
         self._calls.detach()
-
-
-def raise_first(said: Sequence[str | None], error: BaseException | None) -> None:
-    """This rank's own error, or one that says what the first that failed had."""
-    if error is not None:
-        raise error
-    for rank, text in enumerate(said):
-        if text is not None:
-            raise RuntimeError(f"rank {rank}: {text}")

@@ -307,6 +307,24 @@ class ShardViews:
         self._left.add(block.id)
         return [(weight, self._part_of(block))]
 
+    def take_over(self, block: Block, weight: Tensor) -> CopyTicket | None:
+        """Begin to bring new weights [n] of a block, which are in host memory, to its shard.
+
+        Returns the copies that the host waits for before it reads the shard; None: none.
+        """
+        chunk, staging, there = self._chunks[block.shard], self._staging, self._part_of(block)
+        assert staging is not None
+        staging.use(block.id, in_window=True)
+        if not chunk.shard_on_host:
+            staging.pass_by([(there, weight)])
+            return None
+        # By way of the device: its links copy, and the host waits for nothing.
+        brought = staging.param(block.numel, chunk.dtype)
+        staging.bring([(brought, weight)])
+        copies = staging.take_back([(there, brought)])
+        chunk.is_copied(copies)
+        return copies
+
     def restore(self, block: Block, planes: Planes) -> None:
         self._end_save()
         if self._chunks[block.shard].files is None:

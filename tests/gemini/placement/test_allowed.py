@@ -6,7 +6,14 @@ from dataclasses import replace
 import pytest
 
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.allowed import RULES, OverlapFacts, against_tail, allowed
+from gemini.placement.timetable.allowed import (
+    NO_TAIL_MADE,
+    NOT_MADE,
+    RULES,
+    OverlapFacts,
+    against_tail,
+    allowed,
+)
 from gemini.placement.timetable.updates import RETIRED, SERIAL, TAIL, UPDATES, current_update
 
 ON_DISK = OverlapFacts(
@@ -54,14 +61,15 @@ def test_without_a_rule_an_update_is_as_it_was_asked_for(facts):
 
 
 def test_every_rule_is_the_reason_of_some_case():
-    assert {reason for reason, _ in RULES} == {against_tail(facts) for facts, _ in CASES}
+    rules = (*RULES, *NOT_MADE, *NO_TAIL_MADE)
+    assert {reason for reason, _ in rules} == {against_tail(facts) for facts, _ in CASES}
 
 
 @pytest.mark.parametrize("update", RETIRED)
 def test_an_update_of_earlier_versions_is_a_tail_and_says_so_once(update):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
-        warned = [current_update(update) for _ in range(3)]
+        warned = [current_update(update, by_kernels=False) for _ in range(3)]
     assert warned == [TAIL] * 3
     (one,) = told
     assert one.category is FutureWarning and f'update="{update}" is no longer' in str(one.message)
@@ -70,6 +78,6 @@ def test_an_update_of_earlier_versions_is_a_tail_and_says_so_once(update):
 def test_an_update_of_today_is_itself_without_a_word_and_others_are_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert [current_update(update) for update in UPDATES] == list(UPDATES)
+        assert [current_update(update, by_kernels=False) for update in UPDATES] == list(UPDATES)
     with pytest.raises(ValueError, match="expected one of"):
-        current_update("late")
+        current_update("late", by_kernels=True)

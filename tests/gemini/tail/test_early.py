@@ -1,4 +1,5 @@
-"""Spans updated while backward runs: the bits of serial steps, and what is done again."""
+"""Spans updated while backward runs, with a tail behind it or without: the bits of serial steps,
+and what is done again."""
 
 import contextlib
 from collections import Counter
@@ -12,7 +13,7 @@ from torch import nn
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.optim import HybridLamb, HybridMuon
-from gemini.placement.timetable.updates import SPECULATE
+from gemini.placement.timetable.updates import BOTH, SPECULATE
 from gemini.runtime.inspect.reports import when_updated
 from gemini.runtime.parts import update_of
 from gemini.runtime.step import early
@@ -21,7 +22,7 @@ from optim import HybridAdam, NvmeConfig
 from optim.step.triton_step import TritonStep
 from tests.support.apart import Apart
 from tests.support.device.placed import SpareLayer, batch, device, wrapped
-from tests.support.loops.tails import differences, everything
+from tests.support.loops.tails import differences, everything, has_tail
 
 STATE, ALL, SUMS = (False, False, True), (True, False, True), (True, True, True)
 
@@ -56,6 +57,7 @@ class Loop:
 
     def step(self):
         self.optimizer.step()
+        self.counts["tails"] += has_tail(self.optimizer)
         self.optimizer.zero_grad()
 
 
@@ -216,11 +218,12 @@ def run(way, update, homes, options):
     return found, loop.counts
 
 
-def check(way, homes=STATE, **options):
+def check(way, homes=STATE, update=SPECULATE, **options):
     expected = serial(way, homes, tuple(options.items()))
-    found, counts = run(way, SPECULATE, homes, options)
+    found, counts = run(way, update, homes, options)
     assert differences(found, expected) == []
     assert counts["begun"] > 0
+    assert (counts["tails"] > 0) == (update == BOTH)
     return counts
 
 
@@ -228,6 +231,11 @@ def test_a_step_without_a_clip_commits_what_backward_has_updated():
     counts = check(plain)
     assert counts["committed"] == counts["begun"]
     assert counts["otherwise"] == 0 < counts["as expected"]
+
+
+def test_a_tail_commits_what_backward_has_updated_and_updates_the_rest():
+    counts = check(plain, ALL, BOTH)
+    assert counts["committed"] == counts["begun"] and counts["tails"] == 3
 
 
 def test_a_span_is_updated_while_the_backward_of_other_layers_is_to_come():
@@ -272,12 +280,16 @@ WAYS = [
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("homes", [STATE, ALL, SUMS], ids=["state", "all", "gradients too"])
+@pytest.mark.parametrize(
+    ("homes", "update"),
+    [(STATE, SPECULATE), (ALL, SPECULATE), (SUMS, SPECULATE), (STATE, BOTH), (SUMS, BOTH)],
+    ids=["state", "all", "gradients too", "state, tail", "all and gradients, tail"],
+)
 @pytest.mark.parametrize(("way", "options", "counts"), WAYS)
 def test_whatever_comes_between_backward_and_step_has_the_bits_of_serial_steps(
-    way, options, counts, homes
+    way, options, counts, homes, update
 ):
-    found = check(way, homes, **options)
+    found = check(way, homes, update, **options)
     assert (found["committed"] > 0) == counts
 
 
@@ -344,17 +356,18 @@ def two_ranks(rank):
         ("clipped", plain, {"max_norm": 1e-3}),
         ("no sync", under_no_sync, {}),
     ):
-        for homes in (STATE, ALL):
+        for homes, updates in ((STATE, (SPECULATE, BOTH)), (ALL, (BOTH,))):
             expected, _ = run(way, "serial", homes, options)
-            early, counts = run(way, SPECULATE, homes, options)
-            found[name, homes] = (
-                differences(early, expected), counts["begun"] > 0, counts["committed"] > 0,
-            )  # fmt: skip
+            for update in updates:
+                early, counts = run(way, update, homes, options)
+                found[name, homes, update] = (
+                    differences(early, expected), counts["begun"] > 0, counts["committed"] > 0,
+                )  # fmt: skip
     return found
 
 
 @pytest.mark.ci
 def test_two_ranks_have_the_bits_of_serial_steps():
     for found in run_ranks(two_ranks, 2, processes=True):
-        for (name, _), (wrong, begun, committed) in found.items():
+        for (name, *_), (wrong, begun, committed) in found.items():
             assert (wrong, begun, committed) == ([], True, name != "clipped")

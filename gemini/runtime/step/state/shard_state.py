@@ -27,7 +27,7 @@ from gemini.placement.fit import StateRequest
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import UNLIMITED, BudgetError, StateBytes
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.updates import SPECULATE
+from gemini.placement.timetable.updates import is_early
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.memory.user_writes import follow_shard
 from gemini.runtime.parts import Parts
@@ -175,7 +175,7 @@ class ShardState(Target):
         """Blocks in host memory that may have a second version: where a budget bounds it, as many
         as it leaves room for."""
         parts, plan = self._parts, self._parts.plan
-        if parts.update != SPECULATE or not self.by_kernels:
+        if not is_early(parts.update) or not self.by_kernels:
             return 0
         blocks = [b for sizes, shard in zip(plan.chunks, plan.shards, strict=True)
                   for b, home in zip(sizes.blocks, shard.state_homes, strict=True)

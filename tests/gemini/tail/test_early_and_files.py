@@ -1,0 +1,203 @@
+"""Updates in backward, and a tail for what is left, beside files of state that fail."""
+
+import errno
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import nvme
+from bench.shared.workers import run_ranks
+from gemini import GeminiDDP, StaticPlacement
+from gemini.placement.tiers import Tier
+from gemini.placement.timetable.allowed import (
+    EARLY_RULES,
+    NOT_MADE,
+    NOT_MADE_EARLY,
+    OverlapFacts,
+    against,
+    allowed,
+)
+from gemini.placement.timetable.updates import BOTH, SERIAL, SPECULATE, TAIL, current_update
+from gemini.runtime.inspect.reports import when_updated
+from gemini.runtime.parts import update_of
+from optim import HybridAdam, NvmeConfig
+from tests.support.apart import Apart
+from tests.support.device.placed import SpareLayer, batch, device
+from tests.support.disks.faults import failing
+from tests.support.loops.tails import differences, everything, has_tail
+
+PARTLY = 0.5  # of the state is on NVMe, the rest in host memory
+
+
+@contextmanager
+def training(update, fraction=PARTLY, params=0.0):
+    backend = device(by_triton=True)
+    # what splits masters of files at several ranks is given memory of both
+    with nullcontext() if dist.is_initialized() else Apart(backend):
+        torch.manual_seed(0)
+        module = nn.Sequential(*[SpareLayer() for _ in range(3)])
+        model = GeminiDDP(
+            module, backend, StaticPlacement(1.0, 1.0, params), update=update,
+            min_chunk_size_m=1500 / 2**20,
+        )  # fmt: skip
+        optimizer = HybridAdam(
+            model.parameters(), lr=1e-2, eps=1e-3, nvme_offload_fraction=fraction,
+            nvme=NvmeConfig(block_numel=1024),
+        )  # fmt: skip
+        yield model, optimizer
+        optimizer.close(keep_masters=False)
+        backend.check()
+
+
+def backward(model, number):
+    model(batch(number)).float().pow(2).mean().backward()
+
+
+def step(model, optimizer, number):
+    backward(model, number)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def begun_in(optimizer):
+    """Blocks that have a second version."""
+    state = optimizer.targets[0].tiered_state
+    return [b for slab in state.host_slabs for b in slab.blocks if slab.has_begun(b)]
+
+
+def stepped(update, steps, **options):
+    with training(update, **options) as (model, optimizer):
+        for number in range(steps):
+            step(model, optimizer, number)
+        return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("params", [0.0, pytest.param(1.0, marks=pytest.mark.ci)])
+def test_spans_in_host_memory_are_early_and_those_on_nvme_are_updated_by_the_tail(params):
+    with training(BOTH, params=params) as (model, optimizer):
+        for number in range(3):
+            backward(model, number)
+            early = begun_in(optimizer)
+            assert bool(early) == (number > 0)  # the first step expects nothing
+            optimizer.step()
+            assert has_tail(optimizer)
+            optimizer.zero_grad()
+        homes = {home for s in model.engine.planning.plan.shards for home in s.state_homes}
+        found = everything(model, optimizer)
+        assert begun_in(optimizer) == []
+    assert homes == {Tier.HOST, Tier.NVME}
+    assert differences(found, stepped(SERIAL, 3, params=params)) == []
+
+
+@pytest.mark.parametrize("update", [BOTH, pytest.param(SPECULATE, marks=pytest.mark.ci)])
+def test_a_disk_that_fails_undoes_the_step_and_what_was_updated_early_with_it(update):
+    with training(update) as (model, optimizer):
+        for number in range(2):
+            step(model, optimizer, number)
+        before = everything(model, optimizer)
+        name = optimizer.targets[0].tiered_state.nvme.store.paths[0].name
+        backward(model, 2)
+        assert begun_in(optimizer)
+        fails = failing("pwritev", errno.EIO, name, after=3, times=1)
+        with fails, pytest.raises(nvme.TransferError):
+            optimizer.step()
+            model.state_dict()
+        assert begun_in(optimizer) == []
+        assert differences(everything(model, optimizer), before) == []
+        optimizer.step()  # again, with the gradients that are still there
+        optimizer.zero_grad()
+        step(model, optimizer, 3)
+        found = everything(model, optimizer)
+    assert differences(found, stepped(SERIAL, 4)) == []
+
+
+def failing_on_one(rank):
+    with training(BOTH) as (model, optimizer):
+        for number in range(2):
+            step(model, optimizer, number)
+        before = everything(model, optimizer)
+        name = optimizer.targets[0].tiered_state.nvme.store.paths[0].name
+        backward(model, 2)
+        early, said = len(begun_in(optimizer)), ""
+        with failing("pwritev", errno.EIO, name if rank else "no file", after=2, times=1):
+            try:
+                optimizer.step()
+                model.state_dict()
+            except RuntimeError as error:
+                said = type(error).__name__
+        undone = differences(everything(model, optimizer), before), len(begun_in(optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+        return early, said, undone, everything(model, optimizer)
+
+
+def serial_of_two(rank):
+    return stepped(SERIAL, 3)
+
+
+@pytest.mark.ci
+def test_a_disk_that_fails_on_one_of_two_ranks_undoes_the_step_on_both():
+    expected = run_ranks(serial_of_two, 2, processes=True)
+    found = run_ranks(failing_on_one, 2, processes=True)
+    for (early, said, undone, again), want in zip(found, expected, strict=True):
+        assert early > 0 and said and undone == ([], 0)
+        assert differences(again, want) == []
+
+
+# -- rules --
+
+FACTS = OverlapFacts(
+    state_homes=frozenset({Tier.HOST, Tier.NVME}), has_files=False, has_buffers=True,
+    has_room=True, by_kernels=True,
+)  # fmt: skip
+
+
+def facts(**changed):
+    return replace(FACTS, **changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "left", "words"),
+    [
+        ({}, BOTH, None),
+        ({"state_homes": frozenset({Tier.NVME})}, TAIL, "no state is in host memory"),
+        ({"by_kernels": False}, TAIL, "every element alike"),
+        ({"has_masters": False}, TAIL, "no masters"),
+        ({"has_room": False}, SPECULATE, "no room"),
+        ({"is_gathered": True}, SPECULATE, "kept gathered"),
+        ({"is_stage": True}, SERIAL, "pipeline"),
+        ({"is_split": True}, SERIAL, "split"),
+        ({"is_joint": True}, SERIAL, "several modules"),
+        ({"state_homes": frozenset({Tier.DEVICE})}, SERIAL, "all state is on the device"),
+    ],
+)
+def test_a_rule_against_one_part_leaves_the_other(changed, left, words):
+    now = facts(**changed)
+    assert allowed(BOTH, now) == left
+    reason = against(BOTH, now)
+    assert reason is None if words is None else words in reason
+
+
+def test_every_rule_against_updates_in_backward_is_the_reason_of_some_case():
+    alone = {"is_stage": True}, {"is_split": True}, {"is_joint": True}, {"has_masters": False}
+    cases = *alone, {"by_kernels": False}, {"state_homes": frozenset({Tier.NVME})}
+    reasons = {against(SPECULATE, facts(**changed)) for changed in cases}
+    assert reasons == {reason for reason, _ in (*EARLY_RULES, *NOT_MADE, *NOT_MADE_EARLY)}
+
+
+def test_both_on_a_cpu_is_a_tail_and_says_so():
+    with pytest.warns(FutureWarning, match='update="both" is no longer offered on a CPU'):
+        assert current_update(BOTH, by_kernels=False) == TAIL
+    assert current_update(BOTH, by_kernels=True) == BOTH
+
+
+def test_explain_says_which_part_no_rule_is_against():
+    with training(BOTH, fraction=1.0) as (model, optimizer):
+        step(model, optimizer, 0)
+        assert update_of(model.engine) == TAIL
+        said = when_updated(model.engine)
+    assert said == 'behind the next forward; no update="both", as no state is in host memory'
