@@ -41,7 +41,9 @@ ROOT = Path(__file__).parents[1]
 # and a frozen stack of experts has rows that are read alone (29 lines of the five, 300 tokens).
 # Updates on every path can mark what they change, and gradients can have one order at any number of
 # ranks (75 lines of the five that ask whether they do, 1400 tokens, two classes). Parts of shards
-# are read from files (15 lines).
+# are read from files (15 lines). On a device early updates and a tail go together, a host waits
+# once for several spans that leave, and wrapping asks which half of an update no rule is against:
+# 250 tokens in 46 lines, of which the five lines run 23.
 BARS = {
     "block": (90, 75),
     "block, step": (34, 25),
@@ -56,13 +58,13 @@ BARS = {
     "types": (18, 15),
     "classes": (100, 85),
     "protocols": (7, 8),
-    "five lines, resident: lines": (9800, 7600),
+    "five lines, resident: lines": (9820, 7600),
     "five lines, resident: files": (128, 80),
-    "five lines, nvme: lines": (11_521, 8600),
+    "five lines, nvme: lines": (11_544, 8600),
     "five lines, nvme: files": (143, 85),
     "five lines: files loaded": (136, 120),
-    "tokens": (79_610, 58_000),
-    "lines": (12_228, 9000),
+    "tokens": (79_863, 58_000),
+    "lines": (12_274, 9000),
 }
 
 
