@@ -48,6 +48,9 @@ ROOT = Path(__file__).parents[1]
 # are read from files (15 lines). Doors ask for this process's device, too, and a function that
 # passes options on takes their groups (3 lines).
 # Muon's blocks take turns in staging, and a site knows a product that is symmetric (34 tokens).
+# On a device early updates and a tail go together, a host waits once for several spans that leave,
+# and wrapping asks which half of an update no rule is against: 250 tokens in 46 lines, of which the
+# five lines run 23.
 BARS = {
     "block": (90, 75),
     "block, step": (34, 25),
@@ -62,13 +65,13 @@ BARS = {
     "types": (18, 15),
     "classes": (100, 85),
     "protocols": (7, 8),
-    "five lines, resident: lines": (9803, 7600),
+    "five lines, resident: lines": (9823, 7600),
     "five lines, resident: files": (128, 80),
-    "five lines, nvme: lines": (11_524, 8600),
+    "five lines, nvme: lines": (11_549, 8600),
     "five lines, nvme: files": (143, 85),
     "five lines: files loaded": (136, 120),
-    "tokens": (79_644, 58_000),
-    "lines": (12_244, 9000),
+    "tokens": (79_897, 58_000),
+    "lines": (12_290, 9000),
 }
 
 

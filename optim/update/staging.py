@@ -67,7 +67,7 @@ class DeviceStaging:
         self.turn = number % self.count
         leaving, self._leaving[self.turn] = self._leaving[self.turn], None
         self._coming = None
-        if in_window and self.waits and leaving is not None:
+        if in_window and self.waits and leaving is not None and not leaving.ready():
             leaving.settle()
         if leaving is not None:
             self.arrive(leaving)

@@ -118,7 +118,7 @@ class Case:
     @property
     def has_tail(self) -> bool:
         """Whether a thread goes on with a step while the next forward runs."""
-        return self.engine.get("update") == "tail"
+        return self.engine.get("update") in ("tail", "both")
 
     @property
     def several(self) -> bool:
@@ -133,6 +133,7 @@ ON_NVME = {"nvme_offload_fraction": 1.0}
 BITS = {"state": "8bit"}
 TAIL = {"update": "tail"}
 EARLY = {"update": "speculate"}
+BOTH = {"update": "both"}
 AGREED = "a step compares what it agreed on with what was expected"
 MATRICES = "matrices are made orthogonal by torch's operators, one after the other"
 MASTERS = "an average is of masters, which come to the host, block by block"
@@ -176,6 +177,7 @@ CASES = {
     "state on the host, in backward, a user's stream": Case(
         STATE, engine=EARLY, own_stream=True, waits=AGREED
     ),
+    "state on the host, in backward, tail": Case(STATE, engine=BOTH, waits=AGREED),
     "parameters on the host": Case(PARAMS),
     "parameters on the host, half frozen": Case(PARAMS, module=half_frozen),
     "parameters on the host, evaluation": Case(PARAMS, then=evaluates),
@@ -187,6 +189,9 @@ CASES = {
     "all on the host, in backward": Case(ALL, engine=EARLY, waits=AGREED),
     "all on the host, half on NVMe, tail": Case(
         ALL, {"nvme_offload_fraction": 0.5}, disk=True, engine=TAIL
+    ),
+    "all on the host, half on NVMe, in backward, tail": Case(
+        ALL, {"nvme_offload_fraction": 0.5}, disk=True, engine=BOTH, waits=AGREED
     ),
     "resident, two ranks": Case(RESIDENT, group=over_nccl),
     "resident, two ranks, fp8": Case(RESIDENT, group=over_nccl, engine={"fp8_communication": True}),

@@ -30,6 +30,7 @@ PROGRAMS = {1: 2000, 2: 500}  # drawn, by ranks
 BESIDE_READERS = 500  # drawn
 DOORS = 500  # drawn with wrappers and files
 LENGTHS = 2000  # drawn programs
+OVERLAPS = {1: 1500, 2: 500}  # drawn, by ranks
 INTERRUPTED = 400  # drawn, a place
 TIME_OUTS = "400"
 SOME_LINES = "500"  # where one takes two seconds
@@ -78,6 +79,9 @@ def jobs() -> Iterator[Job]:
     yield Job("fuzz", "programs under wrappers, through files", drawn, DOORS)
     drawn = ("-m", "tests.support.loops.lengths", f"--count={LENGTHS}")
     yield Job("fuzz", "programs of many lengths", drawn, LENGTHS)
+    for ranks, count in OVERLAPS.items():
+        drawn = ("-m", "tests.support.loops.overlaps", f"--ranks={ranks}", f"--count={count}")
+        yield Job("fuzz", f"steps that overlap a pass, at {ranks} ranks", drawn, count)
     drawn = ("-m", "bench.certificate", f"--draws={CERTIFICATES}")
     yield Job("certificate", f"{CERTIFICATES} plans", drawn, 1)
     for name, place in PLACES.items():

@@ -48,16 +48,18 @@ def failing(
     after: int = 0,
     times: int = 1 << 30,
     first: Callable[..., Any] | None = None,
+    behind: int = 0,
 ) -> Iterator[list[str]]:
     """`nvme.files.calls.CALL` fails with `errno` for files with `part` in their path; those paths.
 
     after: calls that go well before. times: calls that fail. first: called before each failure.
+    behind: offset in the file before which a transfer goes well, and is not counted.
     """
     real, lock, seen, failed = getattr(calls, call), threading.Lock(), [0], []
 
     def fail(target: Any, *args: Any) -> Any:
         path = path_of(target)
-        if part not in path:
+        if part not in path or (behind and args[-1] < behind):
             return real(target, *args)
         with lock:
             number = seen[0]
