@@ -71,11 +71,16 @@ def against_tail(facts: OverlapFacts) -> str | None:
     return _first(RULES, facts)
 
 
+def against_early(facts: OverlapFacts) -> str | None:
+    """Rule that is against updates in backward; None: none is."""
+    return _first(EARLY_RULES, facts)
+
+
 def against(update: str, facts: OverlapFacts) -> str | None:
     """Rule that is against an `update`; None: none is."""
     if update == SERIAL:
         return None
-    return _first(EARLY_RULES if update == SPECULATE else RULES, facts)
+    return against_early(facts) if update == SPECULATE else against_tail(facts)
 
 
 def allowed(update: str, facts: OverlapFacts) -> str:

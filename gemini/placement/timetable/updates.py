@@ -3,6 +3,7 @@
 serial     all in `step()`
 tail       after the step, during the next forward (ADR 0002)
 speculate  during backward, with what the step is expected to agree on; the rest in `step()`
+both       the same, and the rest after the step, during the next forward
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from dataclasses import dataclass
 
 SERIAL, TAIL = "serial", "tail"
 UPDATES = (SERIAL, TAIL)  # the simplest first
-SPECULATE = "speculate"  # has no price: nothing chooses it, it is asked for
+# have a price, but nothing chooses them: with a clip that bites, what was done early is done again
+SPECULATE, BOTH = "speculate", "both"
+PRICED = (*UPDATES, SPECULATE, BOTH)
+WINDOW = 16  # blocks that streams have at once in backward: a queue of all would let the host wait
 RETIRED = ("both", "auto")  # of earlier versions: run as `TAIL`
 SAME_SECONDS = 0.02  # of an iteration: no prediction tells them apart
 
@@ -41,6 +45,16 @@ class StepCost:
 
     def __str__(self) -> str:
         return said(self.update_seconds, self.waited_seconds)
+
+
+def goes_on(update: str) -> bool:
+    """Whether a step goes on when `step()` has returned."""
+    return update in (TAIL, BOTH)
+
+
+def is_early(update: str) -> bool:
+    """Whether blocks are updated during backward."""
+    return update in (SPECULATE, BOTH)
 
 
 def current_update(update: str) -> str:
@@ -71,12 +85,13 @@ def said(update_seconds: float, waited_seconds: float) -> str:
 
 
 def best_update(seconds: Mapping[str, float]) -> str:
-    """The simplest `update` of those that a prediction cannot tell from the fastest."""
-    least = min(seconds.values()) * (1 + SAME_SECONDS)
-    return next(name for name in UPDATES if name in seconds and seconds[name] <= least)
+    """The simplest of `UPDATES` that a prediction cannot tell from the fastest of them."""
+    may = [name for name in UPDATES if name in seconds]
+    least = min(seconds[name] for name in may) * (1 + SAME_SECONDS)
+    return next(name for name in may if seconds[name] <= least)
 
 
 def priced_in_words(seconds: Mapping[str, float]) -> str:
     """Words for every price, and the choice."""
-    prices = ", ".join(f"{name} {seconds[name]:.3g} s" for name in UPDATES if name in seconds)
+    prices = ", ".join(f"{name} {seconds[name]:.3g} s" for name in PRICED if name in seconds)
     return f'an iteration as predicted: {prices}; best is update="{best_update(seconds)}"'
