@@ -85,7 +85,7 @@ def test_the_host_spends_a_call_and_waits_where_it_waited():
 
 def test_threads_of_the_host_have_clocks_of_their_own():
     """One waits for a copy; the other goes on, until it waits for the first."""
-    beside = [*copy("h2d", A, thread=5), RECORDED._replace(thread=5)]
+    beside = [*copy("h2d", A, thread=5), Call("record", A, EVENT, thread=5)]
     beside += [Call("ended", at=EVENT, thread=5), Call("signal", at=9, thread=5)]
     assert spans(beside, copy("d2h", B)) == [("h2d", 0, 1), ("d2h", 0, 2)]
     waits = spans(beside, Call("wait", at=9), copy("d2h", B))

@@ -13,23 +13,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from torch import Tensor
+
+from bench.support.gpu_sections import Stack
 from bench.support.machine import write_result
+from gemini.optim.state.memory import EventTicket
+from gemini.optim.update.triton_update import TritonUpdater
 from gemini.placement.result import PlanResult
 from gemini.placement.timetable.updates import is_early
-from gemini.runtime.step.early import EarlySpans
 from tests.cuda_stub.apart import in_a_process
 from tests.cuda_stub.cases import ALL, EARLY, ON_NVME, PARAMS, RESIDENT, STATE, TAIL, Case, training
 from tests.cuda_stub.races import Call
 from tests.cuda_stub.recorder import recorded, watched
 from tests.cuda_stub.replay import ReplaySpeeds, begins, replay
-from tests.support.cards import CARDS, DEPTH, WIDTH, CardSpeeds, numel_of, prices
+from tests.support.cards import CARDS, DEPTH, CardSpeeds, numel_of, planned, prices
 
 KEPT = Path("bench/results/cuda-prices.json")
 WARM, RECORDED = 4, 4  # iterations; of those recorded the last but one is measured
@@ -53,59 +57,71 @@ PLACED: dict[str, tuple[Any, dict[str, Any]]] = {
 OVERLAPS: dict[str, dict[str, str]] = {"serial": {}, "tail": TAIL, "speculate": EARLY}
 
 
-def case_of(home: str, update: str) -> Case:
+def case_of(home: str, update: str, told: Callable[[int], None]) -> Case:
     policy, options = PLACED[home]
-    return Case(policy, options, disk=bool(options), depth=DEPTH, engine=OVERLAPS[update])
+    return Case(
+        policy, options, disk=bool(options), depth=DEPTH, engine=OVERLAPS[update],
+        module=lambda width, depth: ToldStack(width, depth, told),
+    )  # fmt: skip
 
 
 class _Streams:
-    """How far streams are with early updates as gradients arrive, by the speeds of a replay.
+    """How far streams are with early updates as backward goes on, by the speeds of a replay.
 
     What a loop gives them depends on it: an event that is asked answers by this.
     """
 
-    def __init__(self, card: CardSpeeds, leaving_bytes: int) -> None:
-        """leaving_bytes: of an element."""
-        self._backward = card.backward / (2 * DEPTH)  # between two arrivals, of a layer's two
+    def __init__(self, card: CardSpeeds, home: str) -> None:
+        self._layer = card.backward / DEPTH
         # of an element
-        self._seconds = leaving_bytes / card.links(DEPTH * WIDTH * (WIDTH + 1)).device_to_host
-        self._now = 0.0
-        self._ends: deque[float] = deque()
+        self._seconds = LEAVING.get(home, 0) / card.links(numel_of(planned(home))).device_to_host
+        self._now = self._last = 0.0
+        self._ends: dict[int, float] = {}  # of copies, by ticket
+        self._tickets: list[EventTicket] = []  # which none of these may take the place of
+
+    def passed(self, layer: int) -> None:
+        """Backward comes to a layer: what is asked beside it is answered as of its end."""
+        self._now = (DEPTH - layer) * self._layer
+        if layer == DEPTH - 1:
+            self._last = 0.0
+            self._ends.clear()
+            self._tickets.clear()
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        begin, arrived = EarlySpans._begin, EarlySpans._arrived
-        feed, update = EarlySpans._feed, EarlySpans.update
+        ready, update = EventTicket.ready, TritonUpdater.update_block
 
-        def beginning(early: EarlySpans) -> None:
-            self._now = 0.0
-            self._ends.clear()
-            begin(early)
+        def updating(updater: Any, block: Any, planes: Any, views: Any, into: Any = None) -> Any:
+            copies = update(updater, block, planes, views, into)
+            if into is not None:
+                self._last = max(self._last, self._now) + self._seconds * block.numel
+                self._ends[id(copies)] = self._last
+                self._tickets.append(copies)
+            return copies
 
-        def arriving(early: EarlySpans, chunk: Any) -> None:
-            self._now += self._backward
-            arrived(early, chunk)
-
-        def feeding(early: EarlySpans) -> None:
-            while self._ends and self._ends[0] <= self._now:
-                self._ends.popleft()
-                early._under_way.popleft()
-            feed(early)
-
-        def updating(early: EarlySpans, block: Any, *given: Any) -> None:
-            before = len(early._under_way)
-            update(early, block, *given)
-            if len(early._under_way) > before:
-                begun = max([self._now, *list(self._ends)[-1:]])
-                self._ends.append(begun + self._seconds * block.numel)
+        def is_ready(ticket: EventTicket) -> bool:
+            end = self._ends.get(id(ticket))
+            return ready(ticket) if end is None else end <= self._now
 
         with (
-            patch.object(EarlySpans, "_begin", beginning),
-            patch.object(EarlySpans, "_arrived", arriving),
-            patch.object(EarlySpans, "_feed", feeding),
-            patch.object(EarlySpans, "update", updating),
+            patch.object(EventTicket, "ready", is_ready),
+            patch.object(TritonUpdater, "update_block", updating),
         ):
             yield
+
+
+class ToldStack(Stack):
+    """A stack that tells to which layer backward comes."""
+
+    def __init__(self, width: int, depth: int, told: Callable[[int], None]) -> None:
+        super().__init__(width, depth)
+        self.told = told
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x + torch.tanh(layer(x))
+            x.register_hook(lambda grad, number=number: self.told(number))
+        return x
 
 
 def speeds_of(card: CardSpeeds, numel: int) -> ReplaySpeeds:
@@ -133,15 +149,14 @@ def replayed(calls: list[Call], speeds: ReplaySpeeds) -> float:
 def record(home: str, update: str, card: CardSpeeds) -> tuple[list[Call], PlanResult]:
     """Calls of steady iterations, and their plan; what streams have done when they are asked, they
     have on this card."""
-    streams = _Streams(card, LEAVING.get(home, 0))
-    with watched(), streams.answering(), training(case_of(home, update)) as loop:
+    streams = _Streams(card, home)
+    with watched(), streams.answering(), training(case_of(home, update, streams.passed)) as loop:
         for _ in range(WARM):
             loop.iteration()
         with recorded(late=True) as calls:
             for _ in range(RECORDED):
                 loop.iteration()
             loop.settle()
-        assert numel_of(loop.planning.result) == DEPTH * WIDTH * (WIDTH + 1)
         return calls, loop.planning.result
 
 

@@ -332,4 +332,4 @@ def recorded(*, late: bool) -> Iterator[list[Call]]:
         STUB.stub_late(0)
     found = parse(STUB.stub_logged().decode(), _places)
     # torch's thread of a backward goes on where the loop waits
-    calls += [one if one.thread in _own else one._replace(thread=0) for one in found]
+    calls += [one if one.thread in _own else Call(*one[:4], 0, one.place) for one in found]
