@@ -104,9 +104,9 @@ test-oldest: .venv-oldest/ok
 		tests/kernels_triton tests/optim tests/gemini/chunk
 
 # Without a GPU, on torch's CUDA build over a stub of CUDA (tests/cuda_stub), in an environment of its
-# own, of which 2.6 GiB are to download; needs g++. Two halves over the same cases: counts of a steady
-# iteration (`steps` without `--check` writes bench/results/cuda-stub.json anew), and accesses that
-# nothing orders (`hazards`). Before a release, too.
+# own, of which 2.6 GiB are to download; needs g++. Counts of a steady iteration (`steps` without
+# `--check` writes bench/results/cuda-stub.json anew), accesses that nothing orders (`hazards`), and
+# prices of plans beside replays (`prices`, likewise cuda-prices.json). Before a release, too.
 CUDA := .venv-cuda/bin/python
 .venv-cuda/ok: pyproject.toml constraints.txt
 	python3 -m venv .venv-cuda
@@ -121,6 +121,7 @@ test-cuda: .venv-cuda/ok
 	$(CUDA) -m tests.cuda_stub bench.adam --device cuda --numel 16384 --rounds 1 --launch 1024/4
 	$(CUDA) -m tests.cuda_stub tests.cuda_stub.steps --check
 	$(CUDA) -m tests.cuda_stub tests.cuda_stub.hazards
+	$(CUDA) -m tests.cuda_stub tests.cuda_stub.prices --check
 
 test-gpu:
 	python3 -m pytest -q -m gpu

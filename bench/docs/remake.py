@@ -107,6 +107,9 @@ EVERYTHING = (
         "cuda-stub", ("tests.cuda_stub", "tests.cuda_stub.steps"), 2, environment=".venv-cuda"
     ),
     Result(
+        "cuda-prices", ("tests.cuda_stub", "tests.cuda_stub.prices"), 4, environment=".venv-cuda"
+    ),
+    Result(
         "certificate-cpu", ("bench.certificate", "--draws", "200", "--minutes", "84"), 84,
         ("bench.certificate", "--draws", "1"),
     ),

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from gemini.placement.timetable.allowed import OverlapFacts, against_tail
+from gemini.placement.timetable.allowed import OverlapFacts, against_early, against_tail
 from gemini.placement.timetable.gathers import GatherSteps
-from gemini.placement.timetable.updates import SERIAL, TAIL, StepCost, best_update
+from gemini.placement.timetable.updates import (
+    BOTH,
+    SERIAL,
+    SPECULATE,
+    TAIL,
+    StepCost,
+    best_update,
+)
 
-from .plan import Plan
+from .plan import Plan, UpdatePath
 from .predict import Profile
 from .problem import PlanInputs
 
@@ -29,6 +36,20 @@ class PlanResult:
         """Reason why no step may have a tail; None: it may."""
         return against_tail(self.facts)
 
+    @property
+    def facts_beside_kernels(self) -> OverlapFacts:
+        """Facts with what a plan knows of updates: a device's kernels, where no host updates, of
+        every element alike."""
+        inputs = self.inputs
+        by_kernels = inputs.has_host_tier and self.plan.off_device is UpdatePath.STREAM
+        return replace(self.facts, by_kernels=by_kernels, has_masters=inputs.state.has_master)
+
+    @property
+    def against_early(self) -> str | None:
+        """Reason why no block may be updated in backward, as far as a plan knows it; None: some
+        may."""
+        return against_early(self.facts_beside_kernels)
+
     @cached_property
     def cost(self) -> StepCost:
         """An iteration whose step updates all."""
@@ -37,8 +58,9 @@ class PlanResult:
     @cached_property
     def overlapped(self) -> dict[str, StepCost]:
         """An iteration with each `update` that overlaps a pass, of those that may."""
-        may = self._is_timed and self.against_tail is None
-        return {TAIL: self._priced(TAIL)} if may else {}
+        tail, early = self.against_tail is None, self.against_early is None
+        may = {TAIL: tail, SPECULATE: early, BOTH: tail and early} if self._is_timed else {}
+        return {update: self._priced(update) for update, is_allowed in may.items() if is_allowed}
 
     def _priced(self, update: str) -> StepCost:
         from gemini.placement.timetable.clock import Work, price

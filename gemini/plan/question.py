@@ -415,7 +415,7 @@ class Question:
 
     def runs(self, result: PlanResult) -> str:
         """The `update` that runs with this plan."""
-        return allowed(self.update, result.facts)
+        return allowed(self.update, result.facts_beside_kernels)
 
     def seconds(self, result: PlanResult) -> float:
         """Seconds of a step, with all its forwards and backwards."""

@@ -114,5 +114,23 @@ def test_a_log_is_read_by_line():
 
 
 def test_a_line_that_is_unknown_is_refused():
-    with pytest.raises(ValueError, match="'wait' is no call of a log"):
-        races([Call("wait", A)])
+    with pytest.raises(ValueError, match="'waits' is no call of a log"):
+        races([Call("waits", A)])
+
+
+def test_an_event_that_was_asked_for_is_known_to_be_over():
+    asked = Call("asked", at=EVENT)
+    assert pairs(WRITES, RECORDED, by_host("read"), asked) == 1
+    assert pairs(WRITES, RECORDED, asked, by_host("read")) == 0
+
+
+@pytest.mark.parametrize("what", ["h2d", "d2h", "d2d"])
+def test_copies_are_work(what):
+    copies = [Call(what, B), Call("read", at=AT, nbytes=N)]
+    assert pairs(WRITES, *copies) == 1
+    assert pairs(WRITES, RECORDED, ORDERED, *copies) == 0
+
+
+def test_who_of_the_host_waits_for_whom_orders_nothing():
+    host = [Call("signal", at=1), Call("wait", at=1), Call("read from disk", nbytes=N)]
+    assert pairs(WRITES, *host, work(B, "read")) == 1

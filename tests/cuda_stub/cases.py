@@ -27,6 +27,7 @@ from gemini.optim import (
 )
 from gemini.optim.rules.rule import UpdateRule
 from gemini.placement.tiers import Tier
+from gemini.runtime.schedule.planning import Planning
 from tests.cuda_stub.group import over_nccl
 
 WIDTH, DEPTH, ROWS = 64, 8, 4
@@ -243,10 +244,11 @@ def _no_places(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop of training. `settle` waits for what goes on behind its last step."""
+    """A loop of training of a model. `settle` waits for what goes on behind its last step."""
 
     iteration: Callable[[], None]
     settle: Callable[[], object]
+    planning: Planning
 
 
 def _of_second_step(rule: UpdateRule, hyper: Any, step: int) -> tuple[float, ...]:
@@ -292,5 +294,6 @@ def training(case: Case) -> Iterator[Loop]:
             optimizer.zero_grad()
             then(x)
 
-        yield Loop(iteration, lambda: optimizer.last_report.behind.wait())
+        settle = lambda: optimizer.last_report.behind.wait()  # noqa: E731
+        yield Loop(iteration, settle, model.engine.planning)
         optimizer.close()

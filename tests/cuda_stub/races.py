@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 PAGE_BITS = 12  # accesses are kept by page, so that few are compared
 HOST = -1
+COPIES = ("h2d", "d2h", "d2d")  # work that the stub itself sees: which way it goes
+# what is no matter of a device: who of the host waits for whom, and what a disk moves
+OF_HOST = ("signal", "wait", "read from disk", "write to disk")
 
 Clock = Counter[int]  # by stream; `|` is the later of two
 
@@ -24,15 +27,20 @@ class Call(NamedTuple):
     """One line of the log.
 
     work    stream              begins work, which `read` and `write` tell the accesses of
+    h2d, d2h, d2d   stream      ... which is a copy, from the host, to it, or on the device
     host                        the host works, likewise
     read    address, nbytes
     write   address, nbytes
     record  stream, event
     order   stream, event       the stream's next work comes after the event
-    ended   event               the host knows that it is over
+    ended   event               the host has waited for it
+    asked   event               the host has asked, and knows that it is over
     settled stream              the host knows that all its work is
     idle                        ... that the work of every stream is
     unpin   address, nbytes     memory of the host that no copy may be using
+    signal  number              a thread of the host goes on past what others wait for
+    wait    number              ... and one that waits for it
+    read from disk, write to disk   nbytes
     """
 
     what: str
@@ -95,7 +103,7 @@ class _Checker:
     def take(self, call: Call) -> None:
         known, stream = self._known, call.stream
         match call.what:
-            case "work":
+            case "work" | "h2d" | "d2h" | "d2d":
                 self._worker = stream
                 self._numbers[stream] += 1
                 known[stream] |= known[HOST]
@@ -108,7 +116,7 @@ class _Checker:
                 self._events[call.at] = known[stream] | known[HOST]
             case "order":
                 known[stream] |= self._events.get(call.at, Counter())
-            case "ended":
+            case "ended" | "asked":
                 known[HOST] |= self._events.get(call.at, Counter())
             case "settled":
                 known[HOST] |= known[stream]
@@ -117,6 +125,8 @@ class _Checker:
             case "unpin":
                 self._worker = HOST
                 self._touch(call, True)
+            case what if what in OF_HOST:
+                return
             case _:
                 raise ValueError(f"{call.what!r} is no call of a log")
 

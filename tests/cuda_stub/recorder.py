@@ -2,15 +2,19 @@
 
 The stub logs copies, events and waits. Of kernels it knows no arguments: accesses of torch's
 operators are recorded as they are dispatched, those of Triton's as they are launched, by their
-tables, and those of the host where it copies memory and where its threads move files.
+tables, and those of the host where it copies memory and where its threads move files. Who of the
+host waits for which thread is noted, too, and what files move: a replay has clocks of their own
+for threads (`tests.cuda_stub.replay`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from gemini.kernels_triton.tiles import GRAD, NUM_COLUMNS, NUMEL, PARAM, STATE
 from gemini.nvme.files.file import OpenFile
 from gemini.optim.state import memory
+from gemini.optim.step.tail import Gate
 from tests.cuda_stub.counts import place
 from tests.cuda_stub.races import Call, parse
 
@@ -31,6 +36,7 @@ Span = tuple[int, int, bool]  # address, bytes, whether it is written
 STUB = ctypes.CDLL(None)
 STUB.stub_logged.restype = ctypes.c_char_p
 STUB.stub_place.argtypes, STUB.stub_place.restype = [ctypes.c_long], ctypes.c_long
+STUB.stub_note.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
 STUB.stub_touch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 3]
 # They touch no values, or only where the stub logs a copy and a wait for it.
 NO_VALUES = (
@@ -52,6 +58,9 @@ WRITTEN = {
 STATE_OF_UPDATE = ("master", *(f"{kind}{i}" for kind in ("state", "shared") for i in range(3)))
 _places: list[str] = []
 _open: list[None] = []  # not empty while there is a log
+_numbers = itertools.count(1)  # of signals
+_own: set[int] = set()  # threads that work beside the loop
+_signals: dict[object, int] = {}  # of gates, of work of threads and of its results, by `id`
 
 
 def touch(spans: list[Span], *, by_host: bool = False) -> None:
@@ -93,6 +102,22 @@ def _by_host(name: str, spans: list[Span]) -> Iterator[None]:
         touch(spans, by_host=True)
         yield
         touch(spans, by_host=True)
+
+
+def _note(what: str, number: int = 0, nbytes: int = 0) -> None:
+    STUB.stub_note(what.encode(), number, nbytes)
+
+
+def _signal(of: object) -> None:
+    """Note that this thread goes on past what others wait for."""
+    number = _signals[of] = next(_numbers)
+    _note("signal", number)
+
+
+def _waited(of: object) -> None:
+    """Note that this thread has waited for a signal."""
+    if of in _signals:
+        _note("wait", _signals[of])
 
 
 class _Operators(TorchDispatchMode):
@@ -188,6 +213,7 @@ def _moved(move: Callable[..., None]) -> Callable[..., None]:
     def moving(self: Any, kind: str, piece: memoryview, offset: int) -> None:
         at = ctypes.addressof(ctypes.c_char.from_buffer(piece))
         with _by_host(f"file's {kind}", [(at, piece.nbytes, kind == "read")]):
+            _note("read from disk" if kind == "read" else "write to disk", 0, piece.nbytes)
             move(self, kind, piece, offset)
 
     return moving
@@ -201,12 +227,67 @@ def _copied(copy: Callable[..., None]) -> Callable[..., None]:
     return copying
 
 
+def _started(start: Callable[..., None]) -> Callable[..., None]:
+    def starting(thread: threading.Thread) -> None:
+        _signal(("start", id(thread)))
+        start(thread)
+
+    return starting
+
+
 def _run(run: Callable[..., None]) -> Callable[..., None]:
     def running(thread: threading.Thread) -> None:
+        _own.add(threading.get_native_id())
+        _waited(("start", id(thread)))
         with _Operators():  # a mode is of one thread
             run(thread)
 
     return running
+
+
+def _submitted(submit: Callable[..., Any]) -> Callable[..., Any]:
+    def submitting(self: Any, work: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        number = next(_numbers)
+
+        def doing() -> Any:
+            _waited(("work", number))
+            try:
+                return work(*given, **named)
+            finally:
+                _signal(("done", number))
+
+        _signal(("work", number))
+        future = submit(self, doing)
+        future.number_of_signal = number
+        return future
+
+    return submitting
+
+
+def _result(result: Callable[..., Any]) -> Callable[..., Any]:
+    def found(self: Any, timeout: float | None = None) -> Any:
+        try:
+            return result(self, timeout)
+        finally:
+            _waited(("done", getattr(self, "number_of_signal", 0)))
+
+    return found
+
+
+def _opened(opens: Callable[..., None]) -> Callable[..., None]:
+    def opening(self: Gate) -> None:
+        _signal(("gate", id(self)))
+        opens(self)
+
+    return opening
+
+
+def _gate_waited(wait: Callable[..., None]) -> Callable[..., None]:
+    def waiting(self: Gate) -> None:
+        wait(self)
+        _waited(("gate", id(self)))
+
+    return waiting
 
 
 @contextmanager
@@ -216,7 +297,12 @@ def watched() -> Iterator[None]:
     users = [m for m in list(sys.modules.values()) if getattr(m, "copy_alone", None) is copy]
     patches = [
         patch.object(JITFunction, "run", _launch),
+        patch.object(threading.Thread, "start", _started(threading.Thread.start)),
         patch.object(threading.Thread, "run", _run(threading.Thread.run)),
+        patch.object(ThreadPoolExecutor, "submit", _submitted(ThreadPoolExecutor.submit)),
+        patch.object(Future, "result", _result(Future.result)),
+        patch.object(Gate, "open", _opened(Gate.open)),
+        patch.object(Gate, "wait", _gate_waited(Gate.wait)),
         patch.object(OpenFile, "move", _moved(OpenFile.move)),
         *(patch.object(user, "copy_alone", _copied(copy)) for user in users),
     ]
@@ -233,7 +319,7 @@ def watched() -> Iterator[None]:
 @contextmanager
 def recorded(*, late: bool) -> Iterator[list[Call]]:
     """Calls of all that is done in here, when it is left. late: no event is done until somebody has
-    waited for it; else each that is asked is done."""
+    waited for it; else each that is asked is done. Of threads, 0 is the loop's."""
     calls: list[Call] = []
     STUB.stub_late(late)
     STUB.stub_log(1)
@@ -244,4 +330,6 @@ def recorded(*, late: bool) -> Iterator[list[Call]]:
         _open.clear()
         STUB.stub_log(0)
         STUB.stub_late(0)
-    calls += parse(STUB.stub_logged().decode(), _places)
+    found = parse(STUB.stub_logged().decode(), _places)
+    # torch's thread of a backward goes on where the loop waits
+    calls += [one if one.thread in _own else Call(*one[:4], 0, one.place) for one in found]

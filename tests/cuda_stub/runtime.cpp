@@ -79,14 +79,14 @@ bool is_done(cudaEvent_t event) {
   return state().known[stream] >= number;
 }
 
-void learn(cudaEvent_t event) {
+void learn(cudaEvent_t event, const char* how) {
   auto found = state().recorded.find(event);
   if (found != state().recorded.end()) {
     auto [stream, number] = found->second;
     long& known = state().known[stream];
     if (known < number) known = number;
   }
-  put("ended", nullptr, event);
+  put(how, nullptr, event);
 }
 
 void learn_stream(void* stream) {
@@ -150,7 +150,7 @@ void copy(void* dst, const void* src, size_t bytes, bool blocking, void* stream)
   {
     Lock lock(state().mutex);
     begin_work(stream);
-    put("work", stream);
+    put(to_device ? (from_device ? "d2d" : "h2d") : "d2h", stream);
     if (from_device || pinned(src)) put("read", stream, src, bytes);
     if (to_device || pinned(dst)) put("write", stream, dst, bytes);
   }
@@ -217,6 +217,12 @@ void stub_touch(void* stream, int by_host, int n, void** at, size_t* bytes, int*
   put(by_host ? "host" : "work", stream);
   for (int i = 0; i < n; ++i)
     if (!by_host || pinned(at[i])) put(writes[i] ? "write" : "read", stream, at[i], bytes[i]);
+}
+
+// A line of the log that is no call of CUDA's.
+void stub_note(const char* what, void* at, size_t bytes) {
+  Lock lock(state().mutex);
+  put(what, nullptr, at, bytes);
 }
 
 // -- the device --
@@ -417,14 +423,14 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   Lock lock(state().mutex);
   if (state().late && !is_done(event)) return cudaErrorNotReady;
-  return learn(event), cudaSuccess;
+  return learn(event, "asked"), cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   bool waits;
   {
     Lock lock(state().mutex);
     waits = !is_done(event);
-    learn(event);
+    learn(event, "ended");
   }
   if (waits) notice("wait event");
   return cudaSuccess;

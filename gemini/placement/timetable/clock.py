@@ -3,7 +3,8 @@
 One simulator for every `update`. What it notes of a serial step is what a timeline draws.
 
     trainer   forward and backward, and what they move; waits for weights that come late
-    worker    the flow of a step (`optim.state.flow`): reads, updates and writes
+    worker    the flow of a step (`optim.state.flow`): reads, updates and writes; before that, if
+              updates are early, blocks whose gradients are final (`gemini.runtime.step.early`)
 
 Each is a generator of what it waits for: a time, or a condition. Links work in the order of issue.
 Where one processor trains and updates, an update takes its seconds from the pass.
@@ -11,10 +12,12 @@ Where one processor trains and updates, an update takes its seconds from the pas
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import islice
+from math import inf
 
 from gemini.optim.state.flow import Flow, Span, num_buffers
 from gemini.placement.cost import (
@@ -29,16 +32,16 @@ from gemini.placement.plan import Move, MoveKind, Plan, UpdatePath
 from gemini.placement.problem import PlanInputs
 from gemini.placement.sizes import Bandwidths, BlockBytes
 from gemini.placement.tiers import Tier
-from gemini.units import BlockId, ChunkId
+from gemini.units import BlockId, Bytes, ChunkId, Moment
 
-from .updates import SERIAL, TAIL, StepCost
+from .updates import BOTH, EARLY_WINDOW, SERIAL, SPECULATE, TAIL, StepCost, goes_on, is_early
 
 Wait = float | Callable[[], bool]  # until then; until it is true
 Thread = Generator[Wait, None, None]
 TRAINER = 0  # of the two threads; 1: the worker
 # A serial step ends before the next pass, and leaves its buffers as it found them. Of a tail the
 # first step finds its reads done, and the first pass no tail.
-ITERATIONS = {SERIAL: 1, TAIL: 3}
+ITERATIONS = {SERIAL: 1, SPECULATE: 1, TAIL: 3, BOTH: 3}
 
 
 class TimedLinks:
@@ -100,9 +103,12 @@ class Work:
         self.gradients: dict[ChunkId, int] = {}  # bytes of the device
         self.seconds: dict[BlockId, float] = {}  # of updates
         self.gathered_again = 0.0  # bytes of payloads that are never released, behind a step
+        self.measured_bytes = 0  # of gradients, by a device that measures their norm
         for shard in plan.shards if plan.kind == "train" else ():
             sizes = plan.chunks[shard.chunk]
             self.num_blocks[sizes.id] = len(sizes.blocks)
+            if plan.off_device is UpdatePath.STREAM and plan.has_host_tier and sizes.trainable:
+                self.measured_bytes += sizes.shard_bytes
             if shard.grad_home is Tier.DEVICE:
                 self.gradients[sizes.id] = sizes.shard_bytes
             if shard.never_released and sizes.trainable:
@@ -124,6 +130,9 @@ class Work:
             else:
                 comes = self.state if move.kind is MoveKind.STATE else self.inputs
                 (comes if move.dst is site else self.results)[move.block].append(move)
+        self.final: dict[int, list[ChunkId]] = defaultdict(list)  # chunks, by moment
+        for reduction in plan.forecast.reductions:
+            self.final[reduction.last].append(reduction.chunk)
         # parameters of these are read from a file by who uses them, when their update is done
         self.alone = {
             shard.chunk
@@ -150,8 +159,22 @@ class Work:
         """The pass alone."""
         bare = copy(self)
         bare.on, bare.num_blocks, bare.gradients = {tier: [] for tier in Tier}, {}, {}
-        bare.gathered_again = 0.0
+        bare.gathered_again, bare.measured_bytes = 0.0, 0
         return bare
+
+    def early_results(self, block: BlockBytes) -> list[Move]:
+        """What goes from an early update: state, and weights to host memory of their own."""
+        state = [move for move in self.results[block.id] if move.kind is not MoveKind.PARAM]
+        return [*state, self._weights(block, Tier.DEVICE, Tier.HOST)]
+
+    def committed(self, block: BlockBytes) -> list[Move]:
+        """What brings the weights of an early update from there to where they live."""
+        to_host = [move for move in self.results[block.id] if move.kind is MoveKind.PARAM]
+        return [self._weights(block, Tier.HOST, Tier.DEVICE), *to_host]
+
+    def _weights(self, block: BlockBytes, src: Tier, dst: Tier) -> Move:
+        step, nbytes = Moment(self.plan.num_trace_moments), Bytes(block.param_bytes)
+        return Move(MoveKind.PARAM, block.chunk, block.id, src, dst, step, step, nbytes)
 
     def shares(self, moment: int) -> Iterator[tuple[ChunkId | None, float]]:
         """Seconds of a call by chunk. A call of many chunks, as of a whole module, uses one after
@@ -202,8 +225,9 @@ class StepClock:
     def __init__(self, work: Work, update: str, *, notes: bool = False) -> None:
         """notes: links note what they carry, and when."""
         self._work, self._plan, self._update_kind = work, work.plan, update
-        self._has_tail = update == TAIL
+        self._has_tail, self._is_early = goes_on(update), is_early(update)
         by_host = work.plan.has_host_tier and work.plan.off_device is UpdatePath.CPU
+        self._num_sets = work.depth + 1  # of buffers on the device
         self._shares = not by_host  # one processor trains and updates
         self.links = TimedLinks(work.bandwidths, work.plan.has_host_tier, notes=notes)
         self._due: dict[int, float] = {}  # by moment: second at which its last transfer ends
@@ -217,6 +241,12 @@ class StepClock:
         self._left = Counter[ChunkId]()  # blocks whose weights are not those of the last step
         self._held = 0  # bytes of gradients on the device that updates still need
         self._late: list[Move] = []  # of parameters in files, which wait for their update
+        # blocks in host memory, the next to be updated first, in backward those that are final; and
+        # of those that were updated there the second at which their copies end
+        self._next: deque[BlockBytes] = deque()
+        self._early: dict[BlockId, float] = {}
+        # by set of buffers on the device, the second at which its block has left it; inf: it is in
+        self._leaves: dict[int, float] = {}
         # of the last iteration
         self._began = self._asked = self.seconds = self.update_seconds = self.updated = 0.0
         self.kept_bytes: list[int] = []
@@ -269,6 +299,8 @@ class StepClock:
             for gathered in work.gathers.get(moment, ()):
                 yield from self._gate(gathered)
             yield from self._move(moment)
+            if self._is_early:
+                self._is_final(work.final.get(moment, ()))
             if moment < work.backward:
                 self.kept_bytes.append(self._held)
             for chunk, seconds in work.shares(moment):
@@ -278,6 +310,10 @@ class StepClock:
         yield from self._move(self._plan.num_trace_moments)
 
     def _begin_backward(self) -> None:
+        if self._is_early or self._has_tail:
+            return
+        # No state of the host comes yet. But as much of what the last blocks take back goes beside
+        # the next forward, which this clock has not, so a serial step takes as long.
         on_disk, on_host = self._work.on[Tier.NVME], self._work.on[Tier.HOST]
         for block in on_host[: max(0, self._work.depth - len(on_disk))]:
             self._send(block, self._work.state)
@@ -325,6 +361,11 @@ class StepClock:
     def _step(self) -> Thread:
         flow = self._flow
         self._asked = self._now
+        yield self._now + self._work.measured_bytes / self._work.bandwidths.device_memory
+        # what streams were not given by now the step updates
+        under_way = sum(end > self._now for end in self._early.values())
+        while len(self._next) > max(0, EARLY_WINDOW - under_way):
+            self._next.pop()
         self._left.update(self._work.num_blocks)
         self._held = sum(self._work.gradients.values())
         for span in flow.reads:
@@ -343,7 +384,11 @@ class StepClock:
         flow = self._flow
         flow.read_ahead()
         while True:
-            yield lambda: self._is_asked
+            yield lambda: self._is_asked or bool(self._next)
+            yield from self._update_early()
+            if not self._is_asked:
+                continue
+            yield max([self._now, *self._early.values()])  # what they brought is asked for
             self.updates.clear()
             yield from self._update_on_disk()
             flow.committed(in_order=self._has_tail)
@@ -351,6 +396,43 @@ class StepClock:
             yield from self._update_in_memory()
             self.update_seconds = self._now - self._asked
             self._is_asked = False
+
+    def _is_final(self, chunks: Sequence[ChunkId]) -> None:
+        """Note that gradients are reduced."""
+        blocks = [block for block in self._work.on[Tier.HOST] if block.chunk in chunks]
+        self._next.extend(blocks)
+        self._bring_ahead()
+
+    def _bring_ahead(self) -> None:
+        """Begin to bring the blocks that come next, each to its set of buffers when that is free:
+        a block has the same one in every step."""
+        for block in islice(self._next, self._num_sets):
+            if block.id not in self._ends:
+                free_at = self._leaves.get(block.id % self._num_sets, 0.0)
+                if free_at == inf and self._shares:
+                    return
+                self._send(block, self._work.state, free_at if self._shares else 0.0)
+                self._send(block, self._work.inputs)
+                self._leaves[block.id % self._num_sets] = inf
+
+    def _update_next(
+        self, results: Callable[[BlockBytes], Sequence[Move]]
+    ) -> Generator[Wait, None, float]:
+        """Update the next block in host memory. Returns the second at which its copies end."""
+        self._bring_ahead()
+        block = self._next[0]
+        yield max(self._now, self._ends.pop(block.id))
+        self._next.popleft()
+        yield from self._update(self._work.seconds[block.id])
+        end = self._leaves[block.id % self._num_sets] = self._send_moves(results(block))
+        self._bring_ahead()
+        return end
+
+    def _update_early(self) -> Thread:
+        """Update blocks whose gradients are final, to second versions."""
+        while self._next:
+            block = self._next[0]
+            self._early[block.id] = yield from self._update_next(self._work.early_results)
 
     def _update_on_disk(self) -> Thread:
         flow = self._flow
@@ -389,31 +471,45 @@ class StepClock:
         return self._ends[block.id] <= self._now
 
     def _update_in_memory(self) -> Thread:
-        """Update blocks on the device, as one launch, then blocks in host memory one by one."""
-        work, on_device, on_host = self._work, self._work.on[Tier.DEVICE], self._work.on[Tier.HOST]
+        """Update blocks on the device, as one launch, but one by one what is brought to it; then
+        blocks in host memory one by one."""
+        work, on_device = self._work, self._work.on[Tier.DEVICE]
         self.updates.append((self._now, None))
-        yield max([self._now, *(self._send(block, work.inputs) for block in on_device)])
-        yield from self._update(sum(work.seconds[block.id] for block in on_device))
-        for block in on_device:
+        travels = {b.id for b in on_device if work.inputs.get(b.id) or work.results.get(b.id)}
+        own = [block for block in on_device if block.id not in travels]
+        yield from self._update(sum(work.seconds[block.id] for block in own))
+        for block in own:
             self._is_updated(block)
-        end = max([self._now, *(self._send(block, work.results) for block in on_device)])
-        num_begun = 0
-        for i, block in enumerate(on_host):
-            self.updates.append((self._now, block.id))
-            for other in on_host[num_begun : i + work.depth + 1]:
-                if other.id not in self._ends:
-                    self._send(other, work.state)
-                self._send(other, work.inputs)
-                num_begun += 1
-            yield max(self._now, self._ends.pop(block.id))
+        end = self._now
+        for block in [block for block in on_device if block.id in travels]:
+            yield self._send(block, work.inputs)
             yield from self._update(work.seconds[block.id])
             self._is_updated(block)
             end = max(end, self._send(block, work.results))
             del self._ends[block.id]
+        end = max(end, (yield from self._update_on_host()))
         self.updated = self._now
         if work.gathered_again:
             end = max(end, self.links.exchange(work.gathered_again, self._now))
         yield max(end, self._now)
+
+    def _update_on_host(self) -> Generator[Wait, None, float]:
+        """Update blocks in host memory, or let those count that were updated early. Returns the
+        second at which the last copy ends."""
+        work, end = self._work, self._now
+        self._next.extend(b for b in work.on[Tier.HOST] if b.id not in self._early)
+        for block in work.on[Tier.HOST]:
+            self.updates.append((self._now, block.id))
+            self._bring_ahead()
+            if block.id in self._early:
+                here, *back = work.committed(block)
+                yield self._send_moves([here])
+                end = max(end, self._send_moves(back))
+            else:
+                end = max(end, (yield from self._update_next(lambda b: work.results[b.id])))
+            self._is_updated(block)
+        self._early.clear()
+        return end
 
     def _update(self, seconds: float) -> Thread:
         if not seconds:
@@ -436,12 +532,19 @@ class StepClock:
                 self._late.remove(move)
                 self._transfer(move)
 
-    def _send(self, block: BlockBytes, moves: dict[BlockId, list[Move]]) -> float:
-        """Begin transfers of a block. Returns the second at which the last of them ends."""
-        ends = [self.links.send(move, self._now) for move in moves.get(block.id, ())]
-        end = max(ends, default=self._ends.get(block.id, self._now))
+    def _send(
+        self, block: BlockBytes, moves: dict[BlockId, list[Move]], earliest: float = 0.0
+    ) -> float:
+        """Begin transfers of a block, at `earliest`. Returns the second at which the last of them
+        ends."""
+        own = moves.get(block.id, ())
+        end = self._send_moves(own, earliest) if own else self._ends.get(block.id, self._now)
         self._ends[block.id] = end
         return end
+
+    def _send_moves(self, moves: Sequence[Move], earliest: float = 0.0) -> float:
+        now = max(self._now, earliest)
+        return max([now, *(self.links.send(move, now) for move in moves)])
 
 
 def price(work: Work, update: str) -> StepCost:

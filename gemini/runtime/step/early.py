@@ -33,7 +33,7 @@ from gemini.optim.state.slabs import Slab
 from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.target import Group
-from gemini.placement.timetable.updates import is_early
+from gemini.placement.timetable.updates import EARLY_WINDOW, is_early
 from gemini.runtime.parts import Parts, update_of
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId, ParamId
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from gemini.optim.step.triton_step import TritonStep
     from gemini.optim.update.triton_update import TritonUpdater
     from gemini.runtime.memory.changed_weights import ChangedWeights
-
-WINDOW = 16  # spans that streams have at once: a queue of all would let the host wait
 
 
 class EarlyViews(ShardViews):
@@ -247,10 +245,10 @@ class EarlySpans:
         under_way = self._under_way
         while under_way and under_way[0].ready():
             under_way.popleft()
-        if len(under_way) >= WINDOW:
+        if len(under_way) >= EARLY_WINDOW:
             return
         with self._backend.beside():
-            while self._waiting and len(under_way) < WINDOW:
+            while self._waiting and len(under_way) < EARLY_WINDOW:
                 self.update(*self._waiting.popleft())
 
     def update(self, block: Block, gradient: ChunkGradient, changes: int) -> None:

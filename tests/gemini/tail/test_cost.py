@@ -20,7 +20,7 @@ from gemini.placement.timetable.allowed import (
     facts_of,
     kept_for_updates,
 )
-from gemini.placement.timetable.updates import SERIAL, best_update
+from gemini.placement.timetable.updates import EARLY_WINDOW, SERIAL, best_update, priced_in_words
 from gemini.units import ChunkId, ParamId
 from tests.support.priced import BLOCK, DISK, READ, TEN, WRITE, asked
 
@@ -178,11 +178,11 @@ def priced_on_host(numels, forward, **options):
 
 @pytest.mark.parametrize("forward", [0.1, 2.0, 3.0, 40.0])
 def test_a_tail_hides_the_link_to_host_memory(forward):
-    """Both ways at once, and the way back takes longer; the first two came in the backward."""
+    """Both ways at once, and the way back takes longer; a serial step's first came in backward."""
     planned = priced_on_host(TEN, forward)
     tail = planned.overlapped["tail"]
-    assert tail.update_seconds == pytest.approx(10 * WRITE)
-    assert tail.seconds == pytest.approx(max(10 * forward, 10 * WRITE) + 100)
+    assert tail.update_seconds == pytest.approx(READ + 10 * WRITE)
+    assert tail.seconds == pytest.approx(READ + max(10 * forward, 10 * WRITE) + 100)
     assert planned.cost.seconds == pytest.approx(10 * forward + 10 * WRITE + 100)
 
 
@@ -195,7 +195,8 @@ def test_updates_by_the_host_leave_the_device_to_the_forward():
     assert by_host.update_seconds == pytest.approx(30)
     assert by_host.waited_seconds == pytest.approx(3)  # for the first block, and then for none
     by_kernels = priced_on_host(TEN, 3.0, bandwidths=slow).overlapped["tail"]
-    assert by_kernels.waited_seconds == pytest.approx(30)
+    measured = 10 * 3.0 * 2 / 28  # gradients are read for their norm, before the step
+    assert by_kernels.waited_seconds == pytest.approx(30 + measured)
 
 
 def test_what_is_on_the_device_is_updated_before_what_is_beside_it():
@@ -204,8 +205,8 @@ def test_what_is_on_the_device_is_updated_before_what_is_beside_it():
     homes = [shard.state_homes[0].value for shard in planned.plan.shards]
     assert homes == ["host"] * 5 + ["device"] * 5
     tail = planned.overlapped["tail"]
-    assert tail.update_seconds == pytest.approx(5 * WRITE)
-    assert tail.waited_seconds == 0
+    assert tail.update_seconds == pytest.approx(READ + 5 * WRITE)
+    assert tail.waited_seconds == pytest.approx(READ)  # for the first block
 
 
 def test_a_disk_is_hidden_beside_a_device_too():
@@ -282,7 +283,7 @@ def test_parameters_in_files_beside_a_device_need_buffers_for_a_tail():
 def test_there_is_no_price_where_nothing_is_off_the_device():
     assert priced(TEN, 1.0, nvme_state_frac=0.0) is None
     assert priced(TEN, 1.0, state=StateBytes(8, False)) is not None  # without masters
-    assert priced_on_host(TEN, 1.0).overlapped.keys() == {"tail"}
+    assert priced_on_host(TEN, 1.0).overlapped.keys() == {"tail", "speculate", "both"}
 
 
 @pytest.mark.parametrize(("forward", "best"), [(40.0, "tail"), (1.0, "tail"), (1e-6, "serial")])
@@ -325,12 +326,76 @@ def test_what_is_never_released_is_gathered_behind_the_step():
 
 @pytest.mark.parametrize("update", ["serial", "tail"])
 def test_inputs_of_blocks_on_the_device_take_their_link(update):
-    """Parameters and gradients live on the host, the state does not: a step brings both, and takes
-    the parameter back."""
+    """Parameters and gradients live on the host, the state does not: a step brings a block's
+    gradient, and takes its parameter back beside the next one."""
     links = Bandwidths(host_to_device=2 * BLOCK / READ, device_to_host=2 * BLOCK / WRITE)
     policy = StaticPlacement(offload_param_frac=1.0)
     options = {**ON_HOST, "bandwidths": links, "max_prefetch": 0}
     planned = make_plan(asked(TEN, 1.0, **options), policy)
     assert {home for shard in planned.plan.shards for home in shard.state_homes} == {Tier.DEVICE}
     cost = clock.price(clock.Work(planned.plan, planned.inputs), update)
-    assert cost.update_seconds == pytest.approx(10 * READ + 10 * WRITE)
+    alone = READ + 10 * WRITE
+    if update == SERIAL:
+        assert cost.update_seconds == pytest.approx(alone)
+    else:  # the forward beside it gathers by the same link
+        assert alone <= cost.update_seconds <= alone + 10 * READ
+
+
+# -- in backward --
+
+BOTH_WAYS = {"host_to_device": 12 * BLOCK / READ, "device_to_host": 12 * BLOCK / READ}
+LEAVES = READ * 14 / 12  # of state and new weights
+
+
+def priced_early(forward, backward, **options):
+    links = Bandwidths(**BOTH_WAYS)
+    return priced_on_host(TEN, forward, backward=backward, bandwidths=links, **options)
+
+
+def test_a_long_backward_hides_all_blocks_but_those_of_its_last_call():
+    """Of which the gradient is final as backward ends; then all weights come from the host."""
+    cost = priced_early(1.0, 100.0).overlapped["speculate"]
+    weights = 10 * READ / 6
+    assert cost.seconds == pytest.approx(10 + 100 + READ + LEAVES + weights)
+    assert cost.waited_seconds == pytest.approx(READ + LEAVES + weights)
+    assert cost.seconds < priced_early(1.0, 100.0).cost.seconds
+
+
+def test_a_short_backward_leaves_blocks_to_the_step():
+    """Sixteen are given to streams: of ten all are, and their copies are waited for."""
+    early = priced_early(1.0, 0.1)
+    cost = early.overlapped["speculate"]
+    assert cost.update_seconds == pytest.approx(READ + 10 * LEAVES + 10 * READ / 6, rel=0.05)
+    assert cost.seconds > early.cost.seconds  # what leaves is more, and comes back
+
+
+def test_no_more_blocks_are_given_in_backward_than_the_window_has():
+    """Of forty, the other 24 are updated by the step, without weights of their own."""
+    links, numels = Bandwidths(**BOTH_WAYS), [BLOCK] * 40
+    cost = priced_on_host(numels, 1.0, backward=0.1, bandwidths=links).overlapped["speculate"]
+    early = READ + EARLY_WINDOW * LEAVES
+    assert cost.update_seconds == pytest.approx(early + 24 * READ + 16 * READ / 6, rel=0.06)
+
+
+def test_what_is_left_by_backward_goes_on_in_a_tail():
+    early = priced_early(0.5, 15.0).overlapped
+    speculate, both = early["speculate"], early["both"]
+    assert both.seconds < min(speculate.seconds, early["tail"].seconds)
+    assert both.seconds >= 5 + 15
+    assert both.waited_seconds < speculate.waited_seconds
+
+
+def test_nothing_chooses_updates_in_backward_but_words_have_their_price():
+    """A clip that bites would have them done again."""
+    seconds = {"serial": 3.0, "tail": 2.0, "speculate": 1.0, "both": 0.5}
+    assert best_update(seconds) == "tail"
+    assert "speculate 1 s, both 0.5 s; best" in priced_in_words(seconds)
+
+
+def test_updates_in_backward_have_no_price_without_kernels_masters_or_host_state():
+    for options in ({"state": StateBytes(8, False)}, {"off_device": UpdatePath.CPU}):
+        assert not {"speculate", "both"} & priced_on_host(TEN, 1.0, **options).overlapped.keys()
+    assert not {"speculate", "both"} & make_plan(asked(TEN, 1.0)).overlapped.keys()
+    disk = replace(LINK, nvme_read=1e9, nvme_write=1e9)
+    on_disk = priced_on_host(TEN, 1.0, nvme_state_frac=1.0, bandwidths=disk)
+    assert on_disk.overlapped.keys() == {"tail"}

@@ -307,7 +307,7 @@ def test_what_a_user_changes_after_backward_is_done_again_and_nothing_else():
 
 
 def test_streams_have_a_window_of_spans_and_the_step_has_the_rest():
-    with mock.patch.object(early, "WINDOW", 2):  # of which none leaves before the host waits
+    with mock.patch.object(early, "EARLY_WINDOW", 2):  # of which none leaves before the host waits
         counts = check(plain)
     assert counts["committed"] == counts["begun"] == 2 * 2
 
