@@ -92,6 +92,8 @@ class DeviceStaging:
 
         arrival: the copy that brought the second ones to the host.
         """
+        if arrival is not None and self._coming is None:  # buffers have grown since the state came
+            arrival.order()
         # Behind the state, on the same stream, the set is free.
         ticket = self._memory.copy_all(pairs, self._coming and (arrival or self._coming))
         self.arrive(ticket)

@@ -136,10 +136,8 @@ def gone_through(rank, home, folder, update, world_size, steps=range(STEPS)):
         if kind == "plain" and i > 5:
             sent.append(nbytes / total)
             check_deltas(found, before, receiver.have)
-        if kind == "skipped" and update not in (
-            "speculate",
-            "both",
-        ):  # whose bits are set in backward
+        is_early = update in ("speculate", "both")  # whose bits are set in backward
+        if kind == "skipped" and not is_early:
             assert nbytes == 0
         if kind == "loaded":
             assert nbytes == total
