@@ -138,7 +138,7 @@ def _copied_to_host(storages: Sequence[UntypedStorage]) -> list[Tensor]:
 
 def _settle(storages: Sequence[UntypedStorage]) -> None:
     """Wait for copies of storages: any stream, and the host, may use either end next."""
-    for device in {storage.device for storage in storages if storage.is_cuda}:
+    for device in dict.fromkeys(storage.device for storage in storages if storage.is_cuda):
         StreamMark(torch.cuda.current_stream(device)).settle()
 
 

@@ -71,7 +71,8 @@ class HostGradients:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.rooms: Mapping[ChunkId, int] = {}  # see `ShardPlan.leaving_bytes`
-        self._tensors: dict[ChunkId, Tensor] = {}  # [S]; the memory is kept between steps
+        self._reserved: dict[ChunkId, Tensor] = {}  # [S]; the memory is kept between steps
+        self._tensors: dict[ChunkId, Tensor] = {}  # those of it that were written
         self._arrivals: dict[ChunkId, CopyTicket] = {}
         self._leaving: deque[_Leaving] = deque()
         self.nbytes = 0  # of all of them
@@ -111,12 +112,21 @@ class HostGradients:
         self._arrivals[chunk].order()
         return self._arrivals[chunk]
 
+    def reserve(self, chunk: ChunkId, numel: int, dtype: torch.dtype) -> None:
+        """Reserve memory for a chunk's gradient [numel], pinned, before a backward writes it: pages
+        that are pinned there hold up the collectives of other ranks."""
+        self._memory_of(chunk, numel, dtype)
+
+    def _memory_of(self, chunk: ChunkId, numel: int, dtype: torch.dtype) -> Tensor:
+        memory = self._reserved.get(chunk)
+        if memory is None or memory.dtype != dtype:
+            self.nbytes -= 0 if memory is None else memory.nbytes
+            memory = self._reserved[chunk] = self._backend.allocate_host(numel, dtype)
+            self.nbytes += memory.nbytes
+        return memory
+
     def write(self, chunk: ChunkId, values: Tensor) -> None:
-        memory = self._tensors.get(chunk)
-        if memory is None or memory.dtype != values.dtype:
-            self.nbytes += values.nbytes - (0 if memory is None else memory.nbytes)
-            memory = self._backend.allocate_host(values.numel(), values.dtype)
-            self._tensors[chunk] = memory
+        memory = self._tensors[chunk] = self._memory_of(chunk, values.numel(), values.dtype)
         # The memory is kept between steps: the last gradient may still be on its way into it.
         if chunk in self._arrivals:
             self._ordered(chunk)

@@ -210,8 +210,11 @@ class ShardStorage:
         if Tier.HOST in homes.values():
             from .gradient_homes import HostGradients
 
-            self.host_gradients = HostGradients(self._backend)
+            own = self.host_gradients = HostGradients(self._backend)
             self.follow(plan)
+            for chunk in chunks if self._backend.pin is not None else ():
+                if homes[chunk.spec.id] is Tier.HOST and chunk.spec.trainable:
+                    own.reserve(chunk.spec.id, chunk.spec.shard_numel, chunk.dtype)
         by_home: Mapping[Tier | None, GradientOffload | None] = {
             Tier.NVME: self.gradient_files,
             Tier.HOST: self.host_gradients,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gemini
-from bench.shared.models import token_loss
+from bench.shared.models import token_batches, token_loss
 from gemini import StaticPlacement
 from optim import NvmeConfig
 from optim.rules.state_layout import KINDS
@@ -383,3 +383,15 @@ def test_a_tail_is_said_where_there_is_one():
             said = model.explain("first.weight")
         assert "update: behind the next forward" in said
         assert "measured of the last update: " in said
+
+
+def test_gradients_in_host_memory_have_it_before_a_backward():
+    """Pinned in a backward, pages would hold up collectives of other ranks."""
+    model, optimizer = wrapped("serial", **on_host("stream", params=1.0, grads=True))
+    home = model.engine.storage.host_gradients
+    reserved = home.nbytes
+    assert reserved == sum(chunk.spec.shard_numel * 2 for chunk in model.engine.chunks)
+    assert not home.tensors
+    token_loss(model, token_batches(1, 1)[0][0]).backward()
+    assert home.nbytes == reserved == sum(one.nbytes for one in home.tensors.values())
+    optimizer.close()

@@ -22,11 +22,11 @@ def sysfs(tmp_path):
     def made(nodes, node):
         for i in range(nodes):
             (tmp_path / f"devices/system/node/node{i}").mkdir(parents=True)
-        (tmp_path / "devices/system/node/online").write_text(f"0-{nodes - 1}\n")
+        (tmp_path / "devices/system/node/online").write_text(f"0-{nodes - 1}\n", encoding="ascii")
         device = tmp_path / "bus/pci/devices" / PCI
         device.mkdir(parents=True)
         if node is not None:
-            (device / "numa_node").write_text(f"{node}\n")
+            (device / "numa_node").write_text(f"{node}\n", encoding="ascii")
         return tmp_path
 
     return made
