@@ -105,7 +105,16 @@ def test_a_folder_that_nobody_knows_is_a_room_of_the_step():
 # named here.
 SPINE = {
     *("__init__", "arguments", "callers", "chunk", "comm", "ddp", "digests", "dtypes"),
-    *("kept_speeds", "kernels_triton", "memtracer", "module_face", "nvme", "optim", "options"),
+    *(
+        "kept_speeds",
+        "kernels_triton",
+        "memtracer",
+        "module_face",
+        "numa",
+        "nvme",
+        "optim",
+        "options",
+    ),
     *("pages", "placement", "ranges", "runtime", "saved_names", "settings", "strangers"),
     *("tickets", "trees", "units"),
 }

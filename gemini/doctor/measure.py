@@ -17,9 +17,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from gemini import names, nvme
+from gemini import names, numa, nvme
 from gemini.nvme.files.file import create_files, file_system, free_bytes, remove_files
-from gemini.optim.state import numa
 from gemini.optim.update.built_kernels import compiler
 from gemini.runtime.memory.backend import Backend, make_backend
 from gemini.runtime.memory.machine import memory_left

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from . import numa
+from gemini import numa
 
 log = logging.getLogger("gemini")
 _MADV_WIPEONFORK = 18  # Linux 4.14; Python has no name for it

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gemini import numa
 from gemini.doctor.report import judge, render
-from optim.state import numa, pinning
+from optim.state import pinning
 from tests.support.doctored import GOOD, GPU
 
 PCI = "0000:17:00.0"
