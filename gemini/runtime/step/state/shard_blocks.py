@@ -77,8 +77,8 @@ class Shards:
 
 
 class HostReader:
-    """HostReader: it copies a device's tensors to host memory that need not be pinned, through two
-    pinned buffers in turn: one is filled while what came before is taken out of the other.
+    """HostReader of a device's tensors: they reach host memory that need not be pinned through two
+    pinned buffers in turn, of which one is filled while the other is emptied.
 
     memory: of the device. The buffers stay, as large as the largest tensor was.
     """
