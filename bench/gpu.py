@@ -89,8 +89,8 @@ def halves(out: Path, *, dry: bool) -> tuple[list[Section], list[Section]]:
     own_sections = {
         name: Section(name, (*own, name), seconds)
         for name, seconds in (
-            ("kept", 90), ("places", 60), ("races", 30), ("stream", 60), ("ahead", 40),
-            ("ranks", 40),
+            ("kept", 100), ("places", 60), ("races", 30), ("stream", 60), ("window", 40),
+            ("ahead", 40), ("ranks", 40),
         )
     }  # fmt: skip
     first, *others = map(kernels, SHAPES[:1] if dry else SHAPES)
@@ -127,6 +127,7 @@ def halves(out: Path, *, dry: bool) -> tuple[list[Section], list[Section]]:
             "tail", 12, ON_GPU + "memory_is_not_handed_on_before_updates_beside_have_read_it",
             ON_GPU + "a_parked_module_gives_the_device_back_and_a_hook_runs_on_its_stream",
         ),
+        own_sections["window"],
         own_sections["stream"],
         own_sections["ahead"],
         own_sections["ranks"],

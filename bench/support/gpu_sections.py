@@ -162,9 +162,11 @@ KEPT: tuple[tuple[str, float, float, dict[str, Any], dict[str, Any]], ...] = (
     ("state on the host", 0, 1, {}, {}),
     ("state on the host, tail", 0, 1, {"update": "tail"}, {}),
     ("state on the host, in backward", 0, 1, {"update": "speculate"}, {}),
+    ("state on the host, in backward, tail", 0, 1, {"update": "both"}, {}),
     ("state on the host, tail, 8 bits", 0, 1, {"update": "tail"}, {"state": "8bit"}),
     ("all on the host", 1, 1, {}, {}),
     ("all on the host, tail", 1, 1, {"update": "tail"}, {}),
+    ("all on the host, in backward, tail", 1, 1, {"update": "both"}, {}),
     ("state on NVMe", 0, 0, {}, {"nvme_offload_fraction": 1.0}),
     ("state on NVMe, tail", 0, 0, {"update": "tail"}, {"nvme_offload_fraction": 1.0}),
 )
@@ -296,6 +298,34 @@ def stream(runs: Runs) -> Rows:
         del model, optimizer
 
 
+def window(runs: Runs) -> Rows:
+    """Seconds that the host is in `step()`, and in all of an iteration, by number of blocks. A tail
+    that has a window returns as early with many blocks as with few."""
+    width, depths = (2048, (8, 32, 128)) if runs.is_real else (35, (3, 6))
+    for update, depth in itertools.product(("serial", "tail", "both"), depths):
+        model, optimizer = runs.wrapped(
+            width, depth, state=1, grads=1, block_numel=BLOCK_NUMEL, update=update, max_norm=1.0
+        )
+        blocks = sum(len(sizes.blocks) for sizes in model.engine.planning.plan.chunks)
+        found: list[tuple[float, float]] = []
+        for turn in range(5 if runs.is_real else 2):
+            x = torch.randn(8, width, device=model.engine.backend.device)
+            runs.synchronise()
+            started = time.perf_counter()
+            model(x).float().pow(2).mean().backward()
+            begun = time.perf_counter()
+            optimizer.step()
+            returned = time.perf_counter()
+            optimizer.zero_grad()
+            runs.synchronise()
+            if turn > 1 or not runs.is_real:
+                found.append((returned - begun, time.perf_counter() - started))
+        host, whole = map(min, zip(*found, strict=True))
+        yield f"{update}, {blocks} blocks", {"step() of the host": host, "iteration": whole}
+        optimizer.close()
+        del model, optimizer
+
+
 def races(runs: Runs) -> Rows:
     """What the user writes is kept, while the device is behind; a NaN shows."""
     width = 2051 if runs.is_real else 35
@@ -361,7 +391,7 @@ def _of_rank(runs: Runs, params: float, mesh_name: str | None) -> Tensor:
 
 
 SECTIONS: dict[str, Callable[[Runs], Rows]] = {
-    section.__name__: section for section in (kept, places, ahead, stream, races, ranks)
+    section.__name__: section for section in (kept, places, ahead, stream, window, races, ranks)
 }
 
 

@@ -74,7 +74,7 @@ def test_every_section_runs_dry(tmp_path, bare):
     for section in chosen:
         said = (tmp_path / f"{section.name}.log").read_text(encoding="utf-8")[-2000:]
         assert summary[section.name]["ended"] == 0, (section.name, summary, said)
-    for name in ("kept", "places", "ahead", "stream", "races", "ranks"):
+    for name in ("kept", "places", "ahead", "stream", "window", "races", "ranks"):
         assert json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
 
 
