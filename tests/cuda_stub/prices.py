@@ -5,8 +5,7 @@ Records steady iterations by home of model data and `update`, replays their call
 `bench/results/cuda-prices.json`, or nothing with `--check`; 1 where a price is further from its
 replay than it may be.
 
-What stands for what: `tests.support.cards`. A replay shows the calls of this engine; `both` waits
-for the engine to have it.
+What stands for what: `tests.support.cards`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,18 @@ from gemini.optim.update.triton_update import TritonUpdater
 from gemini.placement.result import PlanResult
 from gemini.placement.timetable.updates import is_early
 from tests.cuda_stub.apart import in_a_process
-from tests.cuda_stub.cases import ALL, EARLY, ON_NVME, PARAMS, RESIDENT, STATE, TAIL, Case, training
+from tests.cuda_stub.cases import (
+    ALL,
+    BOTH,
+    EARLY,
+    ON_NVME,
+    PARAMS,
+    RESIDENT,
+    STATE,
+    TAIL,
+    Case,
+    training,
+)
 from tests.cuda_stub.races import Call
 from tests.cuda_stub.recorder import recorded, watched
 from tests.cuda_stub.replay import ReplaySpeeds, begins, replay
@@ -54,7 +64,9 @@ PLACED: dict[str, tuple[Any, dict[str, Any]]] = {
     "all on the host": (ALL, {}),
     "state on NVMe": (RESIDENT, ON_NVME),
 }
-OVERLAPS: dict[str, dict[str, str]] = {"serial": {}, "tail": TAIL, "speculate": EARLY}
+OVERLAPS: dict[str, dict[str, str]] = {
+    "serial": {}, "tail": TAIL, "speculate": EARLY, "both": BOTH
+}  # fmt: skip
 
 
 def case_of(home: str, update: str, told: Callable[[int], None]) -> Case:
