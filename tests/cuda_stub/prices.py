@@ -177,13 +177,13 @@ def compared(home: str, update: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     kept: tuple[list[Call], PlanResult] | None = None
     for name, card in CARDS.items():
+        if update not in prices(planned(home), card):
+            continue
         if kept is None or is_early(update):
             kept = record(home, update, card)
         calls, result = kept
-        priced = prices(result, card)
-        if update in priced:
-            seconds = replayed(calls, speeds_of(card, numel_of(result)))
-            found[name] = {"replay": seconds, "price": priced[update]}
+        seconds = replayed(calls, speeds_of(card, numel_of(result)))
+        found[name] = {"replay": seconds, "price": prices(result, card)[update]}
     return found
 
 
