@@ -7,6 +7,7 @@ update/      the update of every optimizer, and its prologue (`frame.py`); two s
 norm.py      norm, overflow check, pack
 rows.py      norms of rows and cross-entropy, for modules (`gemini.fused`)
 symmetric.py a matrix times its transpose, for Muon
+lines.py     squares along rows and columns, for Adafactor
 float8.py    parameters as float8 and back, for gathers (`gemini.chunk.float8`)
 ops.py       checked wrappers, registered with torch, that the rest of the project calls
 """

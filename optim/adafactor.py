@@ -61,7 +61,10 @@ class Lines(Measure):
         return has_lines(shape)
 
     def add(self, tile: Tile) -> None:
-        self._lines.add(tile.grad, tile.first)
+        by = None
+        if tile.grad.is_cuda:
+            from gemini.kernels_triton.lines import add_line_squares as by
+        self._lines.add(tile.grad, tile.first, by)
         self.sums = [self._lines.values]
 
     def found(self) -> Tensor:

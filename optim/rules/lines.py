@@ -11,14 +11,17 @@ out is 2^-102 of the square of that magnitude or less.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 Stack = tuple[int, int, int]  # matrices, rows, columns
 Box = tuple[slice, slice, slice]
+# of values [n], to sums as `LineSums.values`; then the first element, the stack and both rounders
+AddSquares: TypeAlias = Callable[[Tensor, Tensor, int, Stack, tuple[float, float]], None]
 
 
 def has_lines(shape: Sequence[int]) -> bool:
@@ -68,7 +71,7 @@ class LineSums:
         # x + 3 * top has the last bit top * 2^-51, for |x| <= top; four times the sum of a line
         top = math.ldexp(1.0, math.frexp(most * largest * largest)[1] + 3)
         rest = math.ldexp(top, math.frexp(most)[1] - 51)
-        self._rounders = (3.0 * top, 3.0 * rest)
+        self.rounders = (3.0 * top, 3.0 * rest)
 
     @property
     def _lines(self) -> tuple[Tensor, Tensor]:
@@ -77,16 +80,20 @@ class LineSums:
         of_rows, of_columns = self.values.split([2 * matrices * rows, 2 * matrices * columns])
         return of_rows.view(2, matrices, rows), of_columns.view(2, matrices, columns)
 
-    def add(self, values: Tensor, first: int) -> None:
-        """Add elements [first, first + n), [n] of any float type and place."""
+    def add(self, values: Tensor, first: int, by: AddSquares | None = None) -> None:
+        """Add elements [first, first + n), [n] of any float type and place. by: what adds their
+        squares to the sums, to the same bits; None: torch's operators."""
         if not self._is_begun:
             self._is_begun = True
             self.values = torch.zeros_like(self.values, device=values.device)
+        if by is not None:
+            by(values, self.values, first, self.stack, self.rounders)
+            return
         of_rows, of_columns = self._lines
         squares = values.double().square()
         for here, (matrices, rows, columns) in boxes(self.stack, first, values.numel()):
             left = squares[here].view(*(s.stop - s.start for s in (matrices, rows, columns)))
-            for level, rounder in enumerate(self._rounders):
+            for level, rounder in enumerate(self.rounders):
                 part = left.add(rounder).sub_(rounder)
                 left = left - part
                 of_rows[level, matrices, rows] += part.sum(2).to(of_rows.device)

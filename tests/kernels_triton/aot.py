@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels_triton import float8, rows, symmetric
+from kernels_triton import float8, lines, rows, symmetric
 from kernels_triton.launch import choose_launch
 from kernels_triton.norm import (
     FINISH_AT_ONCE,
@@ -125,6 +125,16 @@ def sources():
     yield from sources_of_rows()
     yield from sources_of_float8()
     yield from sources_of_gram()
+    yield from sources_of_lines()
+
+
+def sources_of_lines():
+    names = ("numel", "matrices", "rows", "columns")
+    for values in ("bf16", "fp32"):
+        arguments = {"values": f"*{values}", "sums": "*fp64", **dict.fromkeys(names, "i32")}
+        arguments |= dict.fromkeys(("first", "top", "rest"), "i64")
+        tile = {"ROWS": lines.ROWS, "COLUMNS": lines.COLUMNS}
+        yield f"lines-{values}", source(lines.line_kernel, arguments, tile), lines.WARPS
 
 
 def sources_of_gram():

@@ -77,6 +77,7 @@ REGISTERS = {
     "pack": (123, 124, 160, 80),
     "segment": (80, 80, 80, 64),  # a program for a segment: few
     "norm--1": (61, 87, 80, 64),
+    "lines": (128, 98, 128, 64),  # of 256 threads: two levels of 2048 squares in fp64
     "gram": (250, 177, 250, 144),  # of 256 threads: 64 fp32 sums, and tiles on their way
     "rows-backward": (128, 128, 128, 64),  # of 256 threads: a row of 4096 and the sums of two
     "rows-loss": (80, 80, 80, 72),
