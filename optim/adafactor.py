@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gemini.optim.rules import formulas
-from gemini.optim.rules.lines import Factors, LineSums, has_lines, stack_of
+from gemini.optim.rules.lines import AddSquares, Factors, LineSums, has_lines, stack_of
 from gemini.optim.rules.measures import Measure, MeasuredParam, NormRule, Norms, Tile
 from gemini.optim.rules.rule import Works, flag, number, pair
 from gemini.optim.rules.state_layout import Columns, Plane, StateLayout
@@ -61,9 +61,11 @@ class Lines(Measure):
         return has_lines(shape)
 
     def add(self, tile: Tile) -> None:
-        by = None
+        by: AddSquares | None = None
         if tile.grad.is_cuda:
-            from gemini.kernels_triton.lines import add_line_squares as by
+            from gemini.kernels_triton.lines import add_line_squares
+
+            by = add_line_squares
         self._lines.add(tile.grad, tile.first, by)
         self.sums = [self._lines.values]
 

@@ -79,17 +79,19 @@ def num_buffers(depth: int, num_spans: int, more: int = 0) -> int:
 class Flow(Generic[R]):
     """Spans of one file, in and out of `free` buffers; `depth` are read before their update.
 
-    window: spans whose copies go on beside the next update. They are as many as buffers are left by
-        those that are read and the one that is updated: a host that waits for the last of them
-        waits once for all.
+    window: most spans whose copies go on beside the next update, if buffers are left by those that
+        are read and the one that is updated: a host that waits for the last of them waits once for
+        all. Engines have a window of one (ADR 0012).
 
     Invariant: buffers that spans have and free ones are those there are.
     """
 
-    def __init__(self, spans: Sequence[Span[R]], depth: int, free: list[Any]) -> None:
+    def __init__(
+        self, spans: Sequence[Span[R]], depth: int, free: list[Any], window: int = 1
+    ) -> None:
         self.spans = list(spans)
         self.order = list(spans)  # of the next step
-        self.depth = depth
+        self.depth, self._most = depth, window
         self._own(free)
         self.in_step = False  # between `begin` and the commit or the undo
         self.todo: deque[Span[R]] = deque()  # of the step, not begun
@@ -113,7 +115,7 @@ class Flow(Generic[R]):
 
     def _own(self, free: list[Any]) -> None:
         """Have these buffers, and no others."""
-        self.free, self.window = free, max(1, len(free) - self.depth - 1)
+        self.free, self.window = free, max(1, min(self._most, len(free) - self.depth - 1))
 
     # -- a step --
 

@@ -109,7 +109,7 @@ def check_equal(found, bound=0.0):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_groups_with_a_hook_have_the_bits_of_a_mesh(stage, precision):
     # digests and norms are equal; half of a subnormal number of fp16 has no bits, in moments
-    bound = 2**-37 if precision == "fp16" else 0.0
+    bound = 3 * 2**-37 if precision == "fp16" else 0.0  # once in each of three steps
     check_equal(run_ranks(of_both, 4, stage, precision, {}), bound)
 
 

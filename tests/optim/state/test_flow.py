@@ -138,7 +138,7 @@ def made(count, depth, more, chance, fails_at=()):
     file = File(count, chance, fails_at)
     spans = [Span(Record(file, number)) for number in range(count)]
     buffers = [{} for _ in range(num_buffers(depth, count) + more)]
-    return file, Flow(spans, depth, list(buffers)), buffers
+    return file, Flow(spans, depth, list(buffers), window=1 + more), buffers
 
 
 def check(flow, buffers, at_rest=False):
