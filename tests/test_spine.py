@@ -52,8 +52,8 @@ ROOT = Path(__file__).parents[1]
 # and wrapping asks which half of an update no rule is against: 250 tokens in 46 lines, of which the
 # five lines run 23. A price says what is early, and goes on (2 lines).
 # Masters and parked data leave a device through pinned memory, which is on its NUMA node and, of
-# gradients, there before a backward (1188 tokens, a class, 8 lines of the five). A flow that may have
-# a window asks which span leaves last (5 calls of a block on a device).
+# gradients, there before a backward (1188 tokens, a class, 8 lines of the five). A flow that may
+# have a window asks which span leaves last (5 calls of a block on a device).
 BARS = {
     "block": (90, 75),
     "block, step": (34, 25),
