@@ -39,7 +39,7 @@ from gemini.units import BlockId, format_bytes
 
 from .deferred_signals import DeferredSignals
 from .disk.records import Filed, Records, open_store
-from .flow import Flow, Span, num_buffers
+from .flow import LEAVING, Flow, Span, num_buffers
 from .pieces import BlockViews, Planes
 from .space import Block, StateSpace
 
@@ -78,8 +78,8 @@ class NvmeState:
         columns: Columns = ALL_COLUMNS,
     ) -> None:
         """blocks: those of the space that are on disk now. num_ahead: more buffers, for blocks
-        that are updated after their step, or leave a device together. num_waiting: extra buffers
-        for blocks whose update needs another block first. columns: which planes a block has."""
+        that are updated after their step. num_waiting: extra buffers for blocks whose update needs
+        another block first. columns: which planes a block has."""
         self.blocks = _in_order(blocks)
         self._layout = layout
         self._records = Records(space.blocks, layout, split, undo=undo, columns=columns)
@@ -114,7 +114,7 @@ class NvmeState:
     def _reserve(self, depth: int) -> list[Buffer]:
         """Reserve buffers for the blocks that are there: as many and as large as they need."""
         num_blocks = len(self.blocks)
-        count = num_buffers(depth, num_blocks, self._more_buffers) + self.num_waiting
+        count = num_buffers(depth, num_blocks) + self._more_buffers + self.num_waiting
         self._pool = BufferPool(count, self._records.buffer_nbytes(self.blocks), self._pin)
         self._records.forget_views()
         return [self._pool.take() for _ in range(count)]
@@ -196,16 +196,14 @@ class NvmeState:
         return self.flow.take()
 
     def limit_leaving(self) -> None:
-        """Wait until no more spans than the flow's window are on their way to their buffers."""
-        flow = self.flow
-        while len(flow.leaving) > flow.window:
-            self._end(flow.leaves_last(flow.window))
+        """Wait until no more than `LEAVING` spans are on their way to their buffers."""
+        while len(self.flow.leaving) > LEAVING:
+            self._end(self.flow.leaving[0])
 
     def drain(self) -> None:
         """Wait until all writes are on disk. Raises what went wrong."""
-        flow = self.flow
-        while flow.leaving or flow.writes:
-            self._end(flow.leaves_last(len(flow.leaving)) if flow.leaving else flow.writes[0])
+        while self.flow.leaving or self.flow.writes:
+            self._end((self.flow.leaving or self.flow.writes)[0])
         started = time.perf_counter()
         with named("wait for", "writes"):
             self.store.flush()
