@@ -22,6 +22,7 @@ os.environ["GEMINI_SPEEDS"] = "usual"  # whatever `doctor` measured on this mach
 import pytest
 
 from bench.shared.workers import make_ranks_unlike, poison_memory
+from gemini.memtracer import monitor
 from tests.support import work
 from tests.support.disks import own_folder
 
@@ -47,6 +48,15 @@ else:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _process_that_does_not_grow(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What libraries allocate once, and what other tests left to malloc, decides no home."""
+    if DEEP not in request.path.parents:
+        monkeypatch.setattr(monitor, "peak_rss_bytes", lambda: 1 << 30)
 
 
 @pytest.fixture(autouse=True)

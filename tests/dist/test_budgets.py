@@ -159,7 +159,6 @@ def gathers_of(rank, placement):
 def test_the_default_gathers_once_where_the_machine_has_room(monkeypatch):
     """Of what is left of the machine; ZeRO-3 by name gathers again for backward."""
     monkeypatch.setattr(machine, "memory_left", lambda: 1 << 30)
-    monkeypatch.setattr(monitor.ProcessMonitor, "period", lambda self: 0)
     twice = run_ranks(gathers_of, 2, "zero3")
     once = run_ranks(gathers_of, 2, "auto")
     for (gathers, weights), (fewer, same) in zip(twice, once, strict=True):

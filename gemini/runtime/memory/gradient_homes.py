@@ -107,7 +107,8 @@ class HostGradients:
 
     def _ordered(self, chunk: ChunkId) -> CopyTicket:
         """Copy that brought a gradient, ordered before what the device does next."""
-        while any(leaving.chunk == chunk for leaving in self._leaving):
+        # A copy: a tail may look here while the training thread changes gradients of other chunks.
+        while any(leaving.chunk == chunk for leaving in tuple(self._leaving)):
             self._let_go()  # one stream has all of them, so those before it have left too
         self._arrivals[chunk].order()
         return self._arrivals[chunk]

@@ -12,7 +12,6 @@ import gemini
 from bench.shared.models import seeded
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
-from gemini.memtracer import monitor
 from optim import HybridAdam
 from tests.support.quantised import HIDDEN, VOCABULARY, lora, same
 
@@ -215,13 +214,9 @@ def adapted(order, folder, k):
 
 
 @pytest.mark.ci
-def test_adapters_have_the_same_bits_and_a_quantised_base_is_read_once_a_pass(
-    tmp_path, monkeypatch
-):
+def test_adapters_have_the_same_bits_and_a_quantised_base_is_read_once_a_pass(tmp_path):
     """Forward and backward: at most twice a step; one micro-batch after the other reads inner
     layers 2k times."""
-    # what other tests of this process have left to malloc, or take meanwhile, decides no home
-    monkeypatch.setattr(monitor.ProcessMonitor, "period", lambda self: 0)
     k = 4
     found = {order: adapted(order, tmp_path, k) for order in ("layers", "batches")}
     assert found["layers"][0] == found["batches"][0]

@@ -14,7 +14,6 @@ from bench.shared.models import Tower, token_loss
 from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
 from gemini.chunk.layout import ChunkLayout, specs_of
-from gemini.memtracer import monitor
 from gemini.memtracer.collector import MemStatsCollector, Moments, input_signature, listening, trace
 from gemini.memtracer.monitor import CudaMonitor, StorageTracker
 from gemini.memtracer.trace import Trace, TraceError, model_digest, reduce_traces
@@ -405,9 +404,8 @@ def test_bytes_saved_and_read_within_a_call_split_it():
     assert first.non_model_bytes - first.saved_bytes == 2 * nbytes
 
 
-def test_memory_that_the_allocator_had_left_counts_as_well(monkeypatch):
+def test_memory_that_the_allocator_had_left_counts_as_well():
     """What is resident does not grow where freed memory is used again."""
-    monkeypatch.setattr(monitor.ProcessMonitor, "period", lambda self: 0)
     model = GeminiDDP(Tower(), SimBackend(1), StaticPlacement(1, 1, 1), min_chunk_size_m=0.004)
     model(IDS).sum().backward()
     model.engine.sampler.end()

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from gemini import AutoPlacement, BudgetWarning, GeminiDDP
-from gemini.memtracer import monitor
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
 
@@ -21,12 +20,6 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.b(nn.functional.gelu(self.a(self.norm(x))))
-
-
-@pytest.fixture(autouse=True)
-def storages_alone(monkeypatch):
-    """What a process holds besides is noise."""
-    monkeypatch.setattr(monitor.ProcessMonitor, "period", lambda self: 0)
 
 
 def trained(policy, sizes=(8, 8, 8, 8)):

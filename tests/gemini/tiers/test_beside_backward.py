@@ -12,7 +12,10 @@ from bench.shared.reference import everything, same
 from bench.shared.threads import run_threads
 from gemini import AutoPlacement, GeminiDDP, trace
 from gemini.placement.tiers import Tier
+from gemini.runtime.memory.backend import CpuBackend
+from gemini.runtime.memory.gradient_homes import HostGradients
 from gemini.runtime.memory.ledger import MemoryLedger
+from gemini.units import ChunkId
 from optim import HybridAdam, NvmeConfig
 from tests.support.apart import Apart
 from tests.support.device.late import end_late
@@ -121,6 +124,33 @@ def of_two_ranks(homes, backends):
         return everything(model, optimizer), asked, len(engine.chunks)
 
     return run_threads(train, 2)
+
+
+class Asked(int):
+    """Number of a chunk; the gradient of another is written while somebody looks for it."""
+
+    def __eq__(self, other):
+        is_same = int(self) == other
+        if not is_same and self.writes:
+            self.writes.pop()()
+        return is_same
+
+    __hash__ = int.__hash__
+
+
+def test_a_tail_finds_a_gradient_while_others_are_written():
+    home, values = HostGradients(CpuBackend()), torch.arange(33.0)
+    home.rooms = dict.fromkeys(range(4), 1 << 20)
+    home.write(ChunkId(0), values)
+    home.all_leave()
+    home.write(ChunkId(1), values + 1)
+    asked = Asked(0)
+    asked.writes = [lambda: home.write(ChunkId(2), values + 2)]
+    shard, _ = home.arrived(asked)
+    assert torch.equal(shard, values) and not asked.writes
+    for chunk in (1, 2):
+        assert torch.equal(home.arrived(ChunkId(chunk))[0], values + chunk)
+    assert home.leaving_nbytes == 0
 
 
 @pytest.mark.parametrize(

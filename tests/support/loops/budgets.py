@@ -5,24 +5,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pytest
-
 import gemini
 from bench.shared.models import Tower
 from gemini import AutoPlacement
-from gemini.memtracer.monitor import ProcessMonitor
 from gemini.placement.tiers import Tier
 from tests.support.loops.tails import batches
 
 MOST_IN_FILES = "280KiB"  # most parameters, and some of the gradients
 MIXED = "300KiB"  # some of both
 SHARED = "500KiB"  # by two ranks
-
-
-@pytest.fixture(autouse=True)
-def model_data_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What libraries allocate once in a process does not decide what is in files."""
-    monkeypatch.setattr(ProcessMonitor, "period", lambda monitor: 0)
 
 
 @functools.cache
