@@ -39,7 +39,6 @@ class DeviceStaging:
         self._memory = memory
         self._buffers: dict[str, list[Tensor]] = {}  # by what they are for, one of each set
         self._outgrown: list[Tensor] = []  # in this step
-        self._host = torch.empty(0)  # pinned, on the way to host memory that is not
         self.turn = 0  # whose buffers are given out
         self._leaving: list[CopyTicket | None] = [None] * self.count  # from each set
         self._coming: CopyTicket | None = None  # state to the set in use
@@ -149,10 +148,3 @@ class DeviceStaging:
             words = -(-nbytes // torch.float32.itemsize)
             make = self._memory.allocate
             self._buffers[kind] = [make(words, torch.float32) for _ in range(self.count)]
-
-    def host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Buffer [numel] in host memory, uninitialised; valid until the next call."""
-        words = -(-numel * dtype.itemsize // torch.float32.itemsize)
-        if self._host.numel() < words:
-            self._host = self._memory.allocate_host(words, torch.float32)
-        return self._host.view(dtype)[:numel]

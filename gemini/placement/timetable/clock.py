@@ -256,7 +256,7 @@ class StepClock:
     def _new_flow(self) -> Flow[_Timed]:
         """Flow as a step before leaves it: a serial one begins with the blocks that it had last."""
         work, spans = self._work, [Span(_Timed(block, self)) for block in self._work.on[Tier.NVME]]
-        count = num_buffers(work.depth, len(spans)) + work.num_ahead
+        count = num_buffers(work.depth, len(spans), work.num_ahead)
         flow = Flow(spans, work.depth, list(range(count)))
         for span in () if self._has_tail else spans[: work.depth]:
             span.buffer = flow.free.pop()
