@@ -42,7 +42,6 @@ from .deferred_signals import DeferredSignals
 from .disk.records import Filed, Records, open_store
 from .flow import Flow, Span, num_buffers
 from .pieces import BlockViews, Planes
-from .pinning import pinned
 from .space import Block, StateSpace
 
 if TYPE_CHECKING:
@@ -345,10 +344,13 @@ class NvmeState:
         """Memory for the parameters of a block that was read before the step began."""
         if not self._undo_slab.numel():
             shape = self.flow.depth, max(block.numel for block in self.blocks)
-            wide, pin = DTYPES[self._layout.dtype], self._pin
-            numel = math.prod(shape)
-            slab = torch.empty(numel, dtype=wide) if pin is None else pinned(numel, wide, pin)
-            self._undo_slab = slab.view(shape)
+            dtype_of_slab = DTYPES[self._layout.dtype]
+            if self._pin is None:
+                self._undo_slab = torch.empty(*shape, dtype=dtype_of_slab)
+            else:
+                from .pinning import pinned
+
+                self._undo_slab = pinned(math.prod(shape), dtype_of_slab, self._pin).view(shape)
         row = self._undo_slab[len(self._undo)]
         self._undo[block.id] = row.view(dtype or row.dtype)[: block.numel]
         return self._undo[block.id]

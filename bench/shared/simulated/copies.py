@@ -194,7 +194,7 @@ class SeveralTickets:
             copy.settle()
 
 
-def copies_of(ticket: CopyTicket | None) -> list[SimCopy]:
+def copies_of(ticket: CopyTicket) -> list[SimCopy]:
     """Copies of a ticket that have not ended."""
     if isinstance(ticket, SeveralTickets):
         return [copy for part in ticket.parts for copy in copies_of(part)]

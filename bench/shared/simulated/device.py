@@ -159,13 +159,13 @@ class SimBackend:
                 self._copier = before
 
     def copy_all(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], after: CopyTicket | None = None
+        self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[CopyTicket] = ()
     ) -> CopyTicket:
         with self.copying():
-            before = copies_of(after)
+            before = [copy for ticket in after for copy in copies_of(ticket)]
             for copy in before:
                 copy.order_copies()
-            behind = self._ordered() if after is None else before
+            behind = before if after else self._ordered()
             return SeveralTickets(
                 [SimTicket(self, self._begun(dst, src, "in", behind)) for dst, src in pairs]
             )

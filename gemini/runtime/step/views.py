@@ -249,7 +249,8 @@ class ShardViews:
             chunk.is_copied(copies)
 
     def updated(self, block: Block) -> None:
-        self._end_save(block)
+        if self._saving:
+            self._end_save(block)
         if self.watch is not None:
             self.watch(block.id)
 

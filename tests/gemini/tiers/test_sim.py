@@ -117,7 +117,7 @@ def test_a_copy_that_others_come_behind_on_the_device_has_not_ended_for_the_host
     backend = hostile()
     host, staged, leaving = there_and_back(backend)
     source = backend.allocate_host(64, torch.float32).fill_(5.0)
-    coming = backend.copy_all([(staged, source)], leaving)
+    coming = backend.copy_all([(staged, source)], [leaving])
     coming.order()
     assert not leaving.ready() and bool(host.isnan().all())
     assert staged.tolist() == [5.0] * 64
