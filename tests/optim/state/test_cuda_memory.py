@@ -197,6 +197,7 @@ def test_what_is_brought_to_a_block_on_the_device_waits_for_no_kernel_of_the_blo
     log.clear()
     staging.bring([ends(gpu, to_host=False)], leaving)  # which another copy brought to the host
     assert log[:3] == [out, out, "in copies"]
+    staging.take_back([ends(gpu, to_host=True)])
     staging.use(7)
     log.clear()
     staging.pass_by([ends(gpu, to_host=False)])  # to what the device may use
