@@ -31,6 +31,7 @@ SHARD_ALIGN_NUMEL = 256  # shard boundaries are multiples of this: vector tails 
 BLOCK_NUMEL = 1 << 20  # unit of transfer, staging, update, checksum and version
 STREAMED_BLOCK_NUMEL = 1 << 22  # the same, where a device streams: see `gemini.placement.fit`
 BUFFERS_AHEAD = 2  # extra buffers of files, for updates behind a step
+WINDOW = 8  # blocks of files that leave a device before a host waits for them, all at once
 MIN_BLOCK_NUMEL = 1024  # blocks are multiples of it
 NUM_VERSIONS = 2  # of a block on disk: the one that counts, and the one that is written
 PAGE_BYTES = 4096  # alignment of direct I/O

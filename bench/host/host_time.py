@@ -49,7 +49,7 @@ class Instant(SimBackend):
         return Waited(self)
 
     def copy_all(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], after: CopyTicket | None = None
+        self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[CopyTicket] = ()
     ) -> CopyTicket:
         return Waited(self)
 

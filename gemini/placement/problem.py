@@ -83,7 +83,7 @@ class PlanInputs:
     # of all blocks whose state is not on the device: one path, that of the backend
     off_device: UpdatePath = UpdatePath.STREAM
     depth: int = 2  # blocks read ahead of their update
-    num_ahead: int = 0  # more buffers, for blocks that are updated after their step
+    num_ahead: int = 0  # more buffers: blocks are updated after their step, or leave together
     waiting: Waiting = NOT_WAITING  # elements that wait for other blocks of their step
     brings_params: bool = False  # updates make new weights apart from the old ones
     max_prefetch: int = 1  # payloads begun before their use
@@ -151,7 +151,7 @@ class PlacementProblem:
     fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
     floor: Homes | None = None  # homes that exist already, below which nothing goes
     ceiling: Homes | None = None  # the same, above which nothing goes but gradients
-    num_ahead: int = 0  # more buffers, for blocks that are updated after their step
+    num_ahead: int = 0  # more buffers: blocks are updated after their step, or leave together
     num_waiting: int = 0  # more buffers, for blocks that wait for others of their step
     brings_params: bool = False  # updates make new weights apart from the old ones
     original_home: Tier = Tier.HOST  # of the fp32 originals of frozen chunks, all of them

@@ -251,6 +251,7 @@ class Question:
         policy = self.policy
         num_ahead = buffers_ahead(
             self.update, has_masters=self.state.has_master, has_budgets=has_budgets(policy),
+            streams=inputs.has_host_tier,
         )  # fmt: skip
         return fit_ahead(
             inputs, policy, num_ahead, is_measured=True, least_block_numel=least_block_numel

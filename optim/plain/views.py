@@ -168,7 +168,7 @@ class PlainViews(Cover):
             if part.param in self._flat
         ]
 
-    def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
+    def save(self, block: Block, undo: Callable[..., Tensor]) -> bool:
         saved = undo()
         for part in block.segments:
             if part.param in self._flat:

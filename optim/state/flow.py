@@ -31,8 +31,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from gemini.tickets import Ticket, TicketGroup
 from gemini.units import BlockId
 
-LEAVING = 1  # spans whose copies go on beside the next update
-
 
 class Record(Protocol):
     """Place of a span's bytes outside of its buffer."""
@@ -72,14 +70,18 @@ class Span(Generic[R]):
         self.id = self.record.id
 
 
-def num_buffers(depth: int, num_spans: int) -> int:
+def num_buffers(depth: int, num_spans: int, more: int = 0) -> int:
     """Number of buffers of a flow: of spans that are read, of one that is updated and one that is
-    written."""
-    return min(depth + 2, num_spans + 1)
+    written, and of `more` that leave a device, or are written, at once."""
+    return min(depth + 2, num_spans + 1) + min(more, num_spans)
 
 
 class Flow(Generic[R]):
     """Spans of one file, in and out of `free` buffers; `depth` are read before their update.
+
+    window: spans whose copies go on beside the next update. They are as many as buffers are left by
+        those that are read and the one that is updated: a host that waits for the last of them
+        waits once for all.
 
     Invariant: buffers that spans have and free ones are those there are.
     """
@@ -88,7 +90,7 @@ class Flow(Generic[R]):
         self.spans = list(spans)
         self.order = list(spans)  # of the next step
         self.depth = depth
-        self.free = free
+        self._own(free)
         self.in_step = False  # between `begin` and the commit or the undo
         self.todo: deque[Span[R]] = deque()  # of the step, not begun
         self.reads: deque[Span[R]] = deque()  # begun or there, in order: the first of `order`
@@ -106,7 +108,12 @@ class Flow(Generic[R]):
         kept = [span for span in self.order if span.id in there]
         known = {span.id for span in kept}
         self.order = kept + [span for span in spans if span.id not in known]
-        self.spans, self.free = list(spans), free
+        self.spans = list(spans)
+        self._own(free)
+
+    def _own(self, free: list[Any]) -> None:
+        """Have these buffers, and no others."""
+        self.free, self.window = free, max(1, len(free) - self.depth - 1)
 
     # -- a step --
 
@@ -140,19 +147,33 @@ class Flow(Generic[R]):
             span.ticket = span.record.begin(span.buffer)
         if self._has_more:
             self._begin_beside()
-        if len(self.leaving) > LEAVING:
-            return self.leaving[0]
+        if len(self.leaving) > self.window:
+            return self.leaves_last(self.window)
         if self.reads:
             first = self.reads[0]
             if first.beside is not None and first.more is None:
-                return (self.leaving or self.writes)[0]  # which have its buffers
+                return self.ends_next()  # which has its buffers
             if first.ticket is None:
                 return None
             # While it is on its way: copies to buffers are over sooner than a transfer.
-            return self.leaving[0] if self.leaving and not first.ticket.ready() else first
+            return self.ends_next() if self.leaving and not first.ticket.ready() else first
         if not self.todo:
             return None
-        return self.leaving[0] if self.leaving else self.writes[0]
+        return self.ends_next() if self.leaving else self.writes[0]
+
+    def ends_next(self) -> Span[R] | None:
+        """The span whose transfer ends next if nothing is begun: the last that leaves, and all
+        before it, else the first that is written; None: nothing leaves or is written."""
+        if self.leaving:
+            return self.leaves_last(len(self.leaving))
+        return self.writes[0] if self.writes else None
+
+    def leaves_last(self, count: int) -> Span[R]:
+        """The last of the first `count` that leave, or one before it if it has left already."""
+        for i in reversed(range(count)):
+            if self.leaving[i].ticket is not None:
+                return self.leaving[i]
+        raise AssertionError("what has left is not written")
 
     def take(self) -> Span[R] | None:
         """The next span, which is there; None: there is none."""
@@ -165,8 +186,19 @@ class Flow(Generic[R]):
             return
         span.ticket = copies
         self.leaving.append(span)
-        while self.leaving and (first := self.leaving[0].ticket) and first.ready():
-            self.end(self.leaving[0])
+        self._write_what_left()
+
+    def _write_what_left(self) -> None:
+        """Begin to write, in order, spans whose copies have ended. Raises their errors."""
+        while self.leaving:
+            first = self.leaving[0]
+            ticket, first.ticket = first.ticket, None
+            if ticket is not None and not ticket.ready():
+                first.ticket = ticket
+                return
+            if ticket is not None:
+                ticket.wait()
+            self._write(self.leaving.popleft())
 
     def _write(self, span: Span[R]) -> None:
         self.writes.append(span)
@@ -178,8 +210,8 @@ class Flow(Generic[R]):
         span.ticket = ticket if span.ticket is None else TicketGroup([span.ticket, ticket])
 
     def end(self, span: Span[R]) -> None:
-        """Wait for a span's transfer, of those that leave and of writes the first. Raises its
-        error."""
+        """Wait for a span's transfer, of writes the first. Raises its error. Copies end in their
+        order, so of those that leave one may be waited for instead of all before it."""
         ticket, span.ticket = span.ticket, None
         assert ticket is not None
         is_written = bool(self.writes) and self.writes[0] is span
@@ -189,8 +221,8 @@ class Flow(Generic[R]):
         if is_written and span.more is not None:
             self.more.append(span.more)
             span.more = None
-        if self.leaving and self.leaving[0] is span:
-            self._write(self.leaving.popleft())
+        if self.leaving:
+            self._write_what_left()
 
     def _begin_beside(self) -> None:
         """Begin to read, in order, what the step brings beside spans that are read. Never waits."""

@@ -76,9 +76,10 @@ class Memory(Protocol):
         other copies. `src` must not be written and `dst` not be used until the ticket says so."""
         ...
 
-    def copy_all(self, pairs: Pairs, after: CopyTicket | None = None) -> CopyTicket:
-        """`copy` of several, all in one direction, as one. after: a copy that they come behind, and
-        not behind the device's work: it ends the last use of each `dst` and write of each `src`."""
+    def copy_all(self, pairs: Pairs, after: Sequence[CopyTicket] = ()) -> CopyTicket:
+        """`copy` of several, all in one direction, as one. after: copies that they come behind, and
+        not behind the device's work: these end the last use of each `dst` and write of each
+        `src`."""
         ...
 
     def mover(self) -> Mover:
@@ -141,7 +142,7 @@ class DeviceMemory:
     def copy(self, dst: Tensor, src: Tensor, behind: Sequence[CopyTicket] = ()) -> CopyTicket:
         return self.copy_all([(dst, src)])
 
-    def copy_all(self, pairs: Pairs, after: CopyTicket | None = None) -> CopyTicket:
+    def copy_all(self, pairs: Pairs, after: Sequence[CopyTicket] = ()) -> CopyTicket:
         for dst, src in pairs:
             dst.copy_(src)
         return Copied()
@@ -259,20 +260,22 @@ class CudaMemory(DeviceMemory):
                 other.order()
         return self._begin(stream, [(dst, src)])
 
-    def copy_all(self, pairs: Pairs, after: CopyTicket | None = None) -> CopyTicket:
+    def copy_all(self, pairs: Pairs, after: Sequence[CopyTicket] = ()) -> CopyTicket:
         return self._begin(self._in if pairs[0][0].is_cuda else self._out, pairs, after)
 
     def _begin(
-        self, stream: torch.cuda.Stream, pairs: Pairs, after: CopyTicket | None = None
+        self, stream: torch.cuda.Stream, pairs: Pairs, after: Sequence[CopyTicket] = ()
     ) -> CopyTicket:
-        # After the current stream's work so far: it made `src`, or still uses what `dst` replaces.
-        now = torch.cuda.current_stream(self.device)
-        mark = after.mark if isinstance(after, EventTicket) else StreamMark(now)
-        mark.order(stream)
+        marks = [ticket.mark for ticket in after if isinstance(ticket, EventTicket)]
+        if not marks:
+            # After the current stream's work so far: it made `src`, or uses what `dst` replaces.
+            marks = [StreamMark(torch.cuda.current_stream(self.device))]
+        for mark in marks:
+            mark.order(stream)
         with torch.cuda.stream(stream):
             for dst, src in pairs:
                 dst.copy_(src, non_blocking=True)
-        del mark  # its event marks the end of the copies
+        del mark, marks  # the event of one marks the end of the copies
         return EventTicket(StreamMark(stream), self.device, stream == self._out, list(pairs))
 
     def mover(self) -> Mover:

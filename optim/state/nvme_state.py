@@ -12,6 +12,7 @@ element that are written (8 in float64) and, but for a failure, never read.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ from gemini.units import BlockId, format_bytes
 
 from .deferred_signals import DeferredSignals
 from .disk.records import Filed, Records, open_store
-from .flow import LEAVING, Flow, Span, num_buffers
+from .flow import Flow, Span, num_buffers
 from .pieces import BlockViews, Planes
 from .space import Block, StateSpace
 
@@ -78,8 +79,8 @@ class NvmeState:
         columns: Columns = ALL_COLUMNS,
     ) -> None:
         """blocks: those of the space that are on disk now. num_ahead: more buffers, for blocks
-        that are updated after their step. num_waiting: extra buffers for blocks whose update needs
-        another block first. columns: which planes a block has."""
+        that are updated after their step, or leave a device together. num_waiting: extra buffers
+        for blocks whose update needs another block first. columns: which planes a block has."""
         self.blocks = _in_order(blocks)
         self._layout = layout
         self._records = Records(space.blocks, layout, split, undo=undo, columns=columns)
@@ -95,8 +96,8 @@ class NvmeState:
         self._more_buffers, self._num_waiting, self._pin = num_ahead, num_waiting, pin
         spans = [Span(record) for record in self._records.of(self.blocks)]
         self.flow = Flow(spans, config.depth, self._reserve(config.depth))
-        self._undo: dict[BlockId, Tensor] = {}  # [n] fp32, what weights were; see [Note: undo]
-        self._undo_slab = torch.empty(0)  # [depth, N] fp32
+        self._undo: dict[BlockId, Tensor] = {}  # [n], what weights were; see [Note: undo]
+        self._undo_slab = torch.empty(0)  # [depth, N] of the layout's dtype, pinned as buffers are
         self._in_order = True  # the next step begins with the first block
         self._views: BlockViews | None = None  # of the step
         self.stalled_seconds = 0.0  # waited for the disk so far
@@ -114,7 +115,7 @@ class NvmeState:
     def _reserve(self, depth: int) -> list[Buffer]:
         """Reserve buffers for the blocks that are there: as many and as large as they need."""
         num_blocks = len(self.blocks)
-        count = num_buffers(depth, num_blocks) + self._more_buffers + self.num_waiting
+        count = num_buffers(depth, num_blocks, self._more_buffers) + self.num_waiting
         self._pool = BufferPool(count, self._records.buffer_nbytes(self.blocks), self._pin)
         self._records.forget_views()
         return [self._pool.take() for _ in range(count)]
@@ -196,14 +197,16 @@ class NvmeState:
         return self.flow.take()
 
     def limit_leaving(self) -> None:
-        """Wait until no more than `LEAVING` spans are on their way to their buffers."""
-        while len(self.flow.leaving) > LEAVING:
-            self._end(self.flow.leaving[0])
+        """Wait until no more spans than the flow's window are on their way to their buffers."""
+        flow = self.flow
+        while len(flow.leaving) > flow.window:
+            self._end(flow.leaves_last(flow.window))
 
     def drain(self) -> None:
         """Wait until all writes are on disk. Raises what went wrong."""
-        while self.flow.leaving or self.flow.writes:
-            self._end((self.flow.leaving or self.flow.writes)[0])
+        flow = self.flow
+        while flow.leaving or flow.writes:
+            self._end(flow.leaves_last(len(flow.leaving)) if flow.leaving else flow.writes[0])
         started = time.perf_counter()
         with named("wait for", "writes"):
             self.store.flush()
@@ -268,7 +271,7 @@ class NvmeState:
         record, views = span.record, self._views
         assert views is not None
         if self._records.has_undo:
-            views.save(record.block, partial(record.undo_plane, span.buffer))
+            views.save(record.block, lambda _=None: record.undo_plane(span.buffer))
             span.is_touched = True
         else:
             undo = partial(self._early_undo, record.block)
@@ -337,13 +340,19 @@ class NvmeState:
             span.buffer = self.flow.free.pop()
         restore(record.block, record.read_undo(span.buffer))
 
-    def _early_undo(self, block: Block) -> Tensor:
+    def _early_undo(self, block: Block, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for the parameters of a block that was read before the step began."""
         if not self._undo_slab.numel():
-            largest = max(block.numel for block in self.blocks)
-            shape = self.flow.depth, largest
-            self._undo_slab = torch.empty(*shape, dtype=DTYPES[self._layout.dtype])
-        self._undo[block.id] = self._undo_slab[len(self._undo)][: block.numel]
+            shape = self.flow.depth, max(block.numel for block in self.blocks)
+            dtype_of_slab = DTYPES[self._layout.dtype]
+            if self._pin is None:
+                self._undo_slab = torch.empty(*shape, dtype=dtype_of_slab)
+            else:
+                from .pinning import pinned
+
+                self._undo_slab = pinned(math.prod(shape), dtype_of_slab, self._pin).view(shape)
+        row = self._undo_slab[len(self._undo)]
+        self._undo[block.id] = row.view(dtype or row.dtype)[: block.numel]
         return self._undo[block.id]
 
     # -- between steps --

@@ -164,9 +164,9 @@ class BlockViews(Protocol):
         buffers for that until `end`. With a block: whether it has a whole master."""
         ...
 
-    def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
+    def save(self, block: Block, undo: Callable[..., Tensor]) -> bool:
         """Copy the block's parameters, at least those with a gradient, into `undo()`: [n] of a
-        dtype that holds their values.
+        dtype that holds their values; or into `undo(dtype)`, of theirs where there is a choice.
 
         False where they need none, since they do not change before the step counts.
         """

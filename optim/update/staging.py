@@ -39,10 +39,11 @@ class DeviceStaging:
         self._memory = memory
         self._buffers: dict[str, list[Tensor]] = {}  # by what they are for, one of each set
         self._outgrown: list[Tensor] = []  # in this step
-        self._host = torch.empty(0)  # pinned, on the way to host memory that is not
         self.turn = 0  # whose buffers are given out
         self._leaving: list[CopyTicket | None] = [None] * self.count  # from each set
-        self._coming: CopyTicket | None = None  # state to the set in use
+        # that the first copy to the set in use comes behind; and its last one, before the next
+        self._left: CopyTicket | None = None
+        self._coming: CopyTicket | None = None
         for kind, nbytes in zip(KINDS, (state_bytes, param_bytes, grad_bytes), strict=True):
             self._grow(kind, nbytes)
 
@@ -66,7 +67,7 @@ class DeviceStaging:
         host waits for them too, if it does in this step."""
         self.turn = number % self.count
         leaving, self._leaving[self.turn] = self._leaving[self.turn], None
-        self._coming = None
+        self._left, self._coming = leaving, None
         if in_window and self.waits and leaving is not None and not leaving.ready():
             leaving.settle()
         if leaving is not None:
@@ -80,29 +81,34 @@ class DeviceStaging:
         if self.waits and leaving is not None:
             leaving.settle()
         # behind the copies from this set alone: the device may be busy with others
-        pairs = [(staged[name], plane) for name, plane in state.items()]
-        self._coming = self._memory.copy_all(pairs, leaving)
-        self.arrive(self._coming)
+        self._left, self._coming = leaving, None
+        self.bring([(staged[name], plane) for name, plane in state.items()])
         return staged
 
     def bring(
         self, pairs: Sequence[tuple[Tensor, Tensor]], arrival: CopyTicket | None = None
     ) -> CopyTicket:
-        """Begin to copy each second tensor to the first, on the device, for what is launched next.
+        """Begin to copy each second tensor to the first, of this set, for what is launched next.
 
         arrival: the copy that brought the second ones to the host.
         """
-        if arrival is not None and self._coming is None:  # buffers have grown since the state came
+        left, coming, self._left = self._left, self._coming, None
+        if arrival is not None and left is None and coming is None:  # or buffers have grown
             arrival.order()
-        # Behind the state, on the same stream, the set is free.
-        ticket = self._memory.copy_all(pairs, self._coming and (arrival or self._coming))
+            arrival = None
+        # Behind what left the set, or another copy to it on the same stream, the set is free.
+        after = [ticket for ticket in (left, arrival) if ticket is not None]
+        if coming is not None and not after:
+            after = [coming]
+        ticket = self._coming = self._memory.copy_all(pairs, after)
         self.arrive(ticket)
         return ticket
 
     def pass_by(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Begin to copy each second tensor, of the host, to the first, which is of no set. The next
         use of this set comes behind that, if the host waits in this step."""
-        ticket = self.bring(pairs)
+        ticket = self._memory.copy_all(pairs)  # the device may use where they go
+        self.arrive(ticket)
         if self.waits:
             self._leaving[self.turn] = ticket
 
@@ -144,15 +150,8 @@ class DeviceStaging:
             # What the device still uses may become a buffer: copies to it come behind all that.
             turn = self.turn
             self.end()
-            self.turn = turn
+            self.turn, self._left = turn, None
             self._outgrown += found or ()  # a thread's stream may read them, and theirs not wait
             words = -(-nbytes // torch.float32.itemsize)
             make = self._memory.allocate
             self._buffers[kind] = [make(words, torch.float32) for _ in range(self.count)]
-
-    def host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Buffer [numel] in host memory, uninitialised; valid until the next call."""
-        words = -(-numel * dtype.itemsize // torch.float32.itemsize)
-        if self._host.numel() < words:
-            self._host = self._memory.allocate_host(words, torch.float32)
-        return self._host.view(dtype)[:numel]

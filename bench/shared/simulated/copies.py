@@ -34,7 +34,11 @@ class Device(Protocol):
         ...
 
     def host_waited(self) -> None:
-        """The host waited for the device: what was ordered before has ended too."""
+        """The host waited for the device."""
+        ...
+
+    def has_reached(self, copy: SimCopy) -> bool:
+        """Whether the device has ended it when the host asks, for which it waits for nothing."""
         ...
 
     def lost(self, copy: SimCopy) -> None:
@@ -49,10 +53,19 @@ class SimCopy:
     """
 
     def __init__(
-        self, device: Device, dst: Tensor, src: Tensor, *, to_host: bool, ends_on_host: bool
+        self,
+        device: Device,
+        dst: Tensor,
+        src: Tensor,
+        behind: Sequence[SimCopy],
+        *,
+        to_host: bool,
+        ends_on_host: bool,
     ) -> None:
-        """`ends_on_host`: one end is the host's, which sees what has ended when it waits."""
+        """`behind`: those that the device ends before it. `ends_on_host`: one end is the host's,
+        which sees what has ended when it waits."""
         self._device = device
+        self._behind = behind
         self._dst: Tensor | None = dst.detach()
         self._src: Tensor | None = src.detach()
         self.writes, self.reads = addresses(dst), addresses(src)
@@ -75,28 +88,46 @@ class SimCopy:
             self._values = None
 
     def end(self) -> None:
-        """Both ends are free."""
+        """Both ends are free, as are those of all copies that it came behind."""
+        ending = [self]
+        while ending:
+            copy = ending.pop()
+            if not copy.has_ended:
+                ending += copy._behind
+                copy._end_alone()
+
+    def _end_alone(self) -> None:
         self.ordered = True
+        self.precede()
+        self.has_ended, self._behind = True, ()
+        self._device.ended(self)
+
+    def precede(self) -> None:
+        """Another copy with the same ends comes behind it on the device; the host knows nothing of
+        that."""
         self.deliver()
-        self.has_ended = True
         self._dst = self._src = None
         self.writes = self.reads = _NOTHING
-        self._device.ended(self)
 
     def order(self) -> None:
         """The device comes behind the copy, so its end may be used, written and freed there."""
+        if not self.ordered:
+            self._device.device_waits(self)
+            self.order_copies()
+
+    def order_copies(self) -> None:
+        """Other copies come behind it, of which the device's work may wait."""
         if self.ordered:
             return
         self._check_source()
         self.ordered = True
-        self._device.device_waits(self)
         if self.to_host:
             self._src, self.reads = None, _NOTHING
             return
         self.deliver()
         self._dst, self.writes = None, _NOTHING
         if not self._ends_on_host:
-            self.end()
+            self._end_alone()
 
     def settle(self) -> None:
         """The host waits."""
@@ -116,6 +147,9 @@ class SimTicket:
         self._device, self.copy = device, copy
 
     def ready(self) -> bool:
+        with self._device.copying():
+            if not self.copy.has_ended and self._device.has_reached(self.copy):
+                self.copy.end()
         return self.copy.has_ended
 
     def order(self) -> None:
@@ -149,22 +183,22 @@ class SeveralTickets:
         for copy in self.parts:
             copy.order()
 
+    # the last one first: those of a stream end in their order, so the host waits once
+
     def wait(self) -> None:
-        for copy in self.parts:
+        for copy in reversed(self.parts):
             copy.wait()
 
     def settle(self) -> None:
-        for copy in self.parts:
+        for copy in reversed(self.parts):
             copy.settle()
 
 
-def end_copies(ticket: CopyTicket | None) -> None:
-    """End the copies of a ticket: others come behind them on the device."""
+def copies_of(ticket: CopyTicket) -> list[SimCopy]:
+    """Copies of a ticket that have not ended."""
     if isinstance(ticket, SeveralTickets):
-        for part in ticket.parts:
-            end_copies(part)
-    elif isinstance(ticket, SimTicket) and not ticket.copy.has_ended:
-        ticket.copy.end()
+        return [copy for part in ticket.parts for copy in copies_of(part)]
+    return [ticket.copy] if isinstance(ticket, SimTicket) and not ticket.copy.has_ended else []
 
 
 def addresses(tensor: Tensor) -> range:

@@ -3,7 +3,9 @@
 * Host and device are different memory, although both are the CPU's: `place_of` knows which is
   which, and a kernel is given no address of host memory. Copies are of pinned memory.
 * A copy to the device happens when it is ordered, or by chance before; one to the host when the
-  host waits for it, and never before. Until then what it fills is NaN.
+  host waits for it, or for one that comes behind it. Until then what it fills is NaN.
+* Copies of one stream end in their order, and each behind what it waits for on the device. The host
+  learns of an end when it waits, or asks: a copy that others come behind has not ended for it.
 * What a copy reads may be neither written nor freed before its ticket says so, and a ticket that is
   dropped before that is an error. Errors that nobody could raise in time come with the next call.
 * Memory is NaN when it is fresh, staging too, and when it was freed: then it is another's at once,
@@ -26,7 +28,7 @@ from bench.shared.interpreter import one_kernel_at_a_time
 from gemini.optim.state.memory import Mover, copy_alone
 from gemini.tickets import CopyTicket
 
-from .copies import SeveralTickets, SimCopy, SimTicket, addresses, end_copies, overlap
+from .copies import SeveralTickets, SimCopy, SimTicket, addresses, copies_of, overlap
 from .operators import Operators, SimMonitor
 from .pages import Place, SimPages, poison
 
@@ -42,13 +44,19 @@ class SimBackend:
     has_host_tier = True
     shards_start_on_host = True  # what it is for: shards that must be brought to the device
 
-    def __init__(self, seed: int = 0, updates_by_triton: bool = False) -> None:
+    def __init__(
+        self, seed: int = 0, updates_by_triton: bool = False, reaches: float = 0.0
+    ) -> None:
+        """reaches: how likely a copy has ended that the host asks for, in an order drawn from the
+        seed; 0: each ends when the host waits for it, or for one that comes behind it."""
         self.updates_by_triton = updates_by_triton
         if updates_by_triton:
             one_kernel_at_a_time()
         self._random = random.Random(seed)
+        self._reaches = reaches
         self.pages = SimPages()
-        self._copies: list[SimCopy] = []  # that have an end which is not free yet
+        self._copies: list[SimCopy] = []  # of which the host does not know that they have ended
+        self._last: dict[str, SimCopy] = {}  # by stream, whose copies end in their order
         self._lock = threading.RLock()  # copies may be waited for by several threads
         self._num_lost = 0
         self.work = 0  # that the device was given
@@ -151,17 +159,27 @@ class SimBackend:
                 self._copier = before
 
     def copy_all(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], after: CopyTicket | None = None
+        self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[CopyTicket] = ()
     ) -> CopyTicket:
         with self.copying():
-            end_copies(after)
-        return SeveralTickets([self.copy(dst, src) for dst, src in pairs])
+            before = [copy for ticket in after for copy in copies_of(ticket)]
+            for copy in before:
+                copy.order_copies()
+            behind = before if after else self._ordered()
+            return SeveralTickets(
+                [SimTicket(self, self._begun(dst, src, "in", behind)) for dst, src in pairs]
+            )
 
     def copy(self, dst: Tensor, src: Tensor, behind: Sequence[CopyTicket] = ()) -> CopyTicket:
         with self.copying():
-            for before in behind:
-                end_copies(before)
-            return SimTicket(self, self._begun(dst, src))
+            before = [copy for ticket in behind for copy in copies_of(ticket)]
+            for copy in before:
+                copy.order_copies()
+            return SimTicket(self, self._begun(dst, src, "gathers", [*self._ordered(), *before]))
+
+    def _ordered(self) -> list[SimCopy]:
+        """Copies that the device's work so far comes behind."""
+        return [copy for copy in self._copies if copy.ordered]
 
     def mover(self) -> Mover:
         """See `optim.state.memory.Memory`: copies that are done when they return, and so are not
@@ -179,18 +197,23 @@ class SimBackend:
 
         return move
 
-    def _begun(self, dst: Tensor, src: Tensor) -> SimCopy:
+    def _begun(self, dst: Tensor, src: Tensor, stream: str, behind: Sequence[SimCopy]) -> SimCopy:
         self._check_tickets()
         self._check_ends(dst, src)
+        places = self.place_of(dst), self.place_of(src)
+        to_host = self.updates_by_triton and places[0] == "host"
+        on_host = self.updates_by_triton and "host" in places
+        stream = "out" if to_host else stream
+        last = self._last.get(stream)
+        behind = behind if last is None or last.has_ended else [*behind, last]
         for other in list(self._copies):
             if _in_the_way(other, dst, src):
                 if not other.ordered:
                     raise AssertionError("a copy begins before another of its ends was ordered")
-                other.end()  # it comes before this one on the device
-        places = self.place_of(dst), self.place_of(src)
-        to_host = self.updates_by_triton and places[0] == "host"
-        on_host = self.updates_by_triton and "host" in places
-        copy = SimCopy(self, dst, src, to_host=to_host, ends_on_host=on_host)
+                other.precede()
+        copy = SimCopy(self, dst, src, behind, to_host=to_host, ends_on_host=on_host)
+        if on_host:
+            self._last[stream] = copy
         self._copies.append(copy)
         if to_host:
             self.to_host_bytes += dst.nbytes
@@ -234,9 +257,16 @@ class SimBackend:
 
     def host_waited(self) -> None:
         self.host_waits += 1
-        for copy in list(self._copies):
-            if copy.ordered and not copy.to_host:
+
+    def synchronize(self) -> None:
+        """The host waits for all that the device was given."""
+        with self.copying():
+            for copy in self._ordered():
                 copy.end()
+
+    def has_reached(self, copy: SimCopy) -> bool:
+        """Whether it has ended by chance, now that the host asks."""
+        return self._random.random() < self._reaches
 
     def lost(self, copy: SimCopy) -> None:
         self._num_lost += 1

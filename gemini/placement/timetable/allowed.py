@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import UNLIMITED
 from gemini.placement.tiers import Tier
-from gemini.units import BUFFERS_AHEAD, ChunkId
+from gemini.units import BUFFERS_AHEAD, WINDOW, ChunkId
 
 from .updates import BOTH, SERIAL, SPECULATE, TAIL, goes_on, is_early
 
@@ -141,7 +141,12 @@ def kept_for_updates(
     return kept
 
 
-def buffers_ahead(update: str, *, has_masters: bool, has_budgets: bool) -> int:
+def buffers_ahead(update: str, *, has_masters: bool, has_budgets: bool, streams: bool) -> int:
     """Number of buffers for blocks that are updated after their step: a tail needs them where
-    parameters or gradients are in files, as a budget may put them."""
-    return BUFFERS_AHEAD if goes_on(update) and has_masters and has_budgets else 0
+    parameters or gradients are in files, as a budget may put them. Where none bounds them, and
+    state `streams` to a device and back, they are for blocks that leave it together."""
+    if not has_masters:
+        return 0
+    if has_budgets:
+        return BUFFERS_AHEAD if goes_on(update) else 0
+    return WINDOW - 1 if streams else 0

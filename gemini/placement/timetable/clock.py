@@ -256,7 +256,7 @@ class StepClock:
     def _new_flow(self) -> Flow[_Timed]:
         """Flow as a step before leaves it: a serial one begins with the blocks that it had last."""
         work, spans = self._work, [Span(_Timed(block, self)) for block in self._work.on[Tier.NVME]]
-        count = num_buffers(work.depth, len(spans)) + work.num_ahead
+        count = num_buffers(work.depth, len(spans), work.num_ahead)
         flow = Flow(spans, work.depth, list(range(count)))
         for span in () if self._has_tail else spans[: work.depth]:
             span.buffer = flow.free.pop()
@@ -407,12 +407,15 @@ class StepClock:
         """Begin to bring the blocks that come next, each to its set of buffers when that is free:
         a block has the same one in every step."""
         for block in islice(self._next, self._num_sets):
+            if block is not self._next[0] and not self._work.results.get(block.id):
+                return  # what nothing leaves is free when the block before is updated
             if block.id not in self._ends:
                 free_at = self._leaves.get(block.id % self._num_sets, 0.0)
                 if free_at == inf and self._shares:
                     return
-                self._send(block, self._work.state, free_at if self._shares else 0.0)
-                self._send(block, self._work.inputs)
+                free_at = free_at if self._shares else 0.0
+                self._send(block, self._work.state, free_at)
+                self._send(block, self._work.inputs, free_at)
                 self._leaves[block.id % self._num_sets] = inf
 
     def _update_next(
@@ -481,12 +484,11 @@ class StepClock:
         for block in own:
             self._is_updated(block)
         end = self._now
-        for block in [block for block in on_device if block.id in travels]:
-            yield self._send(block, work.inputs)
-            yield from self._update(work.seconds[block.id])
+        brought = [block for block in on_device if block.id in travels]
+        self._next.extend(brought)
+        for block in brought:
+            end = max(end, (yield from self._update_next(lambda b: work.results[b.id])))
             self._is_updated(block)
-            end = max(end, self._send(block, work.results))
-            del self._ends[block.id]
         end = max(end, (yield from self._update_on_host()))
         self.updated = self._now
         if work.gathered_again:

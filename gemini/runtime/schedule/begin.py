@@ -67,6 +67,7 @@ def begin_planning(
     with_originals = wider_chunks(layout, itemsizes, trained=master_weights, frozen=keep_originals)
     num_ahead = buffers_ahead(
         update, has_masters=has_master, has_budgets=has_budgets(policy),
+        streams=backend.has_host_tier and backend.updates_by_triton,
     )  # fmt: skip
     folder = policy.nvme_dir if isinstance(policy, AutoPlacement) else None
     machine = look_at_machine(backend, ranks_per_node or ranks_here(comm), folder)

@@ -104,7 +104,7 @@ class ShardViews:
         self._coming: CopyTicket | None = None  # the last one to there from a buffer of files
         self._signature: object | None = None
         self._left: set[BlockId] = set()  # whose new weights have left with their state
-        self._saving: tuple[CopyTicket, Tensor, Tensor] | None = None  # to here, by way of there
+        self._saving: dict[BlockId, CopyTicket] = {}  # weights on their way to the host
         self._borrowing = {  # whose shard or gradient is not on the device
             shard
             for shard, chunk in enumerate(chunks)
@@ -249,8 +249,8 @@ class ShardViews:
             chunk.is_copied(copies)
 
     def updated(self, block: Block) -> None:
-        if self._saving is not None:
-            self._end_save()
+        if self._saving:
+            self._end_save(block)
         if self.watch is not None:
             self.watch(block.id)
 
@@ -263,10 +263,11 @@ class ShardViews:
         for kept in (self._lenders, self._beside, self._brought):
             kept.clear()
 
-    def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
-        if self._chunks[block.shard].files is not None:  # files keep their last version
+    def save(self, block: Block, undo: Callable[..., Tensor]) -> bool:
+        chunk = self._chunks[block.shard]
+        if chunk.files is not None:  # files keep their last version
             return False
-        self._copy(block, undo())
+        self._copy(block, undo(chunk.dtype))
         return True
 
     def show(self, block: Block, into: Tensor) -> None:
@@ -281,21 +282,15 @@ class ShardViews:
         if self._staging is None or chunk.shard_on_host:
             copy_alone(into, self._shard_of(block))
             return
-        self._end_save()  # of the block before, which may be on its way still
-        through = into if into.is_pinned() else self._staging.host(block.numel, chunk.dtype)
-        ticket = self._memory.copy(through, self._part_of(block))
+        # `_out` has it before the block's new state, so it is there if that has left
+        ticket = self._saving[block.id] = self._memory.copy_all([(into, self._part_of(block))])
         self._staging.arrive(ticket)
-        self._saving = ticket, into, through
 
-    def _end_save(self) -> None:
-        """Wait for the copy of weights for the undo plane, before its block is updated."""
-        if self._saving is None:
-            return
-        (ticket, into, through), self._saving = self._saving, None
-        if not ticket.ready():
+    def _end_save(self, block: Block) -> None:
+        """Wait for the copy of a block's weights, before they are written or read."""
+        ticket = self._saving.pop(block.id, None)
+        if ticket is not None and not ticket.ready():
             ticket.settle()
-        if through is not into:
-            copy_alone(into, through)
 
     def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
         brought, chunk = self._brought.get(block.id), self._chunks[block.shard]
@@ -326,7 +321,7 @@ class ShardViews:
         return copies
 
     def restore(self, block: Block, planes: Planes) -> None:
-        self._end_save()
+        self._end_save(block)
         if self._chunks[block.shard].files is None:
             before = planes["param_undo"] if MASTER not in planes else planes[MASTER]
             self._shard_of(block).copy_(before)

@@ -341,6 +341,26 @@ def test_inputs_of_blocks_on_the_device_take_their_link(update):
         assert alone <= cost.update_seconds <= alone + 10 * READ
 
 
+@pytest.mark.parametrize("params_on_host", [True, False])
+def test_what_is_brought_to_a_block_on_the_device_comes_beside_the_update_before_it(params_on_host):
+    """To its own buffers, if its parameter has left them. If only gradients come nothing leaves,
+    and each comes when the block before is updated."""
+    links = Bandwidths(
+        host_to_device=2 * BLOCK / READ, device_to_host=2e6 * BLOCK, device_memory=28 * BLOCK / 3.0
+    )
+    options = {**ON_HOST, "bandwidths": links, "max_prefetch": 0}
+    problem = asked(TEN, 1.0, **options)
+    planned = make_plan(problem, StaticPlacement(offload_param_frac=1.0))
+    work = clock.Work(planned.plan, planned.inputs)
+    if not params_on_host:
+        work.results.clear()
+    run = clock.StepClock(work, SERIAL)
+    run.run()
+    seconds = work.measured_bytes / links.device_memory + READ + 10 * 3.0
+    seconds += 0 if params_on_host else 9 * READ
+    assert READ < 3.0 and run.update_seconds == pytest.approx(seconds, rel=1e-4)
+
+
 # -- in backward --
 
 BOTH_WAYS = {"host_to_device": 12 * BLOCK / READ, "device_to_host": 12 * BLOCK / READ}

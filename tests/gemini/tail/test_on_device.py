@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -21,9 +21,11 @@ from gemini.memtracer.trace import sequential_trace
 from gemini.optim import HybridAdafactor, HybridMuon
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
+from optim.update.staging import SETS
 from tests.support.apart import Apart
 from tests.support.device.placed import SpareLayer, batch, device, place_gradients
 from tests.support.disks.faults import failing
+from tests.support.disks.waiting import ending
 from tests.support.loops.tails import differences, everything, has_tail
 
 ROOM = AutoPlacement("120KiB", "150KiB", warmup_non_model_data_ratio=0.0)
@@ -195,4 +197,50 @@ def test_a_tail_launches_beside_the_trainer_who_comes_behind_an_update_before_it
     assert (
         model.engine.target.executor.staging.waits
     )  # for a set to be free: no queue of all blocks
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("likely", "reaches"),
+    [(1.0, 0.0), *(pytest.param(*one, marks=pytest.mark.ci) for one in ((0.0, 1.0), (0.5, 0.5)))],
+)
+def test_copies_and_transfers_that_end_in_any_order_leave_the_same_bits(likely, reaches):
+    """Nobody writes what a copy reads: with a disk that is faster than the link, a slower one, and
+    both in a drawn order."""
+    found = []
+    for fast, ends in ((None, 0.0), (likely, reaches)):
+        backend = device(by_triton=True, reaches=ends)
+        with nullcontext() if fast is None else ending(fast, seed=3), Apart(backend):
+            policy, given = StaticPlacement(1.0, 1.0, 1.0), {"nvme_offload_fraction": 1.0}
+            model, optimizer = wrapped("serial", backend, policy, given=given)
+            for number in range(2):
+                step(model, optimizer, number)
+            assert optimizer.targets[0].tiered_state.nvme.flow.window > SETS
+            backend.synchronize()
+            backend.check()
+        found.append(everything(model, optimizer))
+        optimizer.close()
+    assert differences(*found) == []
+
+
+def test_a_host_waits_four_times_for_thirty_spans_that_leave_together():
+    """Behind a disk that is faster than the link, in `step()`: once for a window of them."""
+    backend = device(by_triton=True)
+    module = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(30)])
+    policy = StaticPlacement(1.0, 0.0, 0.0)
+    model = GeminiDDP(module, backend, policy, min_chunk_size_m=1 / 1024)
+    optimizer = HybridAdam(
+        model.parameters(), nvme=NvmeConfig(block_numel=1024), nvme_offload_fraction=1.0
+    )
+    with ending(1.0):
+        for _ in range(2):
+            model(torch.ones(2, 32)).float().sum().backward()
+            before = backend.host_waits
+            optimizer.step()
+            waited = backend.host_waits - before
+            optimizer.zero_grad()
+    nvme_state = optimizer.targets[0].tiered_state.nvme
+    staging = model.engine.planning.plan.host_staging
+    assert len(nvme_state.flow.spans) == 30 and waited <= 4
+    assert staging.count == len(nvme_state.flow.free) + nvme_state.num_in_use
     optimizer.close()

@@ -93,7 +93,7 @@ def test_a_shard_that_is_written_while_it_is_sent_is_found(monkeypatch):
             chunk.wait_gathered()
             chunk.shard.fill_(0.5)
         model.engine.manager.release_all()
-        model.engine.backend.host_waited()
+        model.engine.backend.synchronize()
 
     edit(train())
     monkeypatch.setattr(Chunk, "settle_copies", lambda self: None)

@@ -102,6 +102,56 @@ def test_a_copy_back_to_the_device_finds_what_was_ordered_before_it():
     assert back.tolist() == [2.0] * 64
 
 
+def there_and_back(backend):
+    """A block of 64 in host memory that is on its way to the device and, updated, back."""
+    host = backend.allocate_host(64, torch.float32).fill_(1.0)
+    staged = backend.allocate(64, torch.float32)
+    coming = backend.copy_all([(staged, host)])
+    coming.order()
+    staged.add_(1.0)
+    return host, staged, backend.copy_all([(host, staged)])
+
+
+def test_a_copy_that_others_come_behind_on_the_device_has_not_ended_for_the_host():
+    """Nor has what came before it: the disk may not write the buffer yet."""
+    backend = hostile()
+    host, staged, leaving = there_and_back(backend)
+    source = backend.allocate_host(64, torch.float32).fill_(5.0)
+    coming = backend.copy_all([(staged, source)], [leaving])
+    coming.order()
+    assert not leaving.ready() and bool(host.isnan().all())
+    assert staged.tolist() == [5.0] * 64
+    source.fill_(7.0)
+    with pytest.raises(AssertionError, match="written while the copy reads it"):
+        backend.synchronize()
+
+
+def test_copies_of_a_stream_end_in_their_order_and_with_all_that_they_came_behind():
+    backend = hostile()
+    blocks = [there_and_back(backend) for _ in range(3)]
+    others = backend.allocate_host(64, torch.float32)
+    later = backend.copy_all([(backend.allocate(64, torch.float32), others)])
+    later.order()
+    blocks[1][2].settle()
+    assert [leaving.ready() for _, _, leaving in blocks] == [True, True, False]
+    assert backend.host_waits == 1
+    for host, _, _ in blocks[:2]:
+        assert host.tolist() == [2.0] * 64
+        host.zero_()  # a disk reads the next block into it
+    others.zero_()  # which a copy still reads, as nobody has waited for it
+    with pytest.raises(AssertionError, match="written while the copy reads it"):
+        backend.synchronize()
+
+
+@pytest.mark.parametrize("reaches", [0.0, 0.5, 1.0])
+def test_how_likely_a_copy_has_ended_that_is_asked_for_is_given(reaches):
+    backend = SimBackend(seed=2, updates_by_triton=True, reaches=reaches)
+    copies = [there_and_back(backend)[2] for _ in range(20)]
+    ended = [copy.ready() for copy in copies]
+    assert any(ended) == (reaches > 0) and all(ended) == (reaches == 1)
+    assert backend.host_waits == 0
+
+
 def test_a_kernel_is_given_no_memory_that_it_does_not_reach():
     backend = hostile()
     host, device = host_pair(backend)

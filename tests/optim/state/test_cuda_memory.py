@@ -174,10 +174,34 @@ def test_staging_comes_behind_the_last_use_of_its_own_set_and_not_behind_what_th
     log.clear()
     staging.bring([ends(gpu, to_host=False)], leaving)  # what that copy has brought to the host
     assert log[0] == "in comes behind an event of out"
-    staging.use(2)  # by a block whose state is on the device
+
+
+def test_what_is_brought_to_a_block_on_the_device_waits_for_no_kernel_of_the_block_before(gpu):
+    """But for what left its own set; and for all the device was given, if nothing has left it."""
+    log, _, memory = gpu
+    staging = DeviceStaging(memory, 2)
+    behind = []
+    for number in (0, 1, 2, 3, 4):
+        staging.use(number)
+        log.clear()
+        staging.bring([ends(gpu, to_host=False)])  # parameters
+        behind.append(log[0])
+        log.clear()
+        staging.bring([ends(gpu, to_host=False)])  # a gradient
+        assert log[:2] == ["in comes behind an event of in", "in copies"]
+        if number != 2:
+            leaving = staging.take_back([ends(gpu, to_host=True)])
+    compute, out = (f"in comes behind an event of {stream}" for stream in ("compute", "out"))
+    assert behind == [compute, compute, out, out, compute]
+    staging.use(5)
     log.clear()
-    staging.bring([ends(gpu, to_host=False)])
-    assert log[0] == "in comes behind an event of compute"
+    staging.bring([ends(gpu, to_host=False)], leaving)  # which another copy brought to the host
+    assert log[:3] == [out, out, "in copies"]
+    staging.take_back([ends(gpu, to_host=True)])
+    staging.use(7)
+    log.clear()
+    staging.pass_by([ends(gpu, to_host=False)])  # to what the device may use
+    assert log[0] == compute
 
 
 @pytest.mark.parametrize(("to_host", "side"), [(True, "out"), (False, "gathers")])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optim.state.flow import LEAVING, Flow, Span, num_buffers
+from optim.state.flow import Flow, Span, num_buffers
 
 
 class Fault(Exception):
@@ -204,14 +204,14 @@ def step(flow, file, buffers, weights, untouched=(), waits=False, by_device=Fals
             if waits and not waiting:
                 waiting.append(span)
                 continue
-            assert len(flow.leaving) <= LEAVING
+            assert len(flow.leaving) <= flow.window
             put(flow, file, span, by_device)
             while waiting:
                 put(flow, file, waiting.pop(), by_device)
         while waiting:
             put(flow, file, waiting.pop(), by_device)
-        while flow.leaving or flow.writes:
-            flow.end((flow.leaving or flow.writes)[0])
+        while (busy := flow.ends_next()) is not None:
+            flow.end(busy)
     except Fault:
         for span in flow.undo():
             weights[span.id] = file.committed[span.id]
@@ -321,6 +321,43 @@ def test_other_spans_keep_the_order_of_those_that_stay():
     new = [Span(Record(file, number)) for number in (4, 5)]
     flow.change([*flow.spans[1:], *new], [{} for _ in range(3)])
     assert [span.id for span in flow.order] == [3, 2, 1, 4, 5] and len(flow.free) == 3
+
+
+@pytest.mark.parametrize(("more", "most"), [(0, 30), (3, 8), (7, 4)])
+def test_a_host_waits_once_for_a_window_of_spans_that_leave_a_device(more, most):
+    """Of 30 whose reads are there: copies end when the host waits, and all before them."""
+    chance = random.Random(0)
+    file, flow, _ = made(30, 2, more, chance)
+    copies, waits = [], []
+
+    @dataclass
+    class Copies:
+        number: int
+        ended: bool = False
+
+        def ready(self):
+            return self.ended
+
+        def wait(self):
+            if not self.ended:
+                waits.append(self.number)
+            for other in copies[: self.number + 1]:  # in their order
+                other.ended = True
+
+    flow.begin()
+    for _ in range(30):
+        while (busy := flow.waits_for()) is not None:
+            flow.end(busy)
+        for span in (*flow.reads, *flow.writes):  # a disk that is faster than the link
+            span.ticket.wait() if span.ticket is not None else None
+        span = flow.take()
+        span.is_touched = True
+        copies.append(Copies(len(copies)))
+        flow.put(span, copies[-1])
+    while (busy := flow.ends_next()) is not None:
+        flow.end(busy)
+    assert flow.window == 1 + more and sorted(file.written) == list(range(30))
+    assert len(waits) <= most
 
 
 @pytest.mark.parametrize(("depth", "count", "want"), [(2, 10, 4), (2, 1, 2), (4, 3, 4), (1, 2, 3)])

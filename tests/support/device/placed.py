@@ -50,9 +50,9 @@ def batch(step: int) -> Tensor:
     return torch.randn(5, 33, generator=torch.Generator().manual_seed(step))
 
 
-def device(by_triton: bool, seed: int = 1) -> SimBackend:
-    """Where a plan says where shards live."""
-    backend = SimBackend(seed, updates_by_triton=by_triton)
+def device(by_triton: bool, seed: int = 1, reaches: float = 0.0) -> SimBackend:
+    """Where a plan says where shards live. reaches: see `SimBackend`."""
+    backend = SimBackend(seed, updates_by_triton=by_triton, reaches=reaches)
     backend.shards_start_on_host = False
     return backend
 

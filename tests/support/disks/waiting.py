@@ -1,13 +1,15 @@
-"""A disk that does not answer until a test says so, and who waits meanwhile."""
+"""A disk that answers when a test says so, or in a drawn order, and who waits meanwhile."""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from nvme import BlockStore
 from nvme.files import calls
 from optim.step.tail import Gate
 from tests.support.disks.faults import path_of
@@ -52,6 +54,39 @@ def waiting(call: str, part: str = "", *, after: int = 0) -> Iterator[Waiting]:
             yield disk
         finally:
             disk.answer()
+
+
+class Drawn:
+    """Ticket of a transfer that has ended when it is waited for, or if that is drawn."""
+
+    def __init__(self, ticket: Any, ends: Callable[[], bool]) -> None:
+        self._ticket, self._ends = ticket, ends
+
+    def ready(self) -> bool:
+        if self._ends():
+            self.wait()
+            self._ends = lambda: True
+            return True
+        return False
+
+    def wait(self) -> Any:
+        return self._ticket.wait()
+
+
+@contextmanager
+def ending(likely: float, seed: int = 0) -> Iterator[None]:
+    """Reads and writes of blocks that have ended, when they are asked, as likely as that: 1 is a
+    disk that nobody waits for, and with 0 each ends when it is waited for. They do not fail."""
+    read, write, chance = BlockStore.read, BlockStore.write, random.Random(seed)
+
+    def drawn(transfer: Callable[..., Any]) -> Callable[..., Drawn]:
+        return lambda *args: Drawn(transfer(*args), lambda: chance.random() < likely)
+
+    with (
+        mock.patch.object(BlockStore, "read", drawn(read)),
+        mock.patch.object(BlockStore, "write", drawn(write)),
+    ):
+        yield
 
 
 @contextmanager
