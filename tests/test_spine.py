@@ -52,6 +52,9 @@ ROOT = Path(__file__).parents[1]
 # rule is against (the five lines run 20). A price says what is early, and goes on (2 lines).
 # Masters and parked data leave a device through pinned memory, which is on its NUMA node and, of
 # gradients, there before a backward (1188 tokens, a class, 8 lines of the five).
+# An engine is no record that its wings take: `Sharding`, `Passes`, `Weights`, `UpdateOverlap` and
+# `GradientCycle` stand for it, three files more, and each wing names what it takes (216 lines of
+# the five that are signatures and arguments, 37 tokens).
 BARS = {
     "block": (90, 75),
     "block, step": (34, 25),
@@ -66,13 +69,13 @@ BARS = {
     "types": (18, 15),
     "classes": (101, 85),
     "protocols": (7, 8),
-    "five lines, resident: lines": (9825, 7600),
-    "five lines, resident: files": (128, 80),
-    "five lines, nvme: lines": (11_548, 8600),
-    "five lines, nvme: files": (143, 85),
-    "five lines: files loaded": (136, 120),
-    "tokens": (80_354, 58_000),
-    "lines": (12_342, 9000),
+    "five lines, resident: lines": (10_041, 7600),
+    "five lines, resident: files": (131, 80),
+    "five lines, nvme: lines": (11_764, 8600),
+    "five lines, nvme: files": (146, 85),
+    "five lines: files loaded": (139, 120),
+    "tokens": (80_391, 58_000),
+    "lines": (12_339, 9000),
 }
 
 
