@@ -108,7 +108,7 @@ def trained(run: Run) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - begun)
-    found = model.engine.accumulated
+    found = model.engine.cycle.accumulated
     assert found is not None
     report = model.memory_report().as_dict()
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -40,7 +40,6 @@ from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.engine import GeminiEngine
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.memory.backend import Backend, make_backend
-from gemini.runtime.parts import refuse_parked
 from gemini.runtime.schedule.begin import begin_planning
 from gemini.runtime.schedule.planning import Planning
 from gemini.runtime.wrap.keep_fp32 import (
@@ -211,9 +210,9 @@ class GeminiDDP(ModuleFace):
         self._cast_by(precision, list(fp32_modules.values()))
         self.broadcast_buffers = communication.broadcast_buffers
         self._broadcast_buffers()
-        self.engine.module_check = ModuleCheck(module, ignored)
+        self.engine.watch(ModuleCheck(module, ignored))
         self.engine.calls.hook(module, wrapping.gather_whole)
-        self._around_forward = self._spilled() if spills(placement) else self.engine.calls.tracking
+        self._around_forward = self.engine.around_forwards(module, spills=spills(placement))
         self.__class__ = face_of(type(self), type(module))  # type: ignore[assignment]
 
     def _cast_by(self, precision: PrecisionPolicy, in_fp32: Sequence[nn.Module]) -> None:
@@ -236,14 +235,14 @@ class GeminiDDP(ModuleFace):
             dtype = self._dtype if casts else buffer.dtype
             buffer.data = buffer.data.to(self.engine.backend.device, dtype)
         for inner in in_fp32:
-            self.engine.hook_handles += cast_at_boundary(inner, self._dtype)
+            self.engine.calls.keep(cast_at_boundary(inner, self._dtype))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the inner module's forward. Raises RuntimeError after `unwrap()`, and inside a
         transform of torch.func where parameters are not on the device."""
         if self.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
-        refuse_parked(self.engine)
+        self.engine.weights.refuse_parked()
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(msg=NO_GRAPH)
         if self.broadcast_buffers:
@@ -255,7 +254,7 @@ class GeminiDDP(ModuleFace):
             refuse_transforms(self.engine.plan)
         calls.begin_iteration(given)
         args, kwargs = self._boundary.enter(given)
-        depth = self.engine.forward_depth
+        depth = self.engine.passes.depth
         attempt = calls.attempt(self.module, (args, kwargs)) if depth == 0 else None
         while True:
             try:
@@ -270,12 +269,6 @@ class GeminiDDP(ModuleFace):
             # outside of the handler, whose traceback keeps what the forward had made
             calls.again(attempt, given)
             attempt = None
-
-    def _spilled(self) -> Callable[[nn.Module], AbstractContextManager[None]]:
-        from gemini.runtime.autograd.saved import SavedCalls
-
-        calls = self.engine.calls
-        return SavedCalls(self.engine, self.module, calls.owns_memory_of, calls.tracking).around
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
@@ -293,13 +286,10 @@ class GeminiDDP(ModuleFace):
         Raises RuntimeError if it was unwrapped already, and MemoryError, before anything is
         changed, if a rank has no room for all parameters.
         """
-        from gemini.runtime.unwrap import check_room, unwrap
-
         if self.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped already; use model.module")
         self.engine.call("model.unwrap()")
-        check_room(self.engine, torch.device(device))
-        unwrap(self.engine, self.engine.gradients, torch.device(device))
+        self.engine.unwrap(torch.device(device))
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(device, self._buffer_dtypes.get(id(buffer), buffer.dtype))
         return self.module
@@ -341,7 +331,7 @@ class GeminiDDP(ModuleFace):
         from gemini.runtime.inspect.digest import digest
 
         self.engine.call("model.digest()")
-        return digest(self.engine)
+        return digest(self.engine.weights, self.engine.control_vector)
 
     @changes
     def rewind(self, steps: int) -> None:
@@ -409,10 +399,10 @@ class GeminiDDP(ModuleFace):
         from gemini.runtime.gradients.by_name import named_gradients
 
         engine, own = self.engine, self._own_names()
-        found = named_gradients(engine, engine.meetings, engine.gradients, full=full)
+        found = named_gradients(engine.gradients, full=full)
         while True:
             with engine.lock:
-                refuse_parked(engine)
+                engine.weights.refuse_parked()
                 engine.refuse_beside_pass("named_gradients()")
                 one = next(found, None)
             if one is None:
@@ -434,7 +424,7 @@ class GeminiDDP(ModuleFace):
         def change_own(name: str, part: Tensor) -> Tensor | None:
             return change(own(name), part)
 
-        map_gradients(engine, engine.meetings, engine.gradients, change_own)
+        map_gradients(engine.gradients, change_own)
 
     def _own_names(self) -> Callable[[str], str]:
         """Function from a saved name to the one of `named_parameters`."""
@@ -447,19 +437,25 @@ class GeminiDDP(ModuleFace):
         name."""
         saved = SavedNames(self.module).saved
         ignored = {saved(left): param for left, param in self.ignored_parameters()}
-        return explain(self.engine, saved(name), ignored)
+        engine, own = self.engine, saved(name)
+        return explain(engine.sharding, engine.planning, engine.overlap, engine.cycle, own, ignored)
 
     @reads
     def memory_report(self) -> MemoryReport:
         """Table of bytes by tier and kind, predicted and measured; made to be printed."""
-        return memory_report(self.engine, (param for _, param in self.ignored_parameters()))
+        engine = self.engine
+        return memory_report(
+            engine.planning, engine.ledger, engine.sampler, engine.backend, engine.saved_tensors,
+            (param for _, param in self.ignored_parameters()),
+        )  # fmt: skip
 
     @reads
     def memory_timeline(self, path: str | Path, title: str | None = None) -> None:
         """Draw device, host and NVMe over one iteration: `.svg`, `.png`, `.pdf`, or `.json` in
         Chrome's trace format. title: model and batch, say; None is the number of parameters.
         Raises ValueError for another suffix, ImportError without matplotlib."""
-        memory_timeline(self.engine, path, title)
+        engine = self.engine
+        memory_timeline(engine.sharding, engine.planning, engine.sampler, path, title)
 
     @property
     def memory_stats(self) -> MemStatsCollector:

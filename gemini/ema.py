@@ -23,9 +23,7 @@ from gemini.chunk.storage import Chunk
 from gemini.optim.rules.saved import is_count
 from gemini.placement.problem import average_bytes
 from gemini.placement.tiers import Tier
-from gemini.runtime.inspect.weights import master_of, set_master
 from gemini.runtime.memory.originals import Originals, original_homes
-from gemini.runtime.step.weights import after_step
 
 from .ddp import GeminiDDP
 
@@ -100,7 +98,7 @@ class EMA:
     @torch.no_grad()
     def _copy(self) -> None:
         for chunk in self._chunks:
-            self._kept.put(chunk.spec.id, master_of(self._model.engine, chunk))
+            self._kept.put(chunk.spec.id, self._model.engine.weights.master_of(chunk))
         self._kept.rest()
 
     @torch.no_grad()
@@ -119,7 +117,7 @@ class EMA:
             for chunk in self._chunks:
                 average = self._kept.get(chunk.spec.id)
                 assert average is not None
-                average.lerp_(master_of(self._model.engine, chunk), 1 - self.decay)
+                average.lerp_(self._model.engine.weights.master_of(chunk), 1 - self.decay)
                 self._kept.put(chunk.spec.id, average)
             self._kept.rest()
         else:
@@ -160,9 +158,9 @@ class EMA:
     @torch.no_grad()
     def _exchange(self, chunk: Chunk) -> None:
         engine = self._model.engine
-        average, weights = self._kept.get(chunk.spec.id), master_of(engine, chunk)
+        average, weights = self._kept.get(chunk.spec.id), engine.weights.master_of(chunk)
         assert average is not None
-        set_master(engine, chunk, average.clone())
+        engine.weights.set_master(chunk, average.clone())
         self._kept.put(chunk.spec.id, average.copy_(weights))
 
     def _follow(self) -> None:
@@ -170,7 +168,7 @@ class EMA:
         engine = self._model.engine
         self._kept.rest()
         engine.manager.release_all()
-        after_step(engine, trained=False)
+        engine.weights.after_step(trained=False)
         params = [slot.param for chunk in self._chunks for slot in chunk.spec.slots]
         engine.user_writes.stepped(params)
 

@@ -18,7 +18,6 @@ from gemini.callers import torchs_wrapper, wants_dtensors
 from gemini.chunk.parameter import handle_of
 from gemini.optim.target import changes, reads
 from gemini.runtime.engine import TO_EMPTY, GeminiEngine, check_stays
-from gemini.runtime.parts import refuse_parked
 from gemini.runtime.wrap.module_check import changed
 from gemini.saved_names import (
     SavedNames,
@@ -165,7 +164,7 @@ class ModuleFace(nn.Module):
             state = OrderedDict()
             state._metadata = OrderedDict()  # type: ignore[attr-defined]
         cuts = wants_dtensors()
-        values = dict((cut_parameters if cuts else full_parameters)(self.engine))
+        values = dict((cut_parameters if cuts else full_parameters)(self.engine.weights))
         before, saved = set(state), SavedNames(self.module).saved
         # torch's own walk, with extra state and hooks. It collects the parameters themselves, whose
         # memory may be released: values take their places below.
@@ -263,8 +262,10 @@ class ModuleFace(nn.Module):
         """
         from gemini.transfer.outgoing import leaving
 
-        self.engine.call("model.weights()")
-        yield from leaving(self.engine, parse_bytes(bytes), since, deltas)
+        engine, nbytes = self.engine, parse_bytes(bytes)
+        engine.call("model.weights()")
+        own = engine.weights, engine.passes, engine.planning, engine.storage
+        yield from leaving(*own, nbytes, since, deltas)
 
     @changes
     def set_all_reduce_hook(
@@ -293,7 +294,7 @@ class ModuleFace(nn.Module):
             raise ValueError(
                 "set_all_reduce_hook() of a stage of a pipeline; expected a module without stages"
             )
-        set_all_reduce_hook(self.engine, hook, stream)
+        set_all_reduce_hook(self.engine.gradients, self.engine.overlap, hook, stream)
 
     @changes
     def park(self, where: Where = "host") -> ParkedBytes:
@@ -323,7 +324,8 @@ class ModuleFace(nn.Module):
                 "context first"
             )
         engine.call("model.park()")
-        return park(engine, engine.find_optimizer(), engine.begin_step, where)
+        target, begin = engine.find_optimizer(), engine.begin_step
+        return park(engine.weights, engine.planning, engine.ledger, target, begin, where)
 
     @changes
     def resume(self) -> None:
@@ -334,7 +336,7 @@ class ModuleFace(nn.Module):
         """
         from gemini.transfer.parking import resume
 
-        resume(self.engine)
+        resume(self.engine.weights)
 
     @reads
     def salvage(self) -> dict[str, Tensor]:
@@ -344,8 +346,8 @@ class ModuleFace(nn.Module):
         """
         from gemini.runtime.inspect.full_parameters import salvageable
 
-        refuse_parked(self.engine)
-        return salvageable(self.engine)
+        self.engine.weights.refuse_parked()
+        return salvageable(self.engine.weights)
 
     @changes
     def load_state_dict(
@@ -430,7 +432,8 @@ class ModuleFace(nn.Module):
         self._check_made(others, state_dict)
         # `set_model_state_dict` fills up what it was not given with the parameters themselves
         own = {id(param) for param in self.engine.params}
-        load_full_parameters(self.engine, {n: v for n, v in state_dict.items() if id(v) not in own})
+        given = {n: v for n, v in state_dict.items() if id(v) not in own}
+        load_full_parameters(self.engine.weights, self.engine.manager, given)
         for name in comm.gather_objects([name for name in others if name in state_dict])[0]:
             if comm.rank == 0:
                 others[name].copy_(state_dict[name])

@@ -76,16 +76,12 @@ class GeminiStage(PipelineStage):
                 f'mesh.get_group("pp"), {dist.get_process_group_ranks(together.pipeline)}'
             )
         engine = submodule.engine
-        if engine.stage not in (None, (stage_index, num_stages)):
-            raise ValueError(
-                f"this module is stage {engine.stage[0]} of {engine.stage[1]} already, and cannot "
-                f"be stage {stage_index} of {num_stages}; wrap each stage's layers by themselves"
-            )
+        engine.passes.check_stage(stage_index, num_stages)
         super().__init__(
             submodule, stage_index, num_stages, device, input_args, output_args, output_grads,
             input_grads, group, None, get_mesh,
         )  # fmt: skip
-        engine.stage = (stage_index, num_stages)
+        engine.passes.become_stage(stage_index, num_stages)
         self._has_split = False  # a backward went in two halves
         self._window = engine.window
 

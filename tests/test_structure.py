@@ -249,6 +249,60 @@ def test_nobody_reaches_two_deep():
     assert len(found) <= REACHES, found
 
 
+# What an engine's wings may take of it: five words each, but for as many functions as there are
+# today (ADR 0013 says what these lack). What several wings share changes by its own verbs
+WORDS = {
+    *("Sharding", "Passes", "Weights", "UpdateOverlap", "GradientCycle", "EngineEvents"),
+    *("Planning", "ShardStorage", "StatefulTensorMgr", "MemoryLedger", "Sampler", "Reducer"),
+    *("Meetings", "Gradients", "MovingHomes", "Calls", "ControlVector", "Backend"),
+}
+MOST_WORDS, WIDE_TAKERS = 5, 7
+SHARED = {"sharding", "passes", "weights", "overlap", "cycle", "engine"}
+
+
+def words_of(fields):
+    return [one.arg for one in fields if ast.unparse(one.annotation or one).strip('"') in WORDS]
+
+
+def wide_takers(tree):
+    """Functions, and classes with fields, that have more words of an engine than a wing may."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            found = words_of([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+        elif isinstance(node, ast.ClassDef):
+            fields = (one for one in node.body if isinstance(one, ast.AnnAssign))
+            found = [one for one in fields if ast.unparse(one.annotation) in WORDS]
+        else:
+            continue
+        if len(found) > MOST_WORDS:
+            yield node.name
+
+
+def assigned_from_outside(tree):
+    """(line, text) of assignments into an attribute of what wings share, by any other object."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
+            if owner.strip("_") in SHARED:
+                yield node.lineno, ast.unparse(node)
+
+
+def test_takers_and_assignments_are_found():
+    args = "a: Sharding, b: Passes, c: Weights, *, d: Planning, e: Sampler"
+    wide = f"def wing({args}, f: Reducer): ...\ndef narrow({args}, f: int): ...\n"
+    record = "class Record:\n" + "".join(f"    {a}: {a}\n" for a in sorted(WORDS)[:6])
+    assert [*wide_takers(ast.parse(wide + record))] == ["wing", "Record"]
+    source = "self._cycle.a = 1\nengine.b += 1\ndel model.engine.c\ncycle.arrived(d)\nself.d = e.f"
+    assert [line for line, _ in assigned_from_outside(ast.parse(source))] == [1, 2, 3]
+
+
+def test_wings_take_what_they_use_and_nobody_assigns_into_what_they_share():
+    wide = [f"{s.path}:{name}" for s in house.sources() for name in wide_takers(s.tree)]
+    assert len(wide) <= WIDE_TAKERS, wide
+    found = [(s.path, *one) for s in house.sources() for one in assigned_from_outside(s.tree)]
+    assert found == []
+
+
 def test_files_and_functions_have_a_size_that_is_read_at_once():
     lines = [source.lines for source in house.sources()]
     assert len(lines) > 200 and max(lines) <= LARGEST_FILE

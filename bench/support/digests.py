@@ -24,7 +24,6 @@ from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
 from gemini.optim import HybridAdam, LossScale, NvmeConfig, StepReport
 from gemini.placement.timetable.updates import SERIAL, TAIL, UPDATES
-from gemini.runtime.parts import against_tail_of
 
 NUM_STEPS = 4
 MAX_NORM = 0.1  # gradients have norms of about 1
@@ -118,7 +117,7 @@ class Run:
         Raises AssertionError where steps were not as that says.
         """
         update, engine = self.options[2], self.model.engine
-        no_tail = against_tail_of(engine)
+        no_tail = engine.overlap.against_tail()
         for report in self.reports:
             has_tail = report.behind.wait().seconds > 0
             # where a device decides, what it skips is given to it all the same

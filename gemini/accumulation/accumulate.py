@@ -139,7 +139,8 @@ def accumulate(
     before = manager.gathers_of.copy()
     losses = work.by_batches() if one_by_one else work.by_layers(layers)
     gathers = manager.gathers_of - before
-    engine.accumulated = _accumulated(engine, BATCHES if one_by_one else order, losses, gathers)
+    done = _accumulated(engine, BATCHES if one_by_one else order, losses, gathers)
+    engine.cycle.has_accumulated(done)
     return losses
 
 

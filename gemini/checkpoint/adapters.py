@@ -39,7 +39,9 @@ def write_adapter(folder: Path, model: GeminiDDP) -> None:
     """
     ranks = Ranks(model, "save_model()")
     wanted = set(_places(model))
-    values = {name: value for name, value in full_parameters(model.engine) if name in wanted}
+    values = {
+        name: value for name, value in full_parameters(model.engine.weights) if name in wanted
+    }
     save: Any = model.module.save_pretrained
 
     def write() -> None:
@@ -116,7 +118,7 @@ def _trained(model: nn.Module) -> Mapping[str, Tensor]:
     model.engine.call("save_lora_as_pretrained()")
     saved = SavedNames(model.module).saved
     own = {saved(name) for name, param in model.named_parameters() if _is_own(name, param)}
-    return {name: value for name, value in full_parameters(model.engine) if name in own}
+    return {name: value for name, value in full_parameters(model.engine.weights) if name in own}
 
 
 def _is_own(name: str, param: Tensor) -> bool:

@@ -359,7 +359,7 @@ def _content(
         specs = [spec_of(name, value.dtype, value.shape, dtype) for name, value in plain]
         return specs, ((name, _whole(value)) for name, value in plain)
     engine = model.engine
-    buffers, opaque = list(model.saved_tensors()), opaque_as_saved(engine)
+    buffers, opaque = list(model.saved_tensors()), opaque_as_saved(engine.weights)
     specs = [
         spec
         for chunk in engine.chunks
@@ -370,7 +370,7 @@ def _content(
     specs += [spec_of(name, buffer.dtype, buffer.shape, dtype) for name, buffer in buffers]
 
     def values() -> Iterator[tuple[str, Tensor]]:
-        yield from ((n, value) for n, value in full_parameters(engine) if n in first_names)
+        yield from ((n, value) for n, value in full_parameters(engine.weights) if n in first_names)
         yield from buffers
 
     return specs, values()

@@ -305,7 +305,7 @@ def _content(
 
 def base_of(model: nn.Module, ranks: Ranks) -> dict[str, str]:
     """Digests of opaque parameters by name: a checkpoint has them in their place. Collective."""
-    found = [base_digests(part.engine) for part in parts_of(model) if part.engine.opaque]
+    found = [base_digests(part.engine.weights) for part in parts_of(model) if part.engine.opaque]
     mine = {name: digest for of_part in found for name, digest in of_part.items()}
     if not any(ranks.gather(bool(found))):
         return {}

@@ -156,7 +156,7 @@ class Served:
     def hooked(self, model: M) -> M:
         """The wrapped module, whose stacked experts are read as tokens are routed to them."""
         engine: Any = model.engine
-        hook_stacks(engine, model)
+        hook_stacks(engine.sharding, engine.passes, engine.calls.hook_handles, model)
         return model
 
     def _of_quantised(self, specs: Sequence[ParamSpec]) -> Trace:

@@ -19,7 +19,8 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 from gemini.chunk.parameter import handle_of
 from gemini.chunk.stack import StackChunk
 from gemini.memtracer.module_calls import has_experts, is_compiled
-from gemini.runtime.parts import Parts
+from gemini.runtime.passes import Passes
+from gemini.runtime.sharding import Sharding
 
 _ROUTES = "top_k_index"  # [tokens, k]: argument with the experts of each token
 # by which a stack is used at its rows alone; others may take it whole
@@ -67,27 +68,29 @@ def routed_experts(
     return rows if within else None
 
 
-def hook_stacks(parts: Parts, module: nn.Module) -> None:
+def hook_stacks(
+    sharding: Sharding, passes: Passes, handles: Sequence[Any], module: nn.Module
+) -> None:
     """Let calls of the stacks in a wrapped module wait for the rows that they use, as they begin.
 
-    What an engine does there is done within ours, whatever hooks others have.
+    handles: of the engine's hooks, whose work is done within ours, whatever hooks others have.
     """
-    own = {handle.id for handle in parts.hook_handles if hasattr(handle, "id")}
+    own = {handle.id for handle in handles if hasattr(handle, "id")}
     for inner in module.modules():
         hooks = [key for key in inner._forward_pre_hooks if key in own]
         if hooks and is_stack(inner):
             (key,) = hooks
-            handles = [handle_of(param) for param in inner.parameters(recurse=False)]
-            ids = {parts.chunk_of[handle.param] for handle in handles if handle is not None}
-            found = [parts.chunks[chunk] for chunk in sorted(ids)]
+            found_here = [handle_of(param) for param in inner.parameters(recurse=False)]
+            ids = {sharding.chunk_of[handle.param] for handle in found_here if handle is not None}
+            found = [sharding.chunks[chunk] for chunk in sorted(ids)]
             stacks = [chunk for chunk in found if isinstance(chunk, StackChunk)]
             begin = inner._forward_pre_hooks[key]
-            inner._forward_pre_hooks[key] = partial(_begin, parts, stacks, begin)
+            inner._forward_pre_hooks[key] = partial(_begin, passes, stacks, begin)
 
 
 @_disable_dynamo
 def _begin(
-    parts: Parts,
+    passes: Passes,
     stacks: Sequence[StackChunk],
     begin: Callable[..., None],
     module: nn.Module,
@@ -95,7 +98,7 @@ def _begin(
     kwargs: Any,
 ) -> None:
     """Begin a call, which waits for the rows that it uses; for all, where it may use any."""
-    with parts.lock:  # nobody else waits meanwhile
+    with passes.lock:  # nobody else waits meanwhile
         in_files = any(chunk.files is not None for chunk in stacks)
         rows = routed_experts(module, args, kwargs) if in_files else None
         try:

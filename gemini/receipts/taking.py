@@ -27,7 +27,6 @@ from gemini.ddp import GeminiDDP
 from gemini.kernels_triton.digest import digest_reference
 from gemini.optim.state.state_stream import StateRun
 from gemini.runtime.inspect.digest import of_run, param_sums
-from gemini.runtime.parts import Parts, settle
 from gemini.trees import tensors_in
 
 from .chain import FILE, Receipt, first_of, read
@@ -56,11 +55,11 @@ class Receipts:
         step: int = 0,
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._parts: Parts = model.engine
+        self._engine = model.engine
         self._batches: list[str] = []
         self.step = step
         self.made: list[Receipt] = []
-        writes = folder is not None and self._parts.comm.rank == 0
+        writes = folder is not None and self._engine.comm.rank == 0
         self._path = Path(folder) / FILE if folder is not None and writes else None
         first = first_of({**of_code(), **(facts or {})})
         if self._path is not None and self._path.exists() and step:
@@ -104,21 +103,21 @@ class Receipts:
     def _batch(self) -> str:
         """Digest of the micro-batches of all ranks, in the order of their numbers."""
         mine, self._batches = self._batches, []
-        of_ranks = self._parts.comm.gather_objects(mine)
+        of_ranks = self._engine.comm.gather_objects(mine)
         count = max(map(len, of_ranks))
         numbered = [one[j] for j in range(count) for one in of_ranks if j < len(one)]
         return hashlib.sha256(" ".join(numbered).encode()).hexdigest()[:16]
 
     def _weights(self) -> dict[str, str]:
-        with self._parts.lock:
-            settle(self._parts)
-            sums = param_sums(self._parts)
-        names = [spec.name for spec in self._parts.layout.params]
+        with self._engine.lock:
+            self._engine.weights.settle()
+            sums = param_sums(self._engine.weights)
+        names = [spec.name for spec in self._engine.layout.params]
         return {name: _hex(total) for name, total in zip(names, sums, strict=True)}
 
     def _state(self) -> dict[str, str]:
         """By `parameter/plane`, over all ranks: every element counts with its place."""
-        parts, target = self._parts, self._parts.target
+        engine, target = self._engine, self._engine.target
         if target is None:
             return {}
         sums: dict[str, int] = {}
@@ -131,14 +130,14 @@ class Receipts:
             )
 
         self._optimizer.visit_state(look)
-        keys = sorted({key for of_rank in parts.comm.gather_objects([*sums]) for key in of_rank})
+        keys = sorted({key for of_rank in engine.comm.gather_objects([*sums]) for key in of_rank})
         mine = torch.tensor([_signed(sums.get(key, 0)) for key in keys], dtype=torch.int64)
-        there = mine.to(parts.comm.device)
-        parts.comm.all_reduce(there).wait()
+        there = mine.to(engine.comm.device)
+        engine.comm.all_reduce(there).wait()
         counts = {
-            f"{parts.layout.params[i].name}/step": _hex(int(shown[param]["step"]))
+            f"{engine.layout.params[i].name}/step": _hex(int(shown[param]["step"]))
             for shown in (target.shown_state(),)
-            for i, param in enumerate(parts.params)
+            for i, param in enumerate(engine.params)
             if param in shown
         }
         return {**dict(zip(keys, map(_hex, there.tolist()), strict=True)), **counts}

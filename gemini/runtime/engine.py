@@ -1,4 +1,4 @@
-"""Engine of a wrapped module: its parts, and the wings that work on them.
+"""Engine of a wrapped module: it makes the wings, and gives each what it uses.
 
 Calls of forward and backward come in through `Calls`, which meets the other ranks where it must
 (`Meetings`) and hands gradients on (`Gradients`); the optimizer comes in through `ShardTarget`.
@@ -7,18 +7,16 @@ Calls of forward and backward come in through `Calls`, which meets the other ran
 from __future__ import annotations
 
 import re
-import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from gemini.callers import module_conversion, torch_averages
+from gemini.callers import module_conversion
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.local import is_dtensor
 from gemini.chunk.parameter import (
@@ -41,35 +39,39 @@ from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.target import Group, new_lock
+from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
 from gemini.runtime.autograd.calls import Calls
+from gemini.runtime.events import EngineEvents
+from gemini.runtime.gradients.cycle import GradientCycle
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.inspect.reports import say_start
 from gemini.runtime.memory.backend import Backend, FileConfig
 from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.memory.originals import Originals
 from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.runtime.memory.user_writes import UserWrites
+from gemini.runtime.overlap import UpdateOverlap
 from gemini.runtime.schedule.planning import Planning
 from gemini.runtime.schedule.reducer import Reducer
-from gemini.runtime.schedule.regather import Regather
 from gemini.runtime.schedule.sampler import Sampler
 from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
-from gemini.runtime.schedule.updating import Updating
 from gemini.runtime.step.homes import MovingHomes
 from gemini.runtime.step.target import ShardTarget
 from gemini.runtime.wrap.build_chunks import build_chunks
 from gemini.runtime.wrap.materialise import Materialiser
+from gemini.runtime.wrap.module_check import ModuleCheck
 from gemini.runtime.wrap.precision import PrecisionSettings
 from gemini.runtime.wrap.specs import Collected
 from gemini.units import ChunkId, ParamId
 
 from .meetings import Meetings, describe
-from .parts import EngineEvents, Parts, in_pass, refuse_beside_pass, refuse_parked
-from .step import weights
+from .passes import Passes
+from .sharding import Sharding, refuse_copies
 from .step.state.shard_state import StepCalls
+from .weights import Weights
 
 if TYPE_CHECKING:
+    from gemini.activations.saved_tensors import SavedTensors
     from gemini.runtime.pipeline.together import PipelineOwner
     from gemini.runtime.pipeline.window import Window
 
@@ -78,10 +80,8 @@ LABEL_CHARACTERS = 40  # of a model's name in names of files
 MAX_AGREEMENTS = 3  # steps at which ranks try to agree on a trace
 
 
-class GeminiEngine(Parts):
+class GeminiEngine:
     """Engine of one module on one rank; parameters and optimizer call it."""
-
-    target: ShardTarget | None
 
     def __init__(
         self,
@@ -104,14 +104,14 @@ class GeminiEngine(Parts):
         comm, links = connections.comm, connections.links
         events, files = EngineEvents(), _files_of(name, comm.rank, planning, backend)
         storage = ShardStorage(layout, planning.plan, backend, files)
-        params = found.params
+        params, settings = found.params, precision_settings
         chunks = build_chunks(
             layout, params, found.opaque, values, backend, links, planning.plan, storage,
             never_released=planning.never_released,
             with_originals=planning.inputs.with_originals,
-            gradients_travel_as=precision_settings.travels_as,
-            in_micro_batches=precision_settings.canonical,
-            in_float8=precision_settings.dtype if precision_settings.fp8_communication else None,
+            gradients_travel_as=settings.travels_as,
+            in_micro_batches=settings.canonical,
+            in_float8=settings.dtype if settings.fp8_communication else None,
         )  # fmt: skip
         planning.keep_originals(storage.originals.chunks)
         comm.describe = lambda chunk: describe(self.layout, chunk)
@@ -122,49 +122,99 @@ class GeminiEngine(Parts):
             planning.payload_room_bytes, planning.steps_for,
             agree=self._agree_to_gather if comm.world_size > 1 else None, opaque=found.opaque,
         )  # fmt: skip
-        super().__init__(
+        self.sharding = Sharding(
             params=list(params), layout=layout, chunks=chunks,
-            never_released=planning.never_released,
+            never_released=planning.never_released, all_gathered=manager.releases_nothing,
             chunk_of=layout.chunk_of(),
             slot_of={slot.param: i for c in layout.chunks for i, slot in enumerate(c.slots)},
             original_dtypes=found.dtypes, opaque=found.opaque,
             backend=backend, comm=comm, links=links, scope=connections.scope,
-            planning=planning, storage=storage, precision_settings=precision_settings,
-            control_vector=ControlVector(
-                precision_settings.scale_options, backend.device,
-                rounding_seed=precision_settings.rounding_seed,
-            ),
-            manager=manager, ledger=ledger, events=events,
-            sampler=Sampler(
-                planning.inputs.layout.params, backend, ledger, self.traced, planning.overruns,
-                [planning.inputs.trace] if planning.has_trace else [],
-            ),
-            user_writes=UserWrites(params, events.keeping),
-            reducer=Reducer(
-                chunks, by_moment=not manager.releases_nothing,
-                puts_off=planning.plan.unsharded_grads,
-                at_end={c.spec.id for c in chunks if links[c.spec.group].is_sent_data},
-                agree=self._agree_to_reduce if comm.world_size > 1 else None,
-                arrived=events.arrived, final=events.final, whole=precision_settings.canonical,
-            ),
-            regather=Regather(
-                chunks, planning.never_released, params,
-                overlaps=overlap_allgather, watches=manager.releases_nothing,
-            ),
-            updating=Updating(chunks, params, watches=manager.releases_nothing),
-            tail_communicator=tail_communicator, update=update,
-            all_gathered=manager.releases_nothing, present=[False] * len(params),
-            lock=new_lock() if together is None else together.lock,
+            precision_settings=settings,
         )  # fmt: skip
-        self.dtype = DTYPES[precision_settings.dtype]
+        self.planning, self.storage, self.events = planning, storage, events
+        self.manager, self.ledger = manager, ledger
+        self.control_vector = ControlVector(
+            settings.scale_options, backend.device, rounding_seed=settings.rounding_seed
+        )
+        self.sampler = Sampler(
+            planning.inputs.layout.params, backend, ledger, self.traced, planning.overruns,
+            [planning.inputs.trace] if planning.has_trace else [],
+        )  # fmt: skip
+        self.reducer = Reducer(
+            chunks, by_moment=not manager.releases_nothing,
+            puts_off=planning.plan.unsharded_grads,
+            at_end={c.spec.id for c in chunks if links[c.spec.group].is_sent_data},
+            agree=self._agree_to_reduce if comm.world_size > 1 else None,
+            arrived=events.arrived, final=events.final, whole=settings.canonical,
+        )  # fmt: skip
+        self.passes = Passes(new_lock() if together is None else together.lock, self.reducer)
+        self.weights = Weights(
+            self.sharding, storage, manager, ledger, self.passes,
+            keeping=events.keeping, overlap_allgather=overlap_allgather,
+        )  # fmt: skip
+        self.cycle = GradientCycle(len(params), comm, self.reducer, self.control_vector)
+        self.overlap = UpdateOverlap(update, tail_communicator, planning, self.weights, self.passes)
+        self._show()
+        self.dtype = DTYPES[settings.dtype]
         self.together, self.ignored = together, found.ignored
+        self.saved_tensors: SavedTensors | None = None  # where activations may leave the device
+        self.module_check: ModuleCheck | None = None  # of the module that was wrapped
         self._last_trace: Trace | None = None  # of training
-        self._has_said_start = self.is_swapped = False
+        self._has_said_start = self.is_swapped = self.is_unwrapped = False
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
         if comm.world_size > 1 and self.all_gathered:
             planning.keep_homes()
         self._make_wings()
         self._wrap(params)
+
+    def _show(self) -> None:
+        """Show, by their own names, what never changes and others ask an engine for."""
+        sharding = self.sharding
+        self.params, self.chunks, self.opaque = sharding.params, sharding.chunks, sharding.opaque
+        self.chunk_of, self.original_dtypes = sharding.chunk_of, sharding.original_dtypes
+        self.backend, self.comm, self.links = sharding.backend, sharding.comm, sharding.links
+        self.all_gathered = sharding.all_gathered
+        self.user_writes, self.regather = self.weights.user_writes, self.weights.regather
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Lock of whoever looks at an engine, or changes it; see `Passes`."""
+        return self.passes.lock
+
+    @property
+    def layout(self) -> ChunkLayout:
+        """Layout of chunks; another one where parameters are thawed."""
+        return self.sharding.layout
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of training, as it holds now."""
+        return self.planning.plan
+
+    @property
+    def target(self) -> ShardTarget | None:
+        """The optimizer's state, once there is one."""
+        return cast("ShardTarget | None", self.weights.target)
+
+    @property
+    def originals(self) -> Originals:
+        """fp32 values of 16-bit chunks: frozen ones for good, others until an optimizer is made."""
+        return self.storage.originals
+
+    @property
+    def precision_settings(self) -> PrecisionSettings:
+        """Precision, clipping and loss scale; an optimizer may bring others."""
+        return self.sharding.precision_settings
+
+    @property
+    def is_summoned(self) -> bool:
+        """Whether it is inside `summon_full_params`."""
+        return self.weights.is_summoned
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether gradients are summed in the order of micro-batches."""
+        return self.sharding.is_canonical
 
     # Manager and reducer are made before `meetings`, so they get methods that look it up late.
     def _agree_to_gather(self, chunks: Sequence[ChunkId]) -> None:
@@ -174,10 +224,21 @@ class GeminiEngine(Parts):
         return self.meetings.reduce_now(chunks)
 
     def _make_wings(self) -> None:
-        self.homes = MovingHomes(self)
-        self.meetings = Meetings(self)
-        self.gradients = Gradients(self, self.meetings, self._gradients_dropped)
-        self.calls = Calls(self, self.meetings, self.gradients, self.homes)
+        sharding, weights, passes, cycle = self.sharding, self.weights, self.passes, self.cycle
+        self.homes = MovingHomes(
+            sharding=sharding, weights=weights, planning=self.planning, manager=self.manager,
+            sampler=self.sampler, storage=self.storage, ledger=self.ledger,
+        )  # fmt: skip
+        self.meetings = Meetings(sharding, self.manager, self.reducer, weights)
+        self.gradients = Gradients(
+            sharding, self.meetings, cycle, passes, weights, self._gradients_dropped
+        )
+        self.calls = Calls(
+            sharding=sharding, passes=passes, weights=weights, cycle=cycle, overlap=self.overlap,
+            planning=self.planning, manager=self.manager, sampler=self.sampler, ledger=self.ledger,
+            meetings=self.meetings, gradients=self.gradients, homes=self.homes,
+            forward=self.events.forward, thaw=self._thaw,
+        )  # fmt: skip
         # methods of wings that optimizers and `GeminiDDP` call
         self.call = self.meetings.call
         self.drop_gradients, self.zero_gradients = self.gradients.drop, self.gradients.zero_all
@@ -187,7 +248,11 @@ class GeminiEngine(Parts):
         """Window of a pipeline's schedule."""
         from gemini.runtime.pipeline.window import Window
 
-        return Window(self, self.calls, self.meetings, self.gradients, self.homes)
+        return Window(
+            sharding=self.sharding, passes=self.passes, manager=self.manager, sampler=self.sampler,
+            reducer=self.reducer, ledger=self.ledger, calls=self.calls, meetings=self.meetings,
+            gradients=self.gradients, homes=self.homes,
+        )  # fmt: skip
 
     def _wrap(self, params: Sequence[nn.Parameter]) -> None:
         before = {ParamId(i): take_gradient(param) for i, param in enumerate(params)}
@@ -196,7 +261,7 @@ class GeminiEngine(Parts):
             learn_dtensors()
         handle = EngineHandle(
             all_gathered=self.all_gathered,
-            is_elsewhere=self.calls.is_elsewhere,
+            is_elsewhere=self.passes.is_elsewhere,
             borrowed=self.calls.borrowed,
             arrive=self.calls.arrive,
             fetch=self.calls.fetch,
@@ -221,18 +286,7 @@ class GeminiEngine(Parts):
             if grad is not None:
                 self.gradients.assign(param_id, grad)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse copies and pickles of a wrapped module."""
-        if torch_averages():
-            raise TypeError(
-                "torch's AveragedModel copies a module whole, and the weights of a wrapped one are "
-                "shards; use gemini.EMA(model, decay=...), which averages them where they are"
-            )
-        raise TypeError(
-            "a wrapped module cannot be copied or pickled; copy it before it is wrapped, load "
-            "model.state_dict() into a plain one, save that or gemini.export_safetensors(...), or "
-            "make it plain with model.unwrap()"
-        )
+    __reduce_ex__ = refuse_copies
 
     # -- the optimizer --
 
@@ -255,22 +309,34 @@ class GeminiEngine(Parts):
 
             check_rule(rule)
         calls = StepCalls(
-            self.begin_step, self.agree_on_trace, self.meetings.call, self.detach, self.gradients
+            self.begin_step,
+            self.agree_on_trace,
+            self.meetings.call,
+            self.detach,
+            self.gradients,
+            self._persistent_buffers,
         )
         if self.saved_tensors is not None and config.nvme.meter is not None:
             self.saved_tensors.serve(config.nvme.meter)
-        self.target = ShardTarget(self, calls, groups, rule, config)
+        target = ShardTarget(
+            sharding=self.sharding, planning=self.planning, storage=self.storage,
+            weights=self.weights, cycle=self.cycle, passes=self.passes, overlap=self.overlap,
+            manager=self.manager, ledger=self.ledger, events=self.events,
+            calls=calls, groups=groups, rule=rule, config=config,
+        )  # fmt: skip
+        self.weights.attach(target)
         if not self._has_said_start and (self.together or self).comm.rank == 0:
             self._has_said_start = True
             decays = tuple(float(group.get("weight_decay", 0.0)) for group in groups)
-            say_start(self, config, self.target.executor.path, decays)
-        return self.target
+            path = target.executor.path
+            say_start(self.sharding, self.planning, self.overlap, config, path, decays)
+        return target
 
     def refuse_beside_pass(self, changes: str) -> None:
-        refuse_beside_pass(self, changes)
+        self.passes.refuse_beside_pass(changes)
 
     def detach(self) -> None:
-        self.target = None
+        self.weights.attach(None)
 
     def find_optimizer(self) -> ShardTarget | None:
         """State of the optimizer; an optimizer made before the module was wrapped is bound now."""
@@ -288,15 +354,64 @@ class GeminiEngine(Parts):
         norm_type: float | None = None,
     ) -> None:
         """Take over settings that an optimizer was given; None leaves one. Raises ValueError."""
-        precision_settings = self.precision_settings
-        if max_norm is not None:
-            precision_settings = replace(precision_settings, max_norm=float(max_norm))
-        if norm_type is not None:
-            precision_settings = replace(precision_settings, norm_type=float(norm_type))
+        self.sharding.configure(max_norm, norm_type, loss_scale)
         if loss_scale is not None:
-            precision_settings = replace(precision_settings, loss_scale=loss_scale)
             self.control_vector.configure(loss_scale)
-        self.precision_settings = precision_settings
+
+    def _thaw(self, params: list[ParamId]) -> None:
+        """Thaw parameters that were frozen; see `thaw`. Collective."""
+        from .thaw import thaw
+
+        chunks = thaw(
+            self.sharding, self.planning, self.storage, self.weights, self.meetings, params
+        )
+        if chunks:
+            self.reducer.add(chunks)
+            self.manager.homes_changed()
+            self.sampler.specs_changed(self.planning.inputs.layout.params)
+
+    def watch(self, check: ModuleCheck) -> None:
+        """Check the module before each forward."""
+        self.module_check = check
+        self.events.forward.listen(check.check)
+
+    def _persistent_buffers(self) -> Iterable[Tensor]:
+        return () if self.module_check is None else self.module_check.persistent_buffers()
+
+    def around_forwards(
+        self, root: nn.Module, *, spills: bool
+    ) -> Callable[[nn.Module], AbstractContextManager[None]]:
+        """Context of every forward of the root module. spills: activations may leave the device."""
+        if not spills:
+            return self.calls.tracking
+        from gemini.runtime.autograd.saved import SavedCalls
+
+        saved_calls = SavedCalls(
+            self.sharding, self.planning, self.storage, self.ledger, self.sampler, root,
+            self.calls.owns_memory_of, self.calls.tracking,
+        )  # fmt: skip
+        self.saved_tensors = saved_calls.saved
+        return saved_calls.around
+
+    @torch.no_grad()
+    def unwrap(self, device: torch.device) -> None:
+        """Give every rank all parameters on `device`; hooks, state and all files go. Collective."""
+        from .unwrap import check_room, unwrap
+
+        check_room(self.sharding, self.planning.machine.ranks_per_node, device)
+        unwrap(self.weights, self.gradients, self.manager, device)
+        for handle in self.calls.hook_handles:
+            handle.remove()
+        self.is_unwrapped = True
+        if self.target is not None:
+            self.target.close(keep_masters=False)
+        layers = self.sampler.layers
+        if layers is not None:
+            layers.close()
+        if self.saved_tensors is not None:
+            self.saved_tensors.close()
+        self.originals.clear()
+        self.storage.close()
 
     # -- traces --
 
@@ -338,7 +453,7 @@ class GeminiEngine(Parts):
     # -- parameters; see `gemini.chunk.parameter` --
 
     def check_address(self) -> None:
-        if not (self.is_summoned or in_pass(self)):
+        if not (self.weights.is_summoned or self.passes.in_pass()):
             raise RuntimeError(
                 "the address of a parameter that is released and gathered again says nothing about "
                 "it; read addresses inside model.summon_full_params(), or copy the values"
@@ -362,7 +477,7 @@ class GeminiEngine(Parts):
 
     def summoned(self, writeback: bool) -> AbstractContextManager[None]:
         """Gather all chunks and keep them so in the body; then shards follow writes, or not."""
-        return weights.summoned(self, writeback)
+        return self.weights.summoned(writeback)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -397,14 +512,14 @@ class GeminiEngine(Parts):
 
     def write_back_changes(self) -> None:
         """Make shards and masters follow what the user wrote to parameters."""
-        weights.write_back_changes(self)
+        self.weights.write_back_changes()
 
     # -- the step --
 
     def begin_step(self) -> None:
         """End windows and sampling, meet, and let masters follow what the user wrote."""
-        refuse_parked(self)
-        if self.is_summoned:
+        self.weights.refuse_parked()
+        if self.weights.is_summoned:
             raise RuntimeError("step() while parameters are summoned; leave the context first")
         if self.is_swapped:
             raise RuntimeError("step() while the average is swapped in; leave the context first")
@@ -413,8 +528,8 @@ class GeminiEngine(Parts):
                 "step() inside a backward: other gradients are still to come, and to be reduced "
                 "over ranks and clipped together; call it behind loss.backward()"
             )
-        self.thread = threading.get_ident()
-        if self.in_schedule:
+        self.passes.train_here()
+        if self.passes.in_schedule:
             self.window.end()
         self.gradients.check_complete()
         # Ranks may have come here by other calls, and collectives follow.
@@ -436,9 +551,10 @@ class GeminiEngine(Parts):
 
     def shards_changed(self) -> None:
         """Gather again all chunks that stay gathered: any shard may have changed."""
-        weights.after_step(self, trained=False)
+        self.weights.after_step(trained=False)
 
     def _gradients_dropped(self) -> None:
+        self.storage.forget_gradients()
         self.calls.cut_short()
         self.calls.forget()
         self.events.dropped()

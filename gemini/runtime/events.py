@@ -1,9 +1,12 @@
-"""Event of an engine: who wants to know listens (ADR 0013)."""
+"""Events of an engine: who wants to know listens (ADR 0013)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Generic, ParamSpec
+
+from gemini.chunk.storage import Chunk
 
 P = ParamSpec("P")
 
@@ -24,3 +27,17 @@ class EngineEvent(Generic[P]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         for listener in self.listeners:
             listener(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvents:
+    """All kinds of events of one engine."""
+
+    forward: EngineEvent[[]] = field(default_factory=EngineEvent)  # of the whole module, begins
+    # a gradient of a chunk, in a backward
+    arrived: EngineEvent[[Chunk]] = field(default_factory=EngineEvent)
+    # the gradient of a chunk is reduced while its backward runs
+    final: EngineEvent[[Chunk]] = field(default_factory=EngineEvent)
+    dropped: EngineEvent[[]] = field(default_factory=EngineEvent)  # all gradients were
+    # before a shard gets what the user wrote to its payload
+    keeping: EngineEvent[[Chunk]] = field(default_factory=EngineEvent)

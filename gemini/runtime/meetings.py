@@ -15,7 +15,10 @@ from itertools import groupby
 from gemini.chunk.layout import ChunkLayout
 from gemini.units import ChunkId
 
-from .parts import Parts, refuse_parked
+from .schedule.reducer import Reducer
+from .schedule.tensor_mgr import StatefulTensorMgr
+from .sharding import Sharding
+from .weights import Weights
 
 # Brings all names of one kind that any rank reads; it is given the names that this rank wants, too.
 Reader = Callable[[Sequence[str], Container[str]], None]
@@ -27,8 +30,11 @@ class Meetings:
     reads_outside: chunks were gathered outside a pass since the last one.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(
+        self, sharding: Sharding, manager: StatefulTensorMgr, reducer: Reducer, weights: Weights
+    ) -> None:
+        self._sharding, self._weights = sharding, weights
+        self._manager, self._reducer = manager, reducer
         self._readers: dict[str, Reader] = {}
         self._num_agreed = 0  # calls of this cycle when ranks met last
         self.reads_outside = False
@@ -36,20 +42,20 @@ class Meetings:
     def reduce_now(self, chunks: Sequence[ChunkId]) -> list[ChunkId]:
         """Chunks of these that all ranks reduce now."""
         words = self.in_words(chunks)
-        agreed = self._parts.comm.propose(words)
+        agreed = self._sharding.comm.propose(words)
         self._has_met()
         return [chunk for chunk, name in zip(chunks, words, strict=True) if name in agreed]
 
     def agree(self, does: str, chunks: Sequence[ChunkId]) -> None:
         """Meet before collectives of a pass that no steps name: all ranks must do the same."""
-        manager = self._parts.manager
+        manager = self._manager
         words = self.in_words(chunks)
         if manager.deviated:
             was_next, came = (self.in_words(call).values() for call in manager.left_steps)
             expected = "; ".join(was_next) or "no other chunk"
             where = f", having come to {'; '.join(came)} where {expected} was next"
             words = {chunk: said + where for chunk, said in words.items()}
-        self._parts.comm.agree(does, words)
+        self._sharding.comm.agree(does, words)
         self._has_met()
 
     def barrier(self) -> None:
@@ -59,8 +65,8 @@ class Meetings:
         calls, and agree on places of reductions for later passes with the same calls.
         """
         self.end_reading()
-        parts, manager, reducer = self._parts, self._parts.manager, self._parts.reducer
-        if parts.all_gathered:
+        manager, reducer = self._manager, self._reducer
+        if self._sharding.all_gathered:
             return
         followed = manager.follow_to_end()
         if followed and not manager.owes_meeting and not reducer.is_learning:
@@ -68,7 +74,9 @@ class Meetings:
         backward = manager.calls, reducer.num_calls_before
         kind = [zlib.crc32(repr(backward).encode())]
         found = sorted(reducer.found(manager.last_calls()).items())
-        said = [json.loads(text) for text in parts.comm.end_pass(json.dumps([kind, found]))]
+        said = [
+            json.loads(text) for text in self._sharding.comm.end_pass(json.dumps([kind, found]))
+        ]
         self._has_met()
         manager.owes_meeting = False
         if all(other == kind for other, _ in said):
@@ -79,14 +87,14 @@ class Meetings:
     def begin_cycle(self) -> None:
         """Begin a cycle, with a forward that is not part of the one before."""
         self.end_reading()
-        self._parts.manager.owes_meeting = self._is_ahead()
+        self._manager.owes_meeting = self._is_ahead()
         self._num_agreed = 0
 
     def call(self, name: str) -> None:
         """Begin a method that all ranks must call; see `Communicator.call`."""
-        refuse_parked(self._parts)
+        self._weights.refuse_parked()
         self.end_reading()
-        self._parts.comm.call(name)
+        self._sharding.comm.call(name)
         self._has_met()
 
     def answer(self, kind: str, how: Reader) -> None:
@@ -99,7 +107,7 @@ class Meetings:
         Outside a pass ranks read in orders of their own: they agree on what any of them reads, and
         all bring that in one order.
         """
-        comm = self._parts.comm
+        comm = self._sharding.comm
         self.reads_outside = comm.world_size > 1
         united = [name.split() for name in comm.unite(wanted)]
         for kind, names in groupby(united, key=lambda name: name[0]):
@@ -112,23 +120,23 @@ class Meetings:
         while self.reads_outside:
             self.reads_outside = self.read({})
             if not self.reads_outside:
-                self._parts.manager.release_all()  # what is gathered may differ
+                self._manager.release_all()  # what is gathered may differ
 
     def in_words(self, chunks: Iterable[ChunkId]) -> dict[str, str]:
         """Words for chunks in a meeting, by name."""
-        return {f"chunk {chunk}": describe(self._parts.layout, chunk) for chunk in chunks}
+        return {f"chunk {chunk}": describe(self._sharding.layout, chunk) for chunk in chunks}
 
     def _is_ahead(self) -> bool:
         """Whether this rank made calls that the others may not have made."""
-        parts, manager = self._parts, self._parts.manager
-        if parts.comm.world_size == 1 or parts.all_gathered:
+        manager = self._manager
+        if self._sharding.comm.world_size == 1 or self._sharding.all_gathered:
             return False
         followed = manager.follow_to_end() or self._num_agreed == manager.num_calls
         return manager.owes_meeting or not followed
 
     def _has_met(self) -> None:
-        self._parts.manager.owes_meeting = self._parts.reducer.is_learning
-        self._num_agreed = self._parts.manager.num_calls
+        self._manager.owes_meeting = self._reducer.is_learning
+        self._num_agreed = self._manager.num_calls
 
 
 def describe(layout: ChunkLayout, chunk: int) -> str:

@@ -126,7 +126,11 @@ def merged_weights(
         return
     adapters = _Adapters(model)
     model.engine.call("merged_weights()")
-    for bucket in leaving(model.engine, parse_bytes(bytes), since, also=adapters.follow):
+    engine = model.engine
+    for bucket in leaving(
+        engine.weights, engine.passes, engine.planning, engine.storage, parse_bytes(bytes), since,
+        also=adapters.follow,
+    ):  # fmt: skip
         yield adapters.shown(bucket)
 
 

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from gemini.chunk.local import full_tensor_of
 from gemini.runtime.memory.changed_weights import ChangedWeights
-from gemini.runtime.parts import Parts, refuse_beside_pass, settle
-from gemini.runtime.step.weights import write_back_changes
+from gemini.runtime.memory.shard_storage import ShardStorage
+from gemini.runtime.passes import Passes
+from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.sharding import Sharding
+from gemini.runtime.weights import Weights
 from gemini.units import WORLD, ParamId
 
 from .buckets import Range, ranges_of
@@ -92,15 +95,18 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def version_of(parts: Parts) -> WeightVersion:
-    return WeightVersion(parts.user_writes.counters())
+def version_of(weights: Weights) -> WeightVersion:
+    return WeightVersion(weights.user_writes.counters())
 
 
 Also = Callable[[set[ParamId]], set[ParamId]]
 
 
 def leaving(
-    parts: Parts,
+    weights: Weights,
+    passes: Passes,
+    planning: Planning,
+    storage: ShardStorage,
     nbytes: int,
     since: WeightVersion | None,
     deltas: bool = False,
@@ -111,10 +117,10 @@ def leaving(
     also: parameters that leave, of those that have changed, the same on all ranks: others may
         follow from them.
     """
-    found = outgoing(parts, nbytes, since, deltas, also)
+    found = outgoing(weights, planning, storage, nbytes, since, deltas, also)
     while True:
-        with parts.lock:
-            refuse_beside_pass(parts, "weights()")
+        with passes.lock:
+            passes.refuse_beside_pass("weights()")
             one = next(found, None)
         if one is None:
             return
@@ -122,31 +128,34 @@ def leaving(
 
 
 def outgoing(
-    parts: Parts,
+    weights: Weights,
+    planning: Planning,
+    storage: ShardStorage,
     nbytes: int,
     since: WeightVersion | None,
     deltas: bool = False,
     also: Also | None = None,
 ) -> Iterator[WeightBucket]:
     """Yield buckets, for a caller that holds the lock; see `leaving`."""
-    write_back_changes(parts)
-    version = version_of(parts)
+    weights.write_back_changes()
+    sharding = weights.sharding
+    version = version_of(weights)
     changed = _changed(since, version)
-    marks = tracked(parts, version.of_params) if deltas else None
-    unknown = changed if since is None else _unknown(parts, marks, changed, since, version)
-    said = parts.comm.gather_objects((changed, unknown))
+    marks = tracked(sharding, planning, storage, version.of_params) if deltas else None
+    unknown = changed if since is None else _unknown(sharding, marks, changed, since, version)
+    said = sharding.comm.gather_objects((changed, unknown))
     wanted = set[ParamId]().union(*(one for one, _ in said))
     whole = set[ParamId]().union(*(one for _, one in said))
     if also is not None:
         wanted = whole = also(wanted)
-    sizes, itemsizes = sizes_of(parts, marks, wanted - whole)
+    sizes, itemsizes = sizes_of(sharding, marks, wanted - whole)
     whole = wanted - itemsizes.keys()  # and those of which most has changed
-    buckets: list[Range | Pack] = [*ranges_of(parts.layout, whole, nbytes)]
+    buckets: list[Range | Pack] = [*ranges_of(sharding.layout, whole, nbytes)]
     buckets += packs_of(itemsizes, sizes, nbytes)
-    sender = _Sender(parts, buckets, marks)
+    sender = _Sender(sharding, buckets, marks)
     for one in buckets:
-        settle(parts)
-        if version_of(parts) != version:
+        weights.settle()
+        if version_of(weights) != version:
             raise RuntimeError(
                 "weights changed while they were sent, so the rest would be of another version; "
                 "go through all buckets before the next step"
@@ -155,8 +164,8 @@ def outgoing(
             yield WeightBucket({}, version, sender.deltas(one))
         else:
             yield WeightBucket(sender.tensors(one, whole), version)
-    settle(parts)
-    if marks is not None and version_of(parts) == version:  # the receiver has all of it
+    weights.settle()
+    if marks is not None and version_of(weights) == version:  # the receiver has all of it
         marks.restart(version.of_params)
 
 
@@ -170,7 +179,7 @@ def _changed(since: WeightVersion | None, now: WeightVersion) -> set[ParamId]:
 
 
 def _unknown(
-    parts: Parts,
+    sharding: Sharding,
     marks: ChangedWeights | None,
     changed: set[ParamId],
     since: WeightVersion,
@@ -182,7 +191,7 @@ def _unknown(
     return {
         p
         for p in changed
-        if parts.chunk_of[p] not in marks.bits
+        if sharding.chunk_of[p] not in marks.bits
         or not marks.knows(p, since.of_params[p], now.of_params[p])
     }
 
@@ -191,42 +200,42 @@ class _Sender:
     """Fills one buffer with bucket after bucket, from blocks of shards if these are in files."""
 
     def __init__(
-        self, parts: Parts, buckets: list[Range | Pack], marks: ChangedWeights | None
+        self, sharding: Sharding, buckets: list[Range | Pack], marks: ChangedWeights | None
     ) -> None:
-        self._parts, self._marks = parts, marks
+        self._sharding, self._marks = sharding, marks
         sizes = (
             one.nbytes if isinstance(one, Pack)
-            else len(one) * parts.chunks[one.chunk].dtype.itemsize
+            else len(one) * sharding.chunks[one.chunk].dtype.itemsize
             for one in buckets
         )  # fmt: skip
         self._buffer = torch.empty(
-            max(sizes, default=0), dtype=torch.uint8, device=parts.comm.device
+            max(sizes, default=0), dtype=torch.uint8, device=sharding.comm.device
         )
 
     @torch.no_grad()
     def tensors(self, one: Range, wanted: set[ParamId]) -> dict[str, Tensor]:
-        parts, chunk = self._parts, self._parts.chunks[one.chunk]
+        chunk = self._sharding.chunks[one.chunk]
         values = self._filled(one)
         found: dict[str, Tensor] = {}
         for index in one.slots:
             slot = chunk.spec.slots[index]
             if slot.param not in wanted:
                 continue
-            spec = parts.layout.params[slot.param]
+            spec = self._sharding.layout.params[slot.param]
             flat = values[slot.offset - one.start : slot.offset - one.start + slot.numel]
-            if slot.param in parts.opaque:
-                found |= parts.opaque[slot.param].saved(flat.cpu())
+            if slot.param in self._sharding.opaque:
+                found |= self._sharding.opaque[slot.param].saved(flat.cpu())
             else:
                 own = flat.view(spec.shape)
-                found[spec.name] = full_tensor_of(parts.params[slot.param], own)
+                found[spec.name] = full_tensor_of(self._sharding.params[slot.param], own)
         return found
 
     def _filled(self, one: Range) -> Tensor:
         """Elements of a range, in the buffer."""
-        parts, chunk = self._parts, self._parts.chunks[one.chunk]
-        links = parts.links[chunk.spec.group]
+        chunk = self._sharding.chunks[one.chunk]
+        links = self._sharding.links[chunk.spec.group]
         values = self._buffer[: len(one) * chunk.dtype.itemsize].view(chunk.dtype)
-        if one.chunk in parts.never_released and chunk.gathered:
+        if one.chunk in self._sharding.never_released and chunk.gathered:
             chunk.wait_gathered()
             return values.copy_(chunk.payload[one.start : one.stop])
         for rank, there, own in one.parts_of(chunk.spec.shard_numel):
@@ -237,21 +246,20 @@ class _Sender:
 
     @torch.no_grad()
     def deltas(self, pack: Pack) -> dict[str, Delta]:
-        parts = self._parts
-        shards = parts.links[WORLD].shards
+        shards = self._sharding.links[WORLD].shards
         self._fill(pack, shards.rank)
         for rank, place in enumerate(pack.bytes_of):
             if place.start < place.stop:
                 shards.broadcast(self._buffer[place], source=rank)
         runs: dict[ParamId, list[Run]] = {param: [] for param in pack.params}
         for part in (part for of_rank in pack.parts for part in of_rank):
-            dtype = parts.chunks[parts.chunk_of[part.param]].dtype
+            dtype = self._sharding.chunks[self._sharding.chunk_of[part.param]].dtype
             values = self._buffer[part.values].view(dtype)
             runs[part.param].append(Run(part.size.start, self._buffer[part.gaps], values))
         found: dict[str, Delta] = {}
         for param, of_param in runs.items():
-            spec = parts.layout.params[param]
-            dtype = parts.chunks[parts.chunk_of[param]].dtype
+            spec = self._sharding.layout.params[param]
+            dtype = self._sharding.chunks[self._sharding.chunk_of[param]].dtype
             found[spec.name] = Delta(tuple(spec.shape), dtype, tuple(of_param))
         return found
 
@@ -259,8 +267,8 @@ class _Sender:
         """Put this rank's runs into the buffer."""
         assert self._marks is not None
         for part in pack.parts[rank]:
-            chunk = self._parts.chunks[self._parts.chunk_of[part.param]]
-            start, at = changed_positions(self._parts, self._marks, part.param, part.size.start)
+            chunk = self._sharding.chunks[self._sharding.chunk_of[part.param]]
+            start, at = changed_positions(self._sharding, self._marks, part.param, part.size.start)
             last = start + int(at[-1]) + 1
             run = chunk.load_part(start, last)
             values = run[at.to(run.device)]

@@ -10,17 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torch import Tensor, UntypedStorage
+from torch import UntypedStorage
 
-from gemini.chunk.parameter import watch
 from gemini.optim.rules.config import NvmeConfig
 from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.state.parking import Parked, Where, storages_of
 from gemini.optim.state.parking import park as move_away
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
+from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.memory.machine import memory_left
-from gemini.runtime.parts import Parts, is_back, refuse_parked
+from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.weights import Weights
 from gemini.units import format_bytes
 
 if TYPE_CHECKING:
@@ -51,52 +52,57 @@ class ParkedBytes:
 
 
 def park(
-    parts: Parts, target: ShardState | None, begin: Callable[[], None], where: Where
+    weights: Weights,
+    planning: Planning,
+    ledger: MemoryLedger,
+    target: ShardState | None,
+    begin: Callable[[], None],
+    where: Where,
 ) -> ParkedBytes:
     """See `GeminiDDP.park`. begin: ends what is under way. Collective."""
     if where not in ("host", "nvme"):
         raise ValueError(f"park({where!r}); expected 'host' or 'nvme'")
-    refuse_parked(parts)
-    if any(chunk.is_parked for chunk in parts.chunks):
+    weights.refuse_parked()
+    sharding = weights.sharding
+    if any(chunk.is_parked for chunk in sharding.chunks):
         raise RuntimeError("parameters and state are parked; leave `optimizer.parked` first")
     begin()
     moved: tuple[Parked, ParkedBytes] | None = None
     error: Exception | None = None
     with DeferredSignals():
         try:
-            moved = _moved(parts, target, where)
+            moved = _moved(weights, planning, ledger, target, where)
         except Exception as raised:
             error = raised
-        said = parts.comm.gather_objects(None if error is None else str(error))
+        said = sharding.comm.gather_objects(None if error is None else str(error))
         if any(text is not None for text in said):
             if moved is not None:
                 moved[0].bring_back()
                 moved[0].close()
             _raise(said, error, STAYS)
         assert moved is not None
-        parts.parked, nbytes = moved
-        if parts.all_gathered:  # nobody asks for what is never released: reads are refused, too
-            for param in parts.params:
-                watch(param)
+        away, nbytes = moved
+        weights.park(away)
     return nbytes
 
 
-def resume(parts: Parts) -> None:
+def resume(weights: Weights) -> None:
     """See `GeminiDDP.resume`. Collective."""
-    away = parts.parked
+    away = weights.parked
     if away is None:
         raise RuntimeError("resume() of a module that is not parked")
-    parts.comm.call("model.resume()")
+    comm = weights.sharding.comm
+    comm.call("model.resume()")
     error: Exception | None = None
     with DeferredSignals():
         try:
             away.bring_back()
         except Exception as raised:
             error = raised
-        said = parts.comm.gather_objects(None if error is None else str(error))
+        said = comm.gather_objects(None if error is None else str(error))
         if any(text is not None for text in said):
             _raise(said, error, PARKED_STILL)
-        is_back(parts)
+        weights.is_back()
 
 
 def _raise(said: Sequence[str | None], error: Exception | None, state: str) -> None:
@@ -108,34 +114,28 @@ def _raise(said: Sequence[str | None], error: Exception | None, state: str) -> N
     raise RuntimeError(f"rank {rank}: {text}; {state}")
 
 
-def _moved(parts: Parts, target: ShardState | None, where: Where) -> tuple[Parked, ParkedBytes]:
-    tensors = _movable(parts, target)
+def _moved(
+    weights: Weights,
+    planning: Planning,
+    ledger: MemoryLedger,
+    target: ShardState | None,
+    where: Where,
+) -> tuple[Parked, ParkedBytes]:
+    tensors = weights.movable()
     nvme = NvmeConfig() if target is None else target.parks_as
-    folder = parts.planning.nvme_folder
+    folder = planning.nvme_folder
     if folder is not None and not nvme.folders:
         nvme = replace(nvme, folders=(folder,))
     nbytes = ParkedBytes.of(storages_of(tensors, where), where)
-    _check_room(parts, nbytes, nvme)
+    _check_room(planning, ledger, nbytes, nvme)
     return move_away(tensors, where, nvme), nbytes
 
 
-def _movable(parts: Parts, target: ShardState | None) -> list[Tensor]:
-    """Tensors of all model data in memory, when nothing is under way."""
-    parts.manager.release_all()
-    if target is None:
-        found = [tensor for chunk in parts.chunks for tensor in chunk.movable()]
-    else:
-        found = list(target.movable())
-    for kept in (parts.originals, *parts.storage.averages):
-        found += kept.movable()
-    if (marks := parts.storage.changed) is not None:
-        found += marks.bits.values()
-    return found
-
-
-def _check_room(parts: Parts, moved: ParkedBytes, nvme: NvmeConfig) -> None:
+def _check_room(
+    planning: Planning, ledger: MemoryLedger, moved: ParkedBytes, nvme: NvmeConfig
+) -> None:
     """Raise BudgetError where the copies pass a budget, or the machine has no such memory."""
-    planning, used = parts.planning, parts.ledger.totals()
+    used = ledger.totals()
     inputs, machine = planning.inputs, planning.machine
     copies = {
         Tier.HOST: moved.to_host,

@@ -13,47 +13,51 @@ from gemini.chunk.local import is_dtensor
 from gemini.optim.update.changed_bits import positions
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.changed_weights import ChangedWeights, bytes_of
-from gemini.runtime.parts import Parts
+from gemini.runtime.memory.shard_storage import ShardStorage
+from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.sharding import Sharding
 from gemini.runtime.step.executors import updated_by_kernels
 from gemini.units import WORLD, ParamId
 
 from .deltas import RUN_NUMEL, Size, Sizes, gaps_of, nbytes_of
 
 
-def tracked(parts: Parts, counters: Sequence[int]) -> ChangedWeights:
+def tracked(
+    sharding: Sharding, planning: Planning, storage: ShardStorage, counters: Sequence[int]
+) -> ChangedWeights:
     """Bits of what steps change, of all trained chunks, from now on if there were none. Collective.
 
     Raises BudgetError where a budget has no room for them, and then nothing has changed.
     """
-    marks, storage = parts.storage.changed, parts.storage
-    chunks = [spec for spec in parts.layout.chunks if spec.trainable and spec.group == WORLD]
+    marks = storage.changed
+    chunks = [spec for spec in sharding.layout.chunks if spec.trainable and spec.group == WORLD]
     if marks is not None and marks.bits.keys() == {chunk.id for chunk in chunks}:
         return marks
-    on_device = updated_by_kernels(parts.plan, parts.backend)
-    planning, inputs = parts.planning, parts.planning.inputs
+    on_device = updated_by_kernels(planning.plan, sharding.backend)
+    inputs = planning.inputs
     tier = Tier.DEVICE if on_device else inputs.memory
     total = Counter(dict(inputs.average))
     total[tier] += sum(map(bytes_of, chunks)) - (0 if marks is None else marks.nbytes)
     planning.keep_averages(tuple((tier, n) for tier, n in total.items() if n))
-    storage.follow(parts.plan)
+    storage.follow(planning.plan)
 
     def zeros(nbytes: int) -> Tensor:
-        return parts.backend.zeros(nbytes, torch.uint8, on_host=not on_device)
+        return sharding.backend.zeros(nbytes, torch.uint8, on_host=not on_device)
 
     storage.changed = ChangedWeights(chunks, zeros, counters, on_device=on_device)
     return storage.changed
 
 
 def sizes_of(
-    parts: Parts, marks: ChangedWeights | None, params: Collection[ParamId]
+    sharding: Sharding, marks: ChangedWeights | None, params: Collection[ParamId]
 ) -> tuple[Sizes, dict[ParamId, int]]:
     """Sizes of deltas, of every rank, and bytes of an element of those that are worth it, in the
     order of chunks. Collective."""
     if marks is None or not params:
         return [], {}
-    shards = parts.links[WORLD].shards
+    shards = sharding.links[WORLD].shards
     own: dict[ParamId, list[Size]] = {}
-    for chunk, segment in _segments(parts, params, shards.rank):
+    for chunk, segment in _segments(sharding, params, shards.rank):
         for start in range(0, segment.numel, RUN_NUMEL):
             found = _positions(marks, chunk, segment, start)
             if found.numel():
@@ -62,10 +66,10 @@ def sizes_of(
                 own.setdefault(segment.param, []).append(size)
     sizes: Sizes = shards.gather_objects(own)
     itemsizes: dict[ParamId, int] = {}
-    for spec in parts.layout.chunks:
+    for spec in sharding.layout.chunks:
         for slot in spec.slots:
             itemsize = ITEMSIZE[spec.dtype]
-            if slot.param not in params or is_dtensor(parts.params[slot.param]):
+            if slot.param not in params or is_dtensor(sharding.params[slot.param]):
                 continue
             if nbytes_of(sizes, slot.param, itemsize) < slot.numel * itemsize:
                 itemsizes[slot.param] = itemsize
@@ -73,22 +77,22 @@ def sizes_of(
 
 
 def changed_positions(
-    parts: Parts, marks: ChangedWeights, param: ParamId, start: int
+    sharding: Sharding, marks: ChangedWeights, param: ParamId, start: int
 ) -> tuple[int, Tensor]:
     """Positions int64 [k] of what has changed in the run of a parameter that begins at element
     `start` of it, and the element of this rank's shard [S] where that run begins."""
-    rank = parts.links[WORLD].shards.rank
-    for chunk, segment in _segments(parts, {param}, rank):
+    rank = sharding.links[WORLD].shards.rank
+    for chunk, segment in _segments(sharding, {param}, rank):
         inside = start - segment.param_offset
         return segment.offset + inside, _positions(marks, chunk, segment, inside)
     raise AssertionError(f"rank {rank} has no part of parameter {param}")
 
 
 def _segments(
-    parts: Parts, params: Collection[ParamId], rank: int
+    sharding: Sharding, params: Collection[ParamId], rank: int
 ) -> Iterator[tuple[ChunkSpec, ShardSegment]]:
-    for spec in [parts.layout.chunks[c] for c in sorted({parts.chunk_of[p] for p in params})]:
-        for segment in parts.layout.shard_segments(spec, rank):
+    for spec in [sharding.layout.chunks[c] for c in sorted({sharding.chunk_of[p] for p in params})]:
+        for segment in sharding.layout.shard_segments(spec, rank):
             if segment.param in params:
                 yield spec, segment
 

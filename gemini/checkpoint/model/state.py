@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -28,11 +27,6 @@ from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.disk.state_version import StateVersion
 from gemini.optim.state.state_stream import StateRun, StateSource, StateStream, StateVisitor
 from gemini.optim.target import Shared
-from gemini.runtime.inspect.weights import (
-    set_without_master,
-    tell_rounded_once,
-    weights_without_master,
-)
 from gemini.runtime.step.target import ShardTarget
 from gemini.saved_names import peeled
 from gemini.units import BLOCK_NUMEL
@@ -336,7 +330,7 @@ def sharded_runs(
         if spec.form is None
     }
     if once and weights:
-        tell_rounded_once(engine)
+        engine.weights.tell_rounded_once()
     has_masters = target is not None and target.has_master
     chunks = [chunk for chunk in engine.chunks if chunk.spec.dtype != BYTES]
     shown = [chunk for chunk in chunks if chunk.counts or not once]
@@ -373,8 +367,8 @@ def sharded_runs(
         weights=WeightStream(
             [spec.name for spec in layout.params],
             [(chunk, layout.shard_segments(chunk.spec, chunk.rank)) for chunk in bare],
-            partial(weights_without_master, engine),
-            partial(set_without_master, engine),
+            engine.weights.without_master,
+            engine.weights.set_without_master,
         ),
         states=[] if target is None else target.streams(target.names),
         dtypes=dtypes,
@@ -430,11 +424,11 @@ def _merged(found: Sequence[Mapping[str, T]]) -> dict[str, T]:
 def check_parts(parts: Sequence[GeminiDDP], optimizer: TieredOptimizer) -> None:
     """Raise CheckpointError if the optimizer has other parts of a pipeline."""
     stepped = {
-        id(target.parts)
+        id(target.sharding)
         for target in optimizer.targets
         if isinstance(target, ShardTarget) and target.joint is not None
     }
-    if stepped != {id(part.engine) for part in parts}:
+    if stepped != {id(part.engine.sharding) for part in parts}:
         raise CheckpointError(
             f"the optimizer is over {len(stepped)} parts of a pipeline, and {len(parts)} were "
             "given, not all the same; give all parts of this process: nn.ModuleList([part, ...])"

@@ -121,7 +121,7 @@ def col_model_deepcopy(sharded_model: GeminiDDP, other_model: nn.Module) -> None
                     "like the one that was sharded"
                 )
     engine.call("col_model_deepcopy()")
-    for name, value in full_parameters(engine, everywhere=True):
+    for name, value in full_parameters(engine.weights, everywhere=True):
         there[name].copy_(value)
     for name, buffer in sharded_model.module.named_buffers():
         other_model.get_buffer(name).copy_(buffer)
@@ -144,7 +144,7 @@ def static_copy(model: GeminiDDP, *, everywhere: bool) -> nn.Module | None:
         for param, dtype in zip(engine.params, engine.original_dtypes, strict=True):
             empty = torch.empty(param.shape, dtype=dtype)
             memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
-        ours = {handle.id for handle in engine.hook_handles if hasattr(handle, "id")}
+        ours = {handle.id for handle in engine.calls.hook_handles if hasattr(handle, "id")}
         for module in model.module.modules():
             for attribute, hooks in vars(module).items():
                 if "_hooks" in attribute and isinstance(hooks, dict):
@@ -152,7 +152,7 @@ def static_copy(model: GeminiDDP, *, everywhere: bool) -> nn.Module | None:
                     memo[id(hooks)] = OrderedDict(foreign)
         plain = copy.deepcopy(model.module, memo)
     there: dict[str, Any] = {} if plain is None else get_model_state_dict(plain)
-    for name, value in full_parameters(engine, everywhere=everywhere):
+    for name, value in full_parameters(engine.weights, everywhere=everywhere):
         there[name].copy_(value)
     if everywhere:
         assert plain is not None

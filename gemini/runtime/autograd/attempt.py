@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gemini.runtime.parts import Parts
+from gemini.runtime.schedule.sampler import Sampler
+from gemini.runtime.sharding import Sharding
 from gemini.runtime.step.homes import MovingHomes
 from gemini.trees import tensors_in
 
@@ -17,14 +17,21 @@ from gemini.trees import tensors_in
 class Attempt:
     """First attempt at an outermost forward, with all that a second one must begin with."""
 
-    def __init__(self, parts: Parts, homes: MovingHomes, module: nn.Module, inputs: Any) -> None:
-        self._parts = weakref.proxy(parts)
+    def __init__(
+        self,
+        sharding: Sharding,
+        sampler: Sampler,
+        homes: MovingHomes,
+        module: nn.Module,
+        inputs: Any,
+    ) -> None:
+        self._world_size, self._sampler = sharding.comm.world_size, sampler
         self._homes = homes
         self._buffers = Versions(module.buffers())
         self._inputs = Versions(tensors_in(inputs))
         self._graph_was_open = homes.graph_is_open
         self._random = torch.get_rng_state()
-        device = parts.backend.device
+        device = sharding.backend.device
         self._device = device if device.type == "cuda" else None
         self._drawn = None if self._device is None else torch.cuda.get_rng_state(self._device)
 
@@ -46,7 +53,7 @@ class Attempt:
         What Python of the module did besides, in counters or logs, nobody can see: it happens
         twice.
         """
-        if self._parts.comm.world_size > 1:
+        if self._world_size > 1:
             return "other ranks are in the same one, and may have memory for it"
         if self._graph_was_open:
             return "an earlier one waits for its backward"
@@ -60,14 +67,13 @@ class Attempt:
 
     def make_room(self, inputs: Any) -> None:
         """Move all that may leave the device, and bring random generators back."""
-        parts = self._parts
-        parts.sampler.abandon()
+        self._sampler.abandon()
         self._homes.graph_is_open = self._graph_was_open
         self._homes.sink_all()
         torch.set_rng_state(self._random)
         if self._device is not None and self._drawn is not None:
             torch.cuda.set_rng_state(self._drawn, self._device)
-        parts.sampler.begin(inputs, again=True)  # what was known of such inputs was too little
+        self._sampler.begin(inputs, again=True)  # what was known of such inputs was too little
 
 
 class Versions:

@@ -7,7 +7,6 @@ its steps; `Reducer`, which knows what is reduced when; and `Sampler`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -29,21 +28,19 @@ from gemini.memtracer.module_calls import (
 )
 from gemini.nvme import NvmeError
 from gemini.optim.state.deferred_signals import DeferredSignals
+from gemini.runtime.events import EngineEvent
+from gemini.runtime.gradients.cycle import GradientCycle
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.meetings import Meetings
-from gemini.runtime.parts import (
-    Parts,
-    has_pass_elsewhere,
-    in_pass,
-    is_elsewhere,
-    refuse_parked,
-    say_what_is_left,
-    settle,
-    taking_turns,
-)
-from gemini.runtime.schedule.tensor_mgr import TensorState
+from gemini.runtime.memory.ledger import MemoryLedger
+from gemini.runtime.overlap import UpdateOverlap
+from gemini.runtime.passes import Passes, taking_turns
+from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.schedule.sampler import Sampler
+from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr, TensorState
+from gemini.runtime.sharding import Sharding
 from gemini.runtime.step.homes import MovingHomes
-from gemini.runtime.step.weights import take_replaced
+from gemini.runtime.weights import Weights
 from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
 
@@ -61,50 +58,60 @@ class Calls:
     """Passes and module calls of one engine, as they begin and end; see `CallListener`."""
 
     def __init__(
-        self, parts: Parts, meetings: Meetings, gradients: Gradients, homes: MovingHomes
-    ) -> None:
-        self._parts = parts
-        self._meetings = meetings
-        self._gradients = gradients
-        self._homes = homes
-        self.midway = Midway(parts, homes)
+        self,
+        *, sharding: Sharding, passes: Passes, weights: Weights, cycle: GradientCycle,
+        overlap: UpdateOverlap, planning: Planning, manager: StatefulTensorMgr, sampler: Sampler,
+        ledger: MemoryLedger, meetings: Meetings, gradients: Gradients, homes: MovingHomes,
+        forward: EngineEvent[[]], thaw: Callable[[list[ParamId]], None],
+    ) -> None:  # fmt: skip
+        """forward: of the whole module, begins. thaw: what requires gradients by now."""
+        self._sharding, self._passes, self._weights = sharding, passes, weights
+        self._cycle, self._overlap, self._planning = cycle, overlap, planning
+        self._ledger, self._forward, self._thaw = ledger, forward, thaw
+        self._meetings, self._gradients, self._homes = meetings, gradients, homes
+        self.midway = Midway(sharding, planning, sampler, ledger, passes, homes)
+        self.hook_handles: list[Any] = []  # on modules and parameters
         self._graph_was_open = False  # as the last forward from outside began
         self._announced = False  # the forward that is next, by the wrapper
-        self._manager, self._reducer = parts.manager, parts.reducer
-        self._sampler, self._collector = parts.sampler, parts.sampler.collector
-        self._modules = ModuleCalls(self, parts.params)
+        self._manager, self._reducer = manager, cycle.reducer
+        self._sampler, self._collector = sampler, sampler.collector
+        self._modules = ModuleCalls(self, sharding.params)
         self._entered = False  # this backward came in through the boundary, with its loss scale
         self._for_stage = False  # see `taken_by_stage`
         self._chunk_of_storage = {
-            chunk.payload.untyped_storage()._cdata: chunk.spec.id for chunk in parts.chunks
+            chunk.payload.untyped_storage()._cdata: chunk.spec.id for chunk in sharding.chunks
         }
         self._unheard: list[ParamId] = []  # frozen: nothing takes their gradients
         # without moves and limits one trace of a kind serves inputs of any shape
-        self.tells_inputs_apart = not parts.all_gathered or parts.planning.overruns.limits_device
+        self.tells_inputs_apart = not sharding.all_gathered or planning.overruns.limits_device
         meetings.answer("chunk", self._gather_read)
 
     # -- hooks --
 
     def hook(self, root: nn.Module, gather_whole: GatherWhole) -> None:
         """Listen to the root module, and to every caller below it if chunks are released."""
-        handles = self._parts.hook_handles
-        if not self._parts.all_gathered:
+        handles = self.hook_handles
+        if not self._sharding.all_gathered:
             callers = callers_of(root, _own_params, gather_whole)
             for _, caller in callers:
-                caller.chunks = tuple(sorted({self._parts.chunk_of[p] for p in caller.params}))
+                caller.chunks = tuple(sorted({self._sharding.chunk_of[p] for p in caller.params}))
             handles += self._modules.hook(callers)
             self._modules.trained(self._is_trained)
-        elif self._parts.regather.overlaps or self._parts.tail_communicator is not None:
+        elif self._weights.regather.overlaps or self._overlap.communicator is not None:
             for module, caller in callers_of(root, _own_params, gather_whole):
                 waits = partial(self._wait, caller.params)
                 handles.append(module.register_forward_pre_hook(waits, prepend=True))
-        self.midway.hook(root)
+        handles += self.midway.hook(root)
         # last, so that these hooks are around the root's own, if it is a caller
         handles += around_forward(root, self.begin_forward, self.end_forward)
 
+    def keep(self, handles: Iterable[Any]) -> None:
+        """Remove these hooks, too, when the module is unwrapped."""
+        self.hook_handles += handles
+
     def listen(self) -> None:
         """Take gradients as autograd accumulates them, of parameters that require one."""
-        for i, param in enumerate(self._parts.params):
+        for i, param in enumerate(self._sharding.params):
             if param.requires_grad:
                 self._listen_to(ParamId(i))
             else:
@@ -112,22 +119,20 @@ class Calls:
 
     def _listen_to(self, param: ParamId) -> None:
         hook = gradient_hook(self.gradient_arrived, param)
-        tensor, handles = self._parts.params[param], self._parts.hook_handles
+        tensor, handles = self._sharding.params[param], self.hook_handles
         handles.append(tensor.register_post_accumulate_grad_hook(hook))
-        if self._parts.control_vector.active:
+        if self._cycle.control_vector.active:
             handles.append(tensor.register_hook(unscaling_hook(self.taken_out, param)))
 
     @taking_turns
     def thaw_what_is_trained(self) -> None:
         """Thaw frozen parameters that require a gradient by now; see `thaw`."""
-        params = self._parts.params
+        params = self._sharding.params
         thawed = [param for param in self._unheard if params[param].requires_grad]
         if not thawed:
             return
-        from gemini.runtime.thaw import thaw
-
         with DeferredSignals():  # Ctrl-C finds them frozen, or trained and listened to
-            thaw(self._parts, self._meetings, thawed)
+            self._thaw(thawed)
             self._modules.trained(self._is_trained)
             self._unheard = [param for param in self._unheard if param not in thawed]
             for param in thawed:
@@ -137,7 +142,7 @@ class Calls:
                     self._gradients.assign(param, grad)
 
     def _is_trained(self, param: ParamId) -> bool:
-        return self._parts.layout.params[param].trainable
+        return self._sharding.layout.params[param].trainable
 
     @_disable_dynamo
     def _wait(self, params: Sequence[ParamId], module: nn.Module, args: Any) -> None:
@@ -151,11 +156,14 @@ class Calls:
     @taking_turns
     def begin_iteration(self, inputs: Any) -> None:
         """Begin to sample, where needed, as the wrapper is called from outside with `inputs`."""
-        parts = self._parts
-        if not in_pass(parts) and not parts.is_summoned and not parts.in_schedule:
+        if (
+            not self._passes.in_pass()
+            and not self._weights.is_summoned
+            and not self._passes.in_schedule
+        ):
             told_apart = inputs if self.tells_inputs_apart else None
             self._sampler.begin(told_apart, again=self._manager.deviated)
-            if parts.comm.world_size > 1:  # a collective may follow
+            if self._sharding.comm.world_size > 1:  # a collective may follow
                 self._meetings.end_reading()
             try:
                 self._homes.before_forward()
@@ -170,13 +178,17 @@ class Calls:
     def attempt(self, module: nn.Module, inputs: Any) -> Attempt | None:
         """What is asked when the outermost forward of `module`, which is next, has no memory; None
         where homes do not follow what forwards ask for."""
-        parts = self._parts
-        counts = parts.backend.has_host_tier and torch.is_grad_enabled()
-        if not counts or in_backward() or parts.in_schedule or not parts.planning.homes_follow:
+        counts = self._sharding.backend.has_host_tier and torch.is_grad_enabled()
+        if (
+            not counts
+            or in_backward()
+            or self._passes.in_schedule
+            or not self._planning.homes_follow
+        ):
             return None
         from .attempt import Attempt
 
-        return Attempt(parts, self._homes, module, inputs)
+        return Attempt(self._sharding, self._sampler, self._homes, module, inputs)
 
     def again(self, attempt: Attempt, inputs: Any) -> None:
         """Make room for a forward that had no memory, and begin it anew."""
@@ -189,71 +201,64 @@ class Calls:
         """End a forward of the wrapper that raised; as it began, `depth` others were open."""
         self.cut_short(depth)
         self._announced = False
-        if not (depth or in_backward() or self._parts.in_schedule):
+        if not (depth or in_backward() or self._passes.in_schedule):
             self._homes.graph_is_open = self._graph_was_open  # nobody has its outputs
             self._sampler.abandon()  # it says nothing of a whole iteration
 
     def tracking(self, module: nn.Module) -> AbstractContextManager[None]:
         """Context around the forward that `begin_iteration` announced."""
-        chunks = self._parts.chunks
+        chunks = self._sharding.chunks
         return self._sampler.tracking(module, lambda: [chunk.payload for chunk in chunks])
 
     @_disable_dynamo
     @taking_turns
     def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a forward of the root module, by whichever entry point it is called."""
-        parts = self._parts
-        refuse_parked(parts)
-        outermost = not (parts.forward_depth or in_backward() or self._announced)
+        self._weights.refuse_parked()
+        outermost = not (self._passes.depth or in_backward() or self._announced)
         # `generate` calls the module by itself; what only decodes was planned before it ran
-        if outermost and not torch.is_grad_enabled() and parts.plan.kind == "train":
+        if outermost and not torch.is_grad_enabled() and self._planning.plan.kind == "train":
             self.begin_iteration((args, kwargs))
         self._announced = False
-        parts.forward_depth += 1
-        if parts.forward_depth > 1 or in_backward():
+        if not self._passes.enter():
             return
-        parts.thread = threading.get_ident()
         if not torch.is_grad_enabled():
-            settle(parts)  # there may be no backward that would say so
+            self._weights.settle()  # there may be no backward that would say so
         self._homes.graph_is_open |= torch.is_grad_enabled()
-        parts.comm.check_unchanged()
-        if parts.opaque:
-            take_replaced(parts)
-        if parts.module_check is not None:
-            parts.module_check.check()
-        events = parts.events
-        for listener in events.forward.listeners:
+        self._sharding.comm.check_unchanged()
+        if self._sharding.opaque:
+            self._weights.take_replaced()
+        for listener in self._forward.listeners:
             listener()
         self.thaw_what_is_trained()
         self._gradients.notice_broken_backward()
-        if not parts.in_schedule:
+        if not self._passes.in_schedule:
             self.begin_cycle()
-        if parts.all_gathered:
+        if self._sharding.all_gathered:
             self._sampler.at_root("enter")
 
     def cut_short(self, depth: int = 0) -> None:
         """Lower the count of open forwards to `depth`: Ctrl-C ends a forward without its hook."""
-        if not in_backward():
-            self._parts.forward_depth = min(depth, self._parts.forward_depth)
+        self._passes.cut_short(depth)
 
     def begin_cycle(self) -> None:
         """Begin a cycle: a forward outside the cycle before, or all micro-batches of a schedule."""
         self._meetings.begin_cycle()
         self.unpin()  # and as inputs may differ between ranks, what is gathered when may not:
-        one_rank = self._parts.comm.world_size == 1
-        levels = self._parts.planning.levels
+        one_rank = self._sharding.comm.world_size == 1
+        levels = self._planning.levels
         signature = self._sampler.signature if one_rank else levels.signature
         self._manager.begin_cycle("train" if torch.is_grad_enabled() else "eval", signature)
 
     @_disable_dynamo
     @taking_turns
     def end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._parts.forward_depth = max(0, self._parts.forward_depth - 1)
-        if not in_pass(self._parts):
-            if self._parts.all_gathered:
+        self._passes.leave()
+        if not self._passes.in_pass():
+            if self._sharding.all_gathered:
                 self._sampler.at_root("leave")
             self.midway.end(failed=output is None)
-            if not self._parts.in_schedule:
+            if not self._passes.in_schedule:
                 self.unpin()
 
     @taking_turns
@@ -273,17 +278,17 @@ class Calls:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _check_backward(self) -> None:
-        settle(self._parts)
+        self._weights.settle()
         self._gradients.check_backward()
 
     def _start_backward(self) -> None:
-        parts, manager = self._parts, self._manager
+        manager = self._manager
         self._reducer.begin(manager.calls if manager.follows_steps else (), manager.num_calls)
         manager.owes_meeting |= self._reducer.is_learning
         self._gradients.begin_backward()
-        if parts.all_gathered:
+        if self._sharding.all_gathered:
             self._sampler.at_root("enter")
-        viewed = tuple(parts.viewed)
+        viewed = tuple(self._weights.viewed)
         if viewed:  # operators that took such a view have no hook of their own
             self._manager.pin(viewed)
             self.gather(viewed, in_cycle=False)
@@ -291,7 +296,7 @@ class Calls:
     @contextmanager
     def microbatch(self) -> Iterator[None]:
         """Run a backward, or a part of one, in the body, and reduce nothing at its end."""
-        lock = self._parts.lock
+        lock = self._passes.lock
         with lock:
             self._check_backward()
         with self._reducer.holding():
@@ -299,11 +304,11 @@ class Calls:
                 self._start_backward()
             yield
             with lock:
-                if self._parts.all_gathered:
+                if self._sharding.all_gathered:
                     self._sampler.at_root("leave")
                 self._reducer.finish()
         with lock:
-            self._parts.ledger.note()
+            self._ledger.note()
             self.forget()
 
     @contextmanager
@@ -321,14 +326,14 @@ class Calls:
         self._entered = False
         if not self._reducer.active:
             return
-        if self._parts.all_gathered:
+        if self._sharding.all_gathered:
             self._sampler.at_root("leave")
         # Ranks may have come here by other calls; `finish` issues collectives in one order.
         self._meetings.barrier()
         self._collector.before_change()
         self._reducer.finish()
         self._collector.after_change()
-        self._parts.ledger.note()
+        self._ledger.note()
         self.forget()
         self.unpin()
         self._homes.graph_is_open = False
@@ -343,7 +348,7 @@ class Calls:
 
     def unpin(self) -> None:
         """Allow the release of chunks that were pinned for a pass."""
-        if not self._parts.is_summoned:
+        if not self._weights.is_summoned:
             self._manager.unpin_all()
 
     # -- calls --
@@ -366,11 +371,11 @@ class Calls:
                 chunk = self._chunk_of_storage.get(tensor.untyped_storage()._cdata)
                 if chunk is not None:
                     self._manager.pin((chunk,))
-                    self._parts.viewed[chunk] = None
+                    self._weights.show(chunk)
         state = TensorState.HOLD_AFTER_FORWARD if recorded else TensorState.HOLD
         self._manager.end_use(caller.chunks, caller.params, state)
         backward = torch._C._current_graph_task_id() != -1
-        is_in_pass = backward or self._parts.forward_depth > 0
+        is_in_pass = backward or self._passes.depth > 0
         if is_in_pass:
             self.let_go()
         if self._collector.collecting:
@@ -404,32 +409,32 @@ class Calls:
 
     def gradient_arrived(self, param: ParamId, grad: Tensor) -> None:
         """Pack the whole gradient of a parameter, as autograd has accumulated it."""
-        parts = self._parts
+        sharding = self._sharding
         if grad.requires_grad:
             refuse_double_backward()
-        with parts.lock:  # here, as `held` is a call more for every gradient
+        with self._passes.lock:  # here, as `held` is a call more for every gradient
             if not self._reducer.active:
                 self.begin_backward()
-            if parts.control_vector.active and not self._entered:
-                refuse_unscaled(parts.layout, param)
-            chunk = parts.chunks[parts.chunk_of[param]]
-            watched = parts.ledger.watched and chunk.gradient.next_changes_memory
+            if self._cycle.control_vector.active and not self._entered:
+                refuse_unscaled(sharding.layout, param)
+            chunk = sharding.chunks[sharding.chunk_of[param]]
+            watched = self._ledger.watched and chunk.gradient.next_changes_memory
             if watched:
                 self._collector.before_change()
-            self._reducer.arrived(chunk, parts.slot_of[param], grad)
+            self._reducer.arrived(chunk, sharding.slot_of[param], grad)
             if watched:
                 self._collector.after_change()
-                parts.ledger.note()
-            parts.present[param] = True
+                self._ledger.note()
+            self._cycle.arrived(param)
             self._manager.gradient_arrived(param)
             self._modules.gradient_arrived(param)
 
     def taken_out(self, param: ParamId, grad: Tensor) -> Tensor | None:
         """`grad` without the loss scale, for `torch.autograd.grad`; None: it is for `.grad`."""
-        taken = not (self._for_stage or gets_gradient(self._parts.params[param]))
+        taken = not (self._for_stage or gets_gradient(self._sharding.params[param]))
         if not self._entered or not taken:
             return None
-        return (grad / self._parts.control_vector.scale).to(grad.dtype)
+        return (grad / self._cycle.control_vector.scale).to(grad.dtype)
 
     # -- operators that use parameters outside their modules; see `gemini.chunk.parameter` --
 
@@ -440,12 +445,12 @@ class Calls:
         A step's gather or its updates may be under way. Outside a pass, where the reader may also
         write, the whole step must count.
         """
-        chunks = (self._parts.chunk_of[param],)
-        self._parts.regather.arrive(chunks)
-        if in_pass(self._parts):
-            self._parts.updating.arrive(chunks)
+        chunks = (self._sharding.chunk_of[param],)
+        self._weights.regather.arrive(chunks)
+        if self._passes.in_pass():
+            self._weights.updating.arrive(chunks)
         else:
-            settle(self._parts)
+            self._weights.settle()
 
     @taking_turns
     def fetch(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
@@ -453,10 +458,10 @@ class Calls:
         idle: set[ChunkId] = set()
         for param in params:
             if self._manager.state_of(param) is not TensorState.COMPUTE:
-                idle.add(self._parts.chunk_of[param])
+                idle.add(self._sharding.chunk_of[param])
         chunks = tuple(sorted(idle))
-        if chunks and not self._parts.is_summoned:
-            if in_pass(self._parts):
+        if chunks and not self._weights.is_summoned:
+            if self._passes.in_pass():
                 self._sampler.record("enter", self._caller_for(chunks))
             self._make_there(chunks)
         return chunks
@@ -464,21 +469,17 @@ class Calls:
     @taking_turns
     def fetched(self, chunks: tuple[ChunkId, ...], arguments: Any, result: Any) -> None:
         """End an operator's use of `chunks`; the backward of its `result` may read them again."""
-        is_in_pass = in_pass(self._parts)
+        is_in_pass = self._passes.in_pass()
         caller = self._caller_for(chunks)
-        if is_in_pass and not self._parts.is_summoned:
+        if is_in_pass and not self._weights.is_summoned:
             self.let_go()
             self._sampler.record("leave", caller)
         results = [t for t in tensors_in(result) if t.requires_grad and type(t) is not ChunkView]
         if results and torch.is_grad_enabled():
-            if self._parts.control_vector.active and not is_in_pass:
-                refuse_unscaled(self._parts.layout, caller.traced[0])
+            if self._cycle.control_vector.active and not is_in_pass:
+                refuse_unscaled(self._sharding.layout, caller.traced[0])
             others = [t for t in tensors_in(arguments) if handle_of(t) is None]
             self._modules.watch(caller, results, others, in_pass=is_in_pass)
-
-    def is_elsewhere(self) -> bool:
-        """Whether this thread is another one than the one that trains."""
-        return is_elsewhere(self._parts)
 
     def borrowed(self, params: Sequence[ParamId], body: Callable[[tuple[ChunkId, ...]], R]) -> R:
         """`body(chunks)`, an operator in a thread that does not train: parameters are those of the
@@ -488,15 +489,14 @@ class Calls:
         threads: no plan sees them. Raises RuntimeError where other ranks had to gather too, while
         this rank runs a pass.
         """
-        parts = self._parts
-        parts.updating.behind.wait()  # without the lock: whoever trains goes on meanwhile
-        with parts.lock:
-            settle(parts)
-            parts.regather.end()
-            ids = tuple(sorted({parts.chunk_of[param] for param in params}))
-            chunks = [parts.chunks[chunk] for chunk in ids]
+        self._weights.updating.behind.wait()  # without the lock: whoever trains goes on meanwhile
+        with self._passes.lock:
+            self._weights.settle()
+            self._weights.regather.end()
+            ids = tuple(sorted({self._sharding.chunk_of[param] for param in params}))
+            chunks = [self._sharding.chunks[chunk] for chunk in ids]
             missing = [chunk for chunk in chunks if not chunk.gathered]
-            if missing and parts.comm.world_size > 1:
+            if missing and self._sharding.comm.world_size > 1:
                 self._read_between_passes(ids)
                 missing = []
             try:
@@ -513,7 +513,7 @@ class Calls:
 
     def _read_between_passes(self, chunks: tuple[ChunkId, ...]) -> None:
         """Gather chunks with all ranks. Raises RuntimeError beside a pass."""
-        if has_pass_elsewhere(self._parts):
+        if self._passes.has_pass_elsewhere():
             said = " ".join(self._meetings.in_words(chunks[:1]).values())
             raise RuntimeError(
                 f"{said} is released, and read while another thread runs a forward or a backward, "
@@ -528,7 +528,7 @@ class Calls:
 
     def _caller_for(self, chunks: Iterable[ChunkId]) -> Caller:
         """Caller for chunks: one parameter of each stands for it in a trace, none has a state."""
-        layout = self._parts.layout
+        layout = self._sharding.layout
         traced = tuple(layout.chunks[chunk].slots[0].param for chunk in chunks)
         name = layout.params[traced[0]].name.rpartition(".")[0] if traced else ""
         return Caller(name, (), chunks=tuple(chunks), traced=traced)
@@ -537,10 +537,10 @@ class Calls:
 
     def _make_there(self, chunks: tuple[ChunkId, ...]) -> None:
         """Gather the chunks of a call that begins; in a pass, the next iteration repeats it."""
-        if not (self._parts.forward_depth or torch._C._current_graph_task_id() != -1):
+        if not (self._passes.depth or torch._C._current_graph_task_id() != -1):
             self._make_readable(chunks)
             return
-        visits, there = self._sampler.is_visiting, self._parts.chunks
+        visits, there = self._sampler.is_visiting, self._sharding.chunks
         if visits and all(there[chunk].gathered for chunk in chunks):
             return
         if self._meetings.reads_outside:
@@ -550,10 +550,10 @@ class Calls:
     def gather(self, chunks: tuple[ChunkId, ...], *, in_cycle: bool) -> None:
         """Gather the chunks of a call; `in_cycle`: by the steps, of which it is one."""
         manager = self._manager
-        if self._parts.regather.arriving:
-            self._parts.regather.arrive(chunks)
-        if self._parts.updating.coming:
-            self._parts.updating.arrive(chunks)
+        if self._weights.regather.arriving:
+            self._weights.regather.arrive(chunks)
+        if self._weights.updating.coming:
+            self._weights.updating.arrive(chunks)
         measured = self._collector.collecting
         if measured:
             self._collector.before_change()
@@ -562,7 +562,7 @@ class Calls:
         try:
             manager.prepare(chunks, in_cycle)
         except NvmeError as error:
-            say_what_is_left(self._parts, error)
+            self._sharding.say_what_is_left(error)
             raise
         if measured:
             self._collector.after_change()
@@ -583,8 +583,8 @@ class Calls:
 
         Gathered chunks stay where they are, and no other rank is asked.
         """
-        settle(self._parts)
-        there = self._parts.chunks
+        self._weights.settle()
+        there = self._sharding.chunks
         if any(not there[chunk].gathered for chunk in chunks):
             self._meetings.read(self._meetings.in_words(chunks))
         for chunk in chunks:

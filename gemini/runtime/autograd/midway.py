@@ -7,7 +7,6 @@ there, as the graph has views of them; state and payloads that no call uses can.
 from __future__ import annotations
 
 import logging
-import weakref
 from dataclasses import replace
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -15,14 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
+from torch.utils.hooks import RemovableHandle
 
 from gemini.memtracer.forecast import covers, grown
 from gemini.memtracer.module_calls import blocks_of, in_backward
 from gemini.memtracer.trace import Trace
 from gemini.placement.tiers import Tier
-from gemini.runtime.parts import Parts, is_elsewhere, taking_turns
-from gemini.runtime.schedule.sampler import MAX_SIGNATURES
-from gemini.runtime.step.homes import MovingHomes, waiting_bytes
+from gemini.runtime.memory.ledger import MemoryLedger
+from gemini.runtime.passes import Passes, taking_turns
+from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.schedule.sampler import MAX_SIGNATURES, Sampler
+from gemini.runtime.sharding import Sharding
+from gemini.runtime.step.homes import MovingHomes
 
 log = logging.getLogger("gemini")
 
@@ -30,10 +33,18 @@ log = logging.getLogger("gemini")
 class Midway:
     """Looks of one engine, at one rank, where a budget of the device limits activations."""
 
-    def __init__(self, parts: Parts, homes: MovingHomes) -> None:
-        self._parts = weakref.proxy(parts)
-        self._homes = homes
-        self._collector = parts.sampler.collector
+    def __init__(
+        self,
+        sharding: Sharding,
+        planning: Planning,
+        sampler: Sampler,
+        ledger: MemoryLedger,
+        passes: Passes,
+        homes: MovingHomes,
+    ) -> None:
+        self._sharding, self._planning, self._sampler = sharding, planning, sampler
+        self._ledger, self._passes, self._homes = ledger, passes, homes
+        self._collector = sampler.collector
         # bytes besides model data at each look of forwards like one, and at its end; last used last
         self._known: dict[tuple[str, str], list[int]] = {}
         self._seen: list[int] | None = None  # of this forward; None: nobody looks
@@ -41,31 +52,30 @@ class Midway:
         self.most_bytes = 0  # that one call has added
         self._base = 0  # bytes of others
 
-    def hook(self, root: nn.Module) -> None:
-        """Look at every block's call, if homes follow what iterations ask for."""
-        parts = self._parts
-        counts = parts.planning.homes_follow and parts.backend.has_host_tier
-        if not counts or parts.comm.world_size > 1:
-            return
-        for module in dict.fromkeys(blocks_of(root)):
-            hook = module.register_forward_pre_hook(self._before_call, prepend=True)
-            parts.hook_handles.append(hook)
+    def hook(self, root: nn.Module) -> list[RemovableHandle]:
+        """Look at every block's call, if homes follow what iterations ask for. Returns hooks."""
+        counts = self._planning.homes_follow and self._sharding.backend.has_host_tier
+        if not counts or self._sharding.comm.world_size > 1:
+            return []
+        return [
+            module.register_forward_pre_hook(self._before_call, prepend=True)
+            for module in dict.fromkeys(blocks_of(root))
+        ]
 
     def begin(self) -> None:
         """Begin a forward that the sampler knows the inputs of."""
-        parts = self._parts
         self._seen = None
-        if not parts.planning.homes_follow or parts.target is None or parts.comm.world_size > 1:
+        if not self._homes.follow_alone:
             return
-        in_use = parts.backend.bytes_in_use()
+        in_use = self._sharding.backend.bytes_in_use()
         if in_use is not None:
-            self._base = in_use - parts.ledger.device_bytes()
-            self._seen, self._like = [], self._known.get(parts.sampler.key, [])
+            self._base = in_use - self._ledger.device_bytes()
+            self._seen, self._like = [], self._known.get(self._sampler.key, [])
             self.most_bytes = max((b - a for a, b in pairwise(self._like)), default=0)
 
     @_disable_dynamo
     def _before_call(self, module: nn.Module, args: Any) -> None:
-        if not (self._seen is None or in_backward() or is_elsewhere(self._parts)):
+        if not (self._seen is None or in_backward() or self._passes.is_elsewhere()):
             self._look(is_end=False)
 
     def end(self, *, failed: bool) -> None:
@@ -75,19 +85,20 @@ class Midway:
             self._seen = None
             return
         self._look(is_end=True)
-        parts, seen, like = self._parts, self._seen, self._like
+        seen, like = self._seen, self._like
         self._seen = None
         forecast = self._forecast(seen[-1])
-        key = parts.sampler.key
+        key = self._sampler.key
         self._known.pop(key, None)
         self._known[key] = [max(both) for both in zip_longest(seen, like, fillvalue=0)]
         if len(self._known) > MAX_SIGNATURES:
             del self._known[next(iter(self._known))]
         if forecast is None:
             return
-        if parts.sampler.measured() is not None and not self._collector.collecting:
-            parts.sampler.keep(forecast)
-        if torch.is_grad_enabled() and not parts.planning.has_room(forecast, waiting_bytes(parts)):
+        if self._sampler.measured() is not None and not self._collector.collecting:
+            self._sampler.keep(forecast)
+        waiting = self._homes.waiting_bytes()
+        if torch.is_grad_enabled() and not self._planning.has_room(forecast, waiting):
             self._sink("backward")
 
     def _forecast(self, at_end: int) -> Trace | None:
@@ -95,7 +106,7 @@ class Midway:
 
         None where it asks for no more than was known before the forward.
         """
-        sampler = self._parts.sampler
+        sampler = self._sampler
         kind, signature = sampler.key
         expected, own = sampler.expected(), sampler.measured()
         traces = sampler.traces(kind) if own is None else [own]
@@ -111,16 +122,16 @@ class Midway:
 
     @taking_turns
     def _look(self, *, is_end: bool) -> None:
-        parts, seen = self._parts, self._seen
-        in_use = parts.backend.bytes_in_use()
+        seen = self._seen
+        in_use = self._sharding.backend.bytes_in_use()
         if in_use is None or seen is None:
             return
         held = in_use - self._base
-        other = held - parts.ledger.device_bytes()
+        other = held - self._ledger.device_bytes()
         self.most_bytes = max(self.most_bytes, other - seen[-1] if seen else 0)
         seen.append(other)
         as_known = len(seen) <= len(self._like) and other <= self._like[len(seen) - 1]
-        overruns = parts.planning.overruns
+        overruns = self._planning.overruns
         budget = overruns.limits[Tier.DEVICE]
         if as_known or held + (0 if is_end else self.most_bytes) <= budget:
             return
@@ -129,9 +140,9 @@ class Midway:
         if is_end:
             return
         self._collector.before_change()
-        parts.manager.make_room()
+        self._homes.release_idle()
         self._collector.after_change()
-        if parts.ledger.device_bytes() + other + self.most_bytes > budget:
+        if self._ledger.device_bytes() + other + self.most_bytes > budget:
             self._sink("forward")
 
     def _sink(self, part: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -19,7 +18,12 @@ from gemini.placement.policy import recomputes, spills
 from gemini.placement.predict import KINDS
 from gemini.placement.saved import NUM_PIECES, Spilling
 from gemini.placement.tiers import Tier
-from gemini.runtime.parts import Parts
+from gemini.runtime.memory.backend import Backend, FileConfig
+from gemini.runtime.memory.ledger import MemoryLedger
+from gemini.runtime.memory.shard_storage import ShardStorage
+from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.schedule.sampler import Sampler
+from gemini.runtime.sharding import Sharding
 
 NON_MODEL = "non-model"
 
@@ -33,35 +37,42 @@ class SavedCalls:
 
     def __init__(
         self,
-        parts: Parts,
+        sharding: Sharding,
+        planning: Planning,
+        storage: ShardStorage,
+        ledger: MemoryLedger,
+        sampler: Sampler,
         root: nn.Module,
         owns: Callable[[Tensor], bool],
         tracking: Callable[[nn.Module], AbstractContextManager[None]],
     ) -> None:
         """owns: whether a tensor is a view of a chunk. tracking: context of a forward, without
-        this. It sets `parts.saved_tensors`."""
-        self._parts, self._tracking = weakref.proxy(parts), tracking
+        this."""
+        self._sharding, self._planning, self._ledger = sharding, planning, ledger
+        self._sampler, self._tracking = sampler, tracking
         # parameters that the user kept to himself
         self._ignored = [param for param in root.parameters() if handle_of(param) is None]
         self._base = 0  # bytes of others on the device
         self._planned: tuple[object, int] | None = None  # a plan's result, and its peak
-        sizes = parts.planning.inputs.spilling or Spilling()  # none where nothing limits the device
-        self.saved = parts.saved_tensors = SavedTensors(
-            _tier_of(parts, sizes.piece_bytes, self._host_room),
-            parts.backend.device,
+        sizes = planning.inputs.spilling or Spilling()  # none where nothing limits the device
+        self.saved = SavedTensors(
+            _tier_of(
+                sharding.backend, storage.config, planning, sizes.piece_bytes, self._host_room
+            ),
+            sharding.backend.device,
             room=self._device_room,
             leave_alone=owns,
-            changed=parts.sampler.saved_changed,
-            failed=parts.comm.say_failed,  # it may be this rank's alone
+            changed=sampler.saved_changed,
+            failed=sharding.comm.say_failed,  # it may be this rank's alone
             least_bytes=sizes.least_bytes,
             ahead_bytes=sizes.ahead_bytes,
         )
-        parts.ledger.count_saved(lambda: self.saved.staging_bytes)
-        parts.sampler.count_saved(self.saved)
-        if recomputes(parts.planning.policy) and parts.stage is None:
+        ledger.count_saved(lambda: self.saved.staging_bytes)
+        sampler.count_saved(self.saved)
+        if recomputes(planning.policy):
             from gemini.runtime.schedule.recompute import Layers
 
-            Layers(parts.sampler, parts.planning, self.saved, root, parts.backend.device)
+            Layers(sampler, planning, self.saved, root, sharding.backend.device)
 
     @contextmanager
     def around(self, module: nn.Module) -> Iterator[None]:
@@ -72,19 +83,19 @@ class SavedCalls:
                 yield
             return
         self.follow_plan()
-        in_use = self._parts.backend.bytes_in_use()
+        in_use = self._sharding.backend.bytes_in_use()
         if in_use is not None:
-            self._base = in_use - self._parts.ledger.device_bytes() - self.saved.resident_bytes
+            self._base = in_use - self._ledger.device_bytes() - self.saved.resident_bytes
         try:
             with self._tracking(module), self.saved.saving([*module.buffers(), *self._ignored]):
                 yield
         except NvmeError as error:  # it may be this rank's alone
-            self._parts.comm.say_failed(error)
+            self._sharding.comm.say_failed(error)
             raise
 
     def follow_plan(self) -> None:
         """Let as many saved bytes stay as the plan of the coming forward says, if there is one."""
-        plan = self._parts.planning.plan_of_forward(self._parts.sampler.signature)
+        plan = self._planning.plan_of_forward(self._sampler.signature)
         if plan is None:
             self.saved.keep_what_fits()
         else:
@@ -92,10 +103,14 @@ class SavedCalls:
 
     def _device_room(self) -> int | None:
         """Bytes of saved tensors that may stay; None where nothing limits the device."""
-        overruns, ledger = self._parts.planning.overruns, self._parts.ledger
+        overruns, ledger = self._planning.overruns, self._ledger
         if not overruns.limits_device:
             return None
-        held, in_use, saved = ledger.device_bytes(), self._parts.backend.bytes_in_use(), self.saved
+        held, in_use, saved = (
+            ledger.device_bytes(),
+            self._sharding.backend.bytes_in_use(),
+            self.saved,
+        )
         # an operator of backward has gradients as large as what was saved
         other = 2 * saved.largest_bytes
         if in_use is not None:
@@ -105,16 +120,16 @@ class SavedCalls:
 
     def _host_room(self) -> int | None:
         """Bytes of saved tensors that the host may hold; None where nothing limits it."""
-        overruns = self._parts.planning.overruns
+        overruns = self._planning.overruns
         limit: int | None = overruns.limits.get(Tier.HOST)
         if limit is None:
             return None
-        held: int = self._parts.ledger.totals()[Tier.HOST]
+        held: int = self._ledger.totals()[Tier.HOST]
         return max(0, limit - held)
 
     def _planned_peak(self) -> int:
         """The most bytes of model data on the device at any moment of the plan."""
-        result = self._parts.planning.result
+        result = self._planning.result
         if self._planned is None or self._planned[0] is not result:
             rows = result.profile.rows
             kinds = [rows[Tier.DEVICE, kind] for kind in KINDS if kind != NON_MODEL]
@@ -122,9 +137,14 @@ class SavedCalls:
         return self._planned[1]
 
 
-def _tier_of(parts: Parts, piece: int, host_room: Callable[[], int | None]) -> LowerTier:
-    config, backend = parts.storage.config, parts.backend
-    policy, folder = parts.planning.policy, None
+def _tier_of(
+    backend: Backend,
+    config: FileConfig,
+    planning: Planning,
+    piece: int,
+    host_room: Callable[[], int | None],
+) -> LowerTier:
+    policy, folder = planning.policy, None
     if config.folder is not None and spills(policy) and policy.has_files:
         folder = config.checked_folder()
     if not backend.has_host_tier:

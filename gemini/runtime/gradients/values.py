@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
 from gemini.runtime.meetings import Meetings
-from gemini.runtime.parts import Parts
+from gemini.runtime.sharding import Sharding
 from gemini.units import ParamId
+
+from .cycle import GradientCycle
 
 
 class GradientValues:
     """Values of reduced gradients, with their loss scale, before any clip or edit of the user."""
 
-    def __init__(self, parts: Parts, meetings: Meetings) -> None:
-        self._parts = parts
-        self._meetings = meetings
+    def __init__(self, sharding: Sharding, meetings: Meetings, cycle: GradientCycle) -> None:
+        self._sharding, self._meetings, self._cycle = sharding, meetings, cycle
         self._norms: dict[float, Tensor] = {}  # fp64 [P]; by order
         self._read: dict[ParamId, Tensor] = {}  # what `read` has brought
         meetings.answer("gradient", self._bring)
@@ -32,13 +33,13 @@ class GradientValues:
     @property
     def are_local(self) -> bool:
         """Whether gradients are this rank's own: the last backward was not reduced, as in DDP."""
-        reducer = self._parts.reducer
-        is_sum = self._parts.comm.world_size > 1 or self._parts.all_reduce_hook is not None
+        reducer = self._cycle.reducer
+        is_sum = self._sharding.comm.world_size > 1 or self._cycle.hook is not None
         return is_sum and reducer.unsynchronised and reducer.leftover
 
     def read(self, param: ParamId) -> Tensor:
         """Copy of a gradient, fp32 and flat. Every rank calls it, for the same `param` or not."""
-        name = self._parts.layout.params[param].name
+        name = self._sharding.layout.params[param].name
         self._meetings.read({f"gradient {param}": f"the gradient of {name}"})
         return self._read.pop(param)
 
@@ -51,7 +52,7 @@ class GradientValues:
     @torch.no_grad()
     def of_this_rank(self, param: ParamId) -> Tensor:
         """Copy, fp32 and flat: the part in this rank's shard, else zeros. Not collective."""
-        chunk = self._parts.chunks[self._parts.chunk_of[param]]
+        chunk = self._sharding.chunks[self._sharding.chunk_of[param]]
         total = self._zeros(param)
         if chunk.gradient.exists:
             self._add_shard(total, chunk, param)
@@ -69,24 +70,23 @@ class GradientValues:
 
     @torch.no_grad()
     def _assembled(self, param: ParamId) -> Tensor:
-        parts = self._parts
         if not self.are_local:
-            reduce_what_is_left(parts)
-        chunk = parts.chunks[parts.chunk_of[param]]
+            self._cycle.reduce_what_is_left()
+        chunk = self._sharding.chunks[self._sharding.chunk_of[param]]
         total = self._zeros(param)
         if chunk.gradient.exists and chunk.counts:
             self._add_shard(total, chunk, param)
-        there = total.to(parts.comm.device)
-        parts.comm.all_reduce(there).wait()
-        return there.to(parts.backend.device)
+        there = total.to(self._sharding.comm.device)
+        self._sharding.comm.all_reduce(there).wait()
+        return there.to(self._sharding.backend.device)
 
     def _zeros(self, param: ParamId) -> Tensor:
-        numel = math.prod(self._parts.layout.params[param].shape)
-        return torch.zeros(numel, dtype=torch.float32, device=self._parts.backend.device)
+        numel = math.prod(self._sharding.layout.params[param].shape)
+        return torch.zeros(numel, dtype=torch.float32, device=self._sharding.backend.device)
 
     def _add_shard(self, total: Tensor, chunk: Chunk, param: ParamId) -> None:
         shard = chunk.gradient.load()
-        for at, first in own_parts(self._parts, chunk, param):
+        for at, first in self._sharding.own_parts(chunk, param):
             total[first : first + at.stop - at.start] = shard[at]
 
     def _bring_norms(self, orders: Sequence[str], wanted: Container[str]) -> None:
@@ -96,17 +96,19 @@ class GradientValues:
     @torch.no_grad()
     def _measure(self, order: float) -> None:
         """Compute the norms of all gradients, in one all-reduce. Collective."""
-        parts, comm = self._parts, self._parts.comm
-        reduce_what_is_left(parts)
-        if parts.is_canonical and order == 2:
+        comm = self._sharding.comm
+        self._cycle.reduce_what_is_left()
+        if self._sharding.is_canonical and order == 2:
             self._norms[order] = self._exactly()
             return
-        sums = torch.zeros(len(parts.params), dtype=torch.float64, device=parts.backend.device)
-        for chunk in parts.chunks:
+        sums = torch.zeros(
+            len(self._sharding.params), dtype=torch.float64, device=self._sharding.backend.device
+        )
+        for chunk in self._sharding.chunks:
             if not chunk.gradient.exists or not chunk.counts:
                 continue
             shard = chunk.gradient.load()
-            for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
+            for part in self._sharding.layout.shard_segments(chunk.spec, chunk.rank):
                 run = shard[part.offset : part.offset + part.numel]
                 norm = norm_of(run, order)
                 if math.isinf(order):
@@ -115,49 +117,28 @@ class GradientValues:
                     sums[part.param] += norm**order
         sums = sums.to(comm.device)
         comm.all_reduce(sums, largest=math.isinf(order)).wait()
-        sums = sums.to(parts.backend.device)
+        sums = sums.to(self._sharding.backend.device)
         self._norms[order] = sums if math.isinf(order) else sums ** (1 / order)
 
     def _exactly(self) -> Tensor:
         """Norms fp64 [P] that no order shows in; NaN where one is not finite. Collective."""
         from gemini.runtime.canonical.exact import ROW_NUMEL, bins_of, integer_of, over_ranks
 
-        parts = self._parts
-        squares, broken = [0 for _ in parts.params], [0 for _ in parts.params]
-        for chunk in parts.chunks:
+        squares, broken = [0 for _ in self._sharding.params], [0 for _ in self._sharding.params]
+        for chunk in self._sharding.chunks:
             if not chunk.gradient.exists:
                 continue
             shard = chunk.gradient.load()
-            for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
+            for part in self._sharding.layout.shard_segments(chunk.spec, chunk.rank):
                 # with the zeros behind it, up to the next parameter's row
                 numel = -(-part.numel // ROW_NUMEL) * ROW_NUMEL
                 found = integer_of([bins_of(shard[part.offset : part.offset + numel])])
                 squares[part.param] += found or 0
                 broken[part.param] |= found is None
-        sums = iter(over_ranks(parts.comm, [*squares, *broken]))
+        sums = iter(over_ranks(self._sharding.comm, [*squares, *broken]))
         norms = [math.sqrt(next(sums)) for _ in squares]
         found_here = [math.nan if next(sums) else norm for norm in norms]
-        return torch.tensor(found_here, dtype=torch.float64, device=parts.backend.device)
-
-
-def own_parts(parts: Parts, chunk: Chunk, param: ParamId) -> Iterator[tuple[slice, int]]:
-    """Yield (slice of this rank's shard, its first element of the parameter), part by part."""
-    for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
-        if part.param == param:
-            yield slice(part.offset, part.offset + part.numel), part.param_offset
-
-
-def reduce_what_is_left(parts: Parts) -> Sequence[bool]:
-    """Reduce gradients left by `no_sync` or late, and let the all-reduce hook have all that it has
-    not had; returns which parameters have one. Collective."""
-    said = parts.comm.numbers([*parts.present, parts.reducer.leftover], torch.float64)
-    parts.comm.all_reduce(said).wait()
-    *there, leftover = (count > 0 for count in said.tolist())
-    if leftover:
-        parts.reducer.reduce_leftovers()
-    if parts.all_reduce_hook is not None:
-        parts.all_reduce_hook.run(there)
-    return there
+        return torch.tensor(found_here, dtype=torch.float64, device=self._sharding.backend.device)
 
 
 _STRIP_NUMEL = 2**18  # on a CPU torch makes an fp64 copy of all that it takes a norm of

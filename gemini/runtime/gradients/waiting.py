@@ -15,19 +15,14 @@ from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
 from gemini.optim.rules.clipping import Clip
 from gemini.runtime.meetings import Meetings
-from gemini.runtime.parts import (
-    Parts,
-    PendingClip,
-    has_pass_elsewhere,
-    in_pass,
-    is_elsewhere,
-    refuse_parked,
-    taking_turns,
-)
+from gemini.runtime.passes import Passes, taking_turns
+from gemini.runtime.sharding import Sharding
+from gemini.runtime.weights import Weights
 from gemini.tickets import Done, Ticket
 from gemini.units import WORLD, ParamId
 
-from .values import GradientValues, norm_of, own_parts, reduce_what_is_left
+from .cycle import GradientCycle
+from .values import GradientValues, norm_of
 
 if TYPE_CHECKING:
     from .view import GradientView
@@ -73,10 +68,19 @@ class Gradients:
     recorded in the sequence that the next vote compares.
     """
 
-    def __init__(self, parts: Parts, meetings: Meetings, dropped: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        sharding: Sharding,
+        meetings: Meetings,
+        cycle: GradientCycle,
+        passes: Passes,
+        weights: Weights,
+        dropped: Callable[[], None],
+    ) -> None:
         """dropped: called when all gradients are dropped."""
-        self._parts = parts
-        self._values = GradientValues(parts, meetings)
+        self.sharding, self.meetings, self.cycle = sharding, meetings, cycle
+        self._passes, self._weights = passes, weights
+        self._values = GradientValues(sharding, meetings, cycle)
         self._dropped = dropped
         self._views: dict[ParamId, GradientView] = {}
         self._edits: dict[ParamId, Edit] = {}
@@ -92,18 +96,18 @@ class Gradients:
         from .view import GradientView
 
         self.notice_broken_backward()
-        parts, spec = self._parts, self._parts.layout.params[param]
+        spec = self.sharding.layout.params[param]
         if not self.exists(param):
             return None
         self._check_not_split(param)
         if param not in self._views:
-            device = parts.backend.device
+            device = self.sharding.backend.device
             self._views[param] = GradientView(self, param, torch.Size(spec.shape), device)
         return self._views[param]
 
     def exists(self, param: ParamId) -> bool:
         """Whether there is a gradient: of this rank, or a reduced one of another."""
-        if self._parts.present[param] or param in self._parts.broken:
+        if self.cycle.present[param] or param in self.cycle.broken:
             return True
         ticket, counts = self._somewhere
         ticket.wait()
@@ -112,47 +116,42 @@ class Gradients:
     def end_backward(self) -> None:
         """End a backward that was reduced: begin to exchange which parameters have a gradient, and
         let the all-reduce hook have them."""
-        parts = self._parts
-        if parts.comm.world_size > 1:
-            counts = parts.comm.numbers(parts.present, torch.int32)
-            self._somewhere = (parts.comm.all_reduce(counts), counts)
-        if parts.all_reduce_hook is not None:
-            reduce_what_is_left(parts)
+        if self.sharding.comm.world_size > 1:
+            counts = self.sharding.comm.numbers(self.cycle.present, torch.int32)
+            self._somewhere = (self.sharding.comm.all_reduce(counts), counts)
+        if self.cycle.hook is not None:
+            self.cycle.reduce_what_is_left()
 
     # -- all of them --
 
     def begin_backward(self) -> None:
         """Prepare for a backward that adds gradients: carry out the clip, unify loss scales."""
-        parts = self._parts
         self.carry_out_clip()
-        if parts.carried_scale is not None:
-            for chunk in parts.chunks:
-                chunk.gradient.scale(parts.control_vector.scale / parts.carried_scale)
-            parts.carried_scale = None
+        factor = self.cycle.rescale()
+        if factor is not None:
+            for chunk in self.sharding.chunks:
+                chunk.gradient.scale(factor)
 
     def after_step(self) -> None:
         """Keep gradients after a step until they are dropped, as torch does."""
-        parts = self._parts
         self._spell_out_clip()
-        if parts.control_vector.active:
-            parts.carried_scale = parts.control_vector.used.clone()
+        self.cycle.outlive_step()
 
     def notice_broken_backward(self) -> None:
         """Drop gradients of a backward that an error ended."""
-        parts = self._parts
-        if parts.reducer.active and not (in_backward() or is_elsewhere(parts)):
+        if self.cycle.reducer.active and not (in_backward() or self._passes.is_elsewhere()):
             self.drop_broken()
 
     def drop_broken(self) -> None:
         """Drop gradients that are incomplete, and mark all as broken until zero_grad."""
         self.drop()
-        params = self._parts.layout.params
-        self._parts.broken.update(ParamId(i) for i, p in enumerate(params) if p.trainable)
+        params = self.sharding.layout.params
+        self.cycle.breaks(ParamId(i) for i, p in enumerate(params) if p.trainable)
 
     def check_complete(self) -> None:
         """Raise RuntimeError where an error has cut a backward short since zero_grad."""
         self.notice_broken_backward()
-        if self._parts.broken:
+        if self.cycle.broken:
             raise RuntimeError(
                 "a backward ended in an error, so the gradients since zero_grad are incomplete; "
                 "call zero_grad() before you go on"
@@ -161,7 +160,7 @@ class Gradients:
     def check_backward(self) -> None:
         """Raise RuntimeError for a backward that could not add to the gradients that are there."""
         self.check_complete()
-        hook = self._parts.all_reduce_hook
+        hook = self.cycle.hook
         if hook is not None:
             hook.check_backward()
 
@@ -169,45 +168,32 @@ class Gradients:
     def zero_all(self) -> None:
         """Set all gradients to zero; a step takes zeros as gradients."""
         self.notice_broken_backward()
-        clear_gradients(self._parts.params)
+        clear_gradients(self.sharding.params)
         self._forget()
-        for chunk in self._parts.chunks:
+        for chunk in self.sharding.chunks:
             chunk.gradient.zero()
 
     @taking_turns
     def drop(self) -> None:
         """Drop all gradients."""
-        parts = self._parts
-        clear_gradients(parts.params)
+        clear_gradients(self.sharding.params)
         self._forget()
-        parts.carried_scale = None
-        parts.reducer.drop_gradients()
-        parts.storage.forget_gradients()
-        parts.present = [False] * len(parts.present)
+        self.cycle.drop()
         self._dropped()
 
     def _forget(self) -> None:
         """Forget edits, views and cached values."""
-        refuse_parked(self._parts)
-        self._parts.broken.clear()
-        self._parts.reducer.is_late = False
-        self._new_to_hook()
-        self._parts.pending_clip = None
+        self._weights.refuse_parked()
+        self.cycle.begin_anew()
         self._values.have_changed()
         for known in (self._edits, self._views, self._changes):
             known.clear()
         self._somewhere = (Done(None), torch.zeros(0))
 
-    def _new_to_hook(self) -> None:
-        """The gradients that follow are others than those that the all-reduce hook has had."""
-        hook = self._parts.all_reduce_hook
-        if hook is not None:
-            hook.forget()
-
     def tell_changes(self) -> None:
         """Record this rank's edits, which the coming vote compares over ranks."""
         if self._changes:
-            self._parts.comm.log.record("changes gradients:", "; ".join(sorted(self._changes)))
+            self.sharding.comm.log.record("changes gradients:", "; ".join(sorted(self._changes)))
             self._changes.clear()
 
     # -- changes of one gradient --
@@ -215,14 +201,14 @@ class Gradients:
     @taking_turns
     def clear_but(self, spared: Sequence[int], set_to_none: bool) -> None:
         """Drop gradients of all parameters but `spared`, or set them to zero."""
-        refuse_parked(self._parts)
+        self._weights.refuse_parked()
         self.notice_broken_backward()
-        params = self._parts.params
+        params = self.sharding.params
         clear_gradients(param for i, param in enumerate(params) if i not in spared)
-        for param in map(ParamId, range(len(self._parts.params))):
+        for param in map(ParamId, range(len(self.sharding.params))):
             if param not in spared and self.exists(param):
                 self._drop(param) if set_to_none else self.zero(param)
-        self._new_to_hook()
+        self.cycle.new_to_hook()
 
     @taking_turns
     def set(self, param: ParamId, value: Tensor | None) -> None:
@@ -257,8 +243,8 @@ class Gradients:
 
     @taking_turns
     def zero(self, param: ParamId) -> None:
-        if param in self._parts.broken:
-            self.assign(param, torch.zeros(self._parts.layout.params[param].shape))
+        if param in self.cycle.broken:
+            self.assign(param, torch.zeros(self.sharding.layout.params[param].shape))
             return
         self._check(param)
         self._spell_out_clip()
@@ -269,7 +255,7 @@ class Gradients:
     @taking_turns
     @torch.no_grad()
     def assign(self, param: ParamId, values: Tensor) -> None:
-        parts, spec = self._parts, self._parts.layout.params[param]
+        spec = self.sharding.layout.params[param]
         if tuple(values.shape) != tuple(spec.shape) or not values.is_floating_point():
             raise RuntimeError(
                 f"the gradient of {spec.name} is floating and has shape {tuple(spec.shape)}; it "
@@ -277,31 +263,32 @@ class Gradients:
             )
         if not spec.trainable:
             raise RuntimeError(f"{spec.name} is frozen, and cannot be given a gradient")
-        parts.broken.discard(param)
+        self.cycle.mends(param)
         self._check_time()
-        flat = values.detach().to_dense().to(parts.backend.device, torch.float32).reshape(-1)
-        if parts.control_vector.active:
-            flat = flat * parts.control_vector.scale.float()
+        flat = (
+            values.detach().to_dense().to(self.sharding.backend.device, torch.float32).reshape(-1)
+        )
+        if self.cycle.control_vector.active:
+            flat = flat * self.cycle.control_vector.scale.float()
         self._spell_out_clip()
         self._edits.pop(param, None)
         self._values.have_changed()
-        chunk, slot = self._place_of(param)
+        chunk, slot = self.sharding.place_of(param)
         if chunk.gradient.exists:
             self._note(param, f"assigns values of sum {float(flat.double().sum())!r} to")
             chunk.gradient.forget(slot)
             chunk.gradient.change(lambda shard: self._put(shard, chunk, param, flat), wide=True)
         else:  # as what no_sync leaves: the step reduces it
             chunk.gradient.put_local(slot, flat)
-        parts.present[param] = True
+        self.cycle.arrived(param)
 
     def _put(self, shard: Tensor, chunk: Chunk, param: ParamId, flat: Tensor) -> None:
-        for at, first in own_parts(self._parts, chunk, param):
+        for at, first in self.sharding.own_parts(chunk, param):
             shard[at].copy_(flat[first : first + at.stop - at.start])
 
     def _drop(self, param: ParamId) -> None:
         """`p.grad = None`."""
-        parts = self._parts
-        parts.broken.discard(param)
+        self.cycle.mends(param)
         if not self.exists(param):
             return
         self._spell_out_clip()
@@ -309,16 +296,16 @@ class Gradients:
         self._edits.pop(param, None)
         self._views.pop(param, None)
         self._change(param, Tensor.zero_, wide=False)  # a product would keep what is not finite
-        chunk, slot = self._place_of(param)
+        chunk, slot = self.sharding.place_of(param)
         chunk.gradient.forget(slot)
-        parts.present[param] = False
+        self.cycle.arrived(param, there=False)
         ticket, counts = self._somewhere
         ticket.wait()
         if counts.numel():
             counts[param] = 0
         if not any(self.exists(other.param) for other in chunk.spec.slots):
             chunk.gradient.drop()
-        if not any(self.exists(ParamId(other)) for other in range(len(parts.params))):
+        if not any(self.exists(ParamId(other)) for other in range(len(self.sharding.params))):
             self.drop()
 
     # -- edits --
@@ -329,21 +316,20 @@ class Gradients:
         A limit applies to the mean over ranks, so gradients that were put off are reduced first.
         """
         if any(edit.limits for edit in self._edits.values()):
-            self._parts.reducer.reduce_put_off()
+            self.cycle.reducer.reduce_put_off()
         self._values.have_changed()
         for param in list(self._edits):
             self._carry_out(param)
 
     def resolve(self) -> None:
         """Prepare edits for a step: one factor for all becomes the step's, others are applied."""
-        parts = self._parts
         if not self._edits:
             return
-        params = [ParamId(p) for p in range(len(parts.params)) if self.exists(ParamId(p))]
+        params = [ParamId(p) for p in range(len(self.sharding.params)) if self.exists(ParamId(p))]
         first = self._edits.get(params[0], Edit()) if params else Edit()
         one_for_all = (
-            parts.pending_clip is None
-            and parts.precision_settings.max_norm == 0
+            self.cycle.pending_clip is None
+            and self.sharding.precision_settings.max_norm == 0
             and first.low == -first.high
             and all(first.is_like(self._edits.get(param, Edit())) for param in params)
             and 0 < first.factor <= 1
@@ -353,8 +339,7 @@ class Gradients:
             return
         self._edits.clear()
         self._changes.add(f"multiplies all by {first.factor!r}, to at most {first.high!r}")
-        clip = Clip(fixed_factor=first.factor, max_value=first.high)
-        parts.pending_clip = PendingClip(clip)
+        self.cycle.clip_with(Clip(fixed_factor=first.factor, max_value=first.high))
 
     def carry_out_clip(self) -> None:
         """Apply the pending clip: before another is measured, or gradients are added to."""
@@ -366,17 +351,16 @@ class Gradients:
 
         Called after the step that applied it, and before any other edit.
         """
-        pending = self._parts.pending_clip
+        pending = self.cycle.take_clip()
         if pending is None:
             return
-        self._parts.pending_clip = None
         self._values.have_changed()
         clip = pending.clip
         factor: float | Tensor = 1.0 if clip.fixed_factor is None else clip.fixed_factor
         if pending.norm is not None and clip.max_norm > 0:
             factor = clip.factor_of(pending.norm)
         edit = Edit((factor,), -clip.max_value, clip.max_value)
-        for param in map(ParamId, range(len(self._parts.params))):
+        for param in map(ParamId, range(len(self.sharding.params))):
             if self.exists(param):
                 self._edits[param] = edit
 
@@ -384,31 +368,26 @@ class Gradients:
         edit = self._edits.pop(param)
         asked = f"{edit.factor!r}, to [{edit.low!r}, {edit.high!r}],"
         self._note(param, f"multiplies by {asked}")
-        scale = self._parts.control_vector.read().scale if edit.limits else 1.0
+        scale = self.cycle.control_vector.read().scale if edit.limits else 1.0
         self._change(param, lambda values: edit.carried_out(values, scale), wide=True)
 
     @torch.no_grad()
     def _change(self, param: ParamId, do: Callable[[Tensor], Tensor], *, wide: bool) -> None:
         """Change this rank's part in place. wide: in fp32."""
-        chunk, slot = self._place_of(param)
+        chunk, slot = self.sharding.place_of(param)
 
         def change(shard: Tensor) -> None:
-            for at, _ in own_parts(self._parts, chunk, param):
+            for at, _ in self.sharding.own_parts(chunk, param):
                 do(shard[at])
 
-        if chunk.gradient.exists and any(own_parts(self._parts, chunk, param)):
+        if chunk.gradient.exists and any(self.sharding.own_parts(chunk, param)):
             chunk.gradient.change(change, wide=wide)
         chunk.gradient.change_local(slot, do, wide=wide)
         self._values.have_changed()
 
     def _note(self, param: ParamId, does: str) -> None:
-        if self._parts.comm.world_size > 1:
-            self._changes.add(f"{does} {self._parts.layout.params[param].name}")
-
-    def _place_of(self, param: ParamId) -> tuple[Chunk, int]:
-        """Chunk of a parameter, and its slot in the chunk."""
-        parts = self._parts
-        return parts.chunks[parts.chunk_of[param]], parts.slot_of[param]
+        if self.sharding.comm.world_size > 1:
+            self._changes.add(f"{does} {self.sharding.layout.params[param].name}")
 
     # -- values --
 
@@ -416,35 +395,36 @@ class Gradients:
     def values(self, param: ParamId) -> Tensor:
         """Copy in fp32, of the parameter's shape. Collective where gradients are reduced."""
         self._check(param)
-        parts, spec = self._parts, self._parts.layout.params[param]
-        chunk, slot = self._place_of(param)
+        spec = self.sharding.layout.params[param]
+        chunk, slot = self.sharding.place_of(param)
         local = chunk.gradient.local(slot)
-        if parts.comm.world_size == 1 or (self._values.are_local and not chunk.gradient.exists):
+        if self.sharding.comm.world_size == 1 or (
+            self._values.are_local and not chunk.gradient.exists
+        ):
             total = self._values.of_this_rank(param)
         else:
             total = self._values.read(param)
             local = local if self._values.are_local else None
         if local is not None:
             total = total.add_(local)
-        factor, limit = clipped_by(parts)
-        self._edits.get(param, Edit()).carried_out(total, parts.control_vector.read().scale)
+        factor, limit = self.cycle.clipped_by()
+        self._edits.get(param, Edit()).carried_out(total, self.cycle.control_vector.read().scale)
         return total.mul_(factor).clamp_(-limit, limit).view(spec.shape)
 
     @taking_turns
     def norm(self, param: ParamId, order: float) -> Tensor:
         """Norm of a gradient, fp64 0-d. Collective; ranks may ask for different parameters."""
         self._check(param)
-        parts = self._parts
         if self._edits.get(param, Edit()).limits:
-            if parts.reducer.has_put_off:  # ranks ask for norms in orders of their own
+            if self.cycle.reducer.has_put_off:  # ranks ask for norms in orders of their own
                 return norm_of(self.values(param), order)
             self.settle()
-        if self._values.are_local and not parts.reducer.synchronise:
+        if self._values.are_local and not self.cycle.reducer.synchronise:
             return norm_of(self.values(param), order)
         if order <= 0:  # no sum of powers over ranks
             return norm_of(self.values(param), order)
         norm = self._values.norm(param, order)
-        factor, limit = clipped_by(parts)
+        factor, limit = self.cycle.clipped_by()
         if limit < math.inf:
             return norm_of(self.values(param), order)
         return norm * (abs(self._edits.get(param, Edit()).factor) * factor)
@@ -453,14 +433,14 @@ class Gradients:
         """Raise RuntimeError where the gradient was dropped, or is not reduced yet."""
         if not self.exists(param):
             raise RuntimeError(
-                f"the gradient of {self._parts.layout.params[param].name} was dropped; "
+                f"the gradient of {self.sharding.layout.params[param].name} was dropped; "
                 "p.grad.clone() keeps its values"
             )
         self._check_time()
 
     def _check_not_split(self, param: ParamId) -> None:
-        spec = self._parts.layout.params[param]
-        if self._parts.chunks[self._parts.chunk_of[param]].tie is not None:
+        spec = self.sharding.layout.params[param]
+        if self.sharding.chunks[self.sharding.chunk_of[param]].tie is not None:
             raise RuntimeError(
                 f"stages tie {spec.name}, whose gradients are added up in step(), and no rank has "
                 "their sum before. Expected a clip by the optimizer, or weights that are not tied"
@@ -473,27 +453,14 @@ class Gradients:
             )
 
     def _check_time(self) -> None:
-        parts = self._parts
-        refuse_parked(parts)
+        self._weights.refuse_parked()
         self.check_complete()
-        if has_pass_elsewhere(parts):
+        if self._passes.has_pass_elsewhere():
             raise RuntimeError(
                 "gradients are read or changed while another thread runs a forward or a backward; "
                 "look at them there, or behind it"
             )
-        if parts.comm.world_size > 1 and in_pass(parts):
+        if self.sharding.comm.world_size > 1 and self._passes.in_pass():
             raise RuntimeError(
                 "gradients are not reduced before a backward has ended; look at them behind it"
             )
-
-
-def clipped_by(parts: Parts) -> tuple[Tensor, float]:
-    """Factor (fp64 0-d) that unscales and clips, and the limit of a value, of the next step."""
-    pending = parts.pending_clip
-    clip = pending.clip if pending is not None else Clip()
-    factor = 1.0 / parts.control_vector.scale
-    if clip.fixed_factor is not None:
-        factor = factor * clip.fixed_factor
-    elif pending is not None and pending.norm is not None and clip.max_norm > 0:
-        factor = factor * clip.factor_of(pending.norm)
-    return factor, clip.max_value

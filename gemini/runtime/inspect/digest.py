@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.opaque import OpaqueChunk
 from gemini.chunk.storage import Chunk
 from gemini.digests import digest_of
-from gemini.runtime.parts import Parts
-from gemini.runtime.step.weights import write_back_changes
-
-from .weights import master_of
+from gemini.optim.rules.control_vector import ControlVector
+from gemini.runtime.weights import Weights
 
 WORD_BYTES = 8
 _Sum = Callable[[Tensor, int, int], Tensor]
 
 
 @torch.no_grad()
-def digest(parts: Parts) -> str:
+def digest(weights: Weights, control_vector: ControlVector) -> str:
     """Digest of weights in the compute dtype, step counts and the loss scale. Collective.
 
     Chunks that are never released are summed from this rank's own payload, so a rank whose copy
@@ -30,38 +29,40 @@ def digest(parts: Parts) -> str:
     Chunks, placement and world size do not change the digest; a split of parameters by torch does.
     """
     said = repr(
-        (param_sums(parts), _counts(parts), sorted(parts.control_vector.state_dict().items()))
+        (param_sums(weights), _counts(weights), sorted(control_vector.state_dict().items()))
     )
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 @torch.no_grad()
-def param_sums(parts: Parts) -> list[int]:
+def param_sums(weights: Weights) -> list[int]:
     """Sums of the words of each parameter, as `digest` has them. Collective."""
-    write_back_changes(parts)
+    weights.write_back_changes()
+    sharding = weights.sharding
     from gemini.kernels_triton.digest import digest_on_device, digest_reference
 
     def by_kernel(words: Tensor, first: int, salt: int) -> Tensor:
-        parts.backend.address(words)  # raises for memory that no kernel reaches
+        sharding.backend.address(words)  # raises for memory that no kernel reaches
         return digest_on_device(words, first, salt)
 
-    on_device = by_kernel if parts.backend.updates_by_triton else digest_reference
+    on_device = by_kernel if sharding.backend.updates_by_triton else digest_reference
     shared = {
-        group: torch.zeros(len(parts.layout.params), dtype=torch.int64) for group in parts.links
+        group: torch.zeros(len(sharding.layout.params), dtype=torch.int64)
+        for group in sharding.links
     }
     own = {group: torch.zeros_like(sums) for group, sums in shared.items()}
-    for chunk in parts.chunks:
-        if chunk.spec.id in parts.never_released and chunk.gathered:
+    for chunk in sharding.chunks:
+        if chunk.spec.id in sharding.never_released and chunk.gathered:
             chunk.wait_gathered()
             for slot, place in enumerate(chunk.spec.slots):
                 whole = chunk.view(chunk.payload, slot)
                 own[chunk.spec.group][place.param] = of_run(whole, 0, place.param, on_device)
         else:
             add = digest_reference if chunk.shard_on_host else on_device
-            for param, total in _of_shard(parts, chunk, add):
+            for param, total in _of_shard(sharding.layout, chunk, add):
                 shared[chunk.spec.group][param] += total.cpu()
-    sums = [0] * len(parts.layout.params)
-    for group, links in parts.links.items():
+    sums = [0] * len(sharding.layout.params)
+    for group, links in sharding.links.items():
         there = shared[group].to(links.shards.device)
         links.shards.all_reduce(there).wait()
         there += own[group].to(there.device)
@@ -75,29 +76,30 @@ def param_sums(parts: Parts) -> list[int]:
 
 
 @torch.no_grad()
-def base_digests(parts: Parts) -> dict[str, str]:
+def base_digests(weights: Weights) -> dict[str, str]:
     """Digests of opaque parameters by name on the first rank, empty on the others. Collective.
 
     A digest depends on bytes and form alone. It is made once, and again after the parameter was
     written.
     """
-    write_back_changes(parts)
-    mine = [c.spec.id for c in parts.chunks if isinstance(c, OpaqueChunk) and not c.is_named]
-    for chunk_id in sorted({c for of_rank in parts.comm.gather_objects(mine) for c in of_rank}):
-        chunk = parts.chunks[chunk_id]
-        payload = parts.links[chunk.spec.group].gather(master_of(parts, chunk))
+    weights.write_back_changes()
+    sharding = weights.sharding
+    mine = [c.spec.id for c in sharding.chunks if isinstance(c, OpaqueChunk) and not c.is_named]
+    for chunk_id in sorted({c for of_rank in sharding.comm.gather_objects(mine) for c in of_rank}):
+        chunk = sharding.chunks[chunk_id]
+        payload = sharding.links[chunk.spec.group].gather(weights.master_of(chunk))
         for slot in chunk.spec.slots:
-            one = parts.opaque[slot.param]
+            one = sharding.opaque[slot.param]
             said = hashlib.sha256(digest_of(one.form).encode())
             if payload is not None:
                 said.update(payload[slot.offset : slot.offset + slot.numel].cpu().numpy().tobytes())
             one.digest = said.hexdigest()
-    if parts.comm.rank:
+    if sharding.comm.rank:
         return {}
-    return {one.names[0]: str(one.digest) for one in parts.opaque.values()}
+    return {one.names[0]: str(one.digest) for one in sharding.opaque.values()}
 
 
-def _of_shard(parts: Parts, chunk: Chunk, add: _Sum) -> list[tuple[int, Tensor]]:
+def _of_shard(layout: ChunkLayout, chunk: Chunk, add: _Sum) -> list[tuple[int, Tensor]]:
     shard = chunk.load_shard()
     return [
         (
@@ -109,7 +111,7 @@ def _of_shard(parts: Parts, chunk: Chunk, add: _Sum) -> list[tuple[int, Tensor]]
                 add,
             ),
         )
-        for part in parts.layout.shard_segments(chunk.spec, chunk.rank)
+        for part in layout.shard_segments(chunk.spec, chunk.rank)
     ]
 
 
@@ -124,7 +126,7 @@ def of_run(values: Tensor, start: int, param: int, add: _Sum) -> Tensor:
     return total
 
 
-def _counts(parts: Parts) -> list[float]:
-    if parts.target is None:
+def _counts(weights: Weights) -> list[float]:
+    if weights.target is None:
         return []
-    return [float(state["step"]) for state in parts.target.shown_state().values()]
+    return [float(state["step"]) for state in weights.target.shown_state().values()]

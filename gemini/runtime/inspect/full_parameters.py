@@ -12,16 +12,15 @@ from gemini.chunk.local import full_tensor_of, group_of
 from gemini.chunk.opaque import OpaqueChunk
 from gemini.chunk.storage import Chunk, params_in
 from gemini.nvme import NvmeError
-from gemini.runtime.parts import Parts, settle
+from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
+from gemini.runtime.sharding import Sharding
 from gemini.runtime.step.state.dtensors import dtensors_in
 from gemini.runtime.step.state.full_state import gathered, scatter
-from gemini.runtime.step.weights import after_step, write_back_changes
+from gemini.runtime.weights import Weights
 from gemini.units import WORLD, ParamId
 
-from .weights import exact_dtype, full_chunk, master_of, set_master, tell_rounded_once
 
-
-def full_parameters(parts: Parts, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+def full_parameters(weights: Weights, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
     """(name, value) of every parameter on rank 0, nothing on the others; all ranks iterate.
 
     everywhere: on every rank.
@@ -29,97 +28,104 @@ def full_parameters(parts: Parts, *, everywhere: bool = False) -> Iterator[tuple
     wrapping, on the CPU. An opaque parameter has the form in which its library saves it. Tied
     parameters come under each of their names, as one tensor.
     """
-    write_back_changes(parts)
-    tell_rounded_once(parts)
-    for chunk in parts.chunks:
+    weights.write_back_changes()
+    sharding = weights.sharding
+    weights.tell_rounded_once()
+    for chunk in sharding.chunks:
         for param, value in (
-            _on_every_rank(parts, chunk)
+            _on_every_rank(weights, chunk)
             if everywhere
-            else gathered(parts, chunk, master_of(parts, chunk), cut=False)
+            else gathered(sharding, chunk, weights.master_of(chunk), cut=False)
         ):
-            if param in parts.opaque:
-                yield from parts.opaque[param].saved(value).items()
+            if param in sharding.opaque:
+                yield from sharding.opaque[param].saved(value).items()
                 continue
-            value = value.to(parts.original_dtypes[param], copy=True)
-            for name in parts.layout.params[param].names:
+            value = value.to(sharding.original_dtypes[param], copy=True)
+            for name in sharding.layout.params[param].names:
                 yield name, value
 
 
-def _on_every_rank(parts: Parts, chunk: Chunk) -> Iterator[tuple[ParamId, Tensor]]:
+def _on_every_rank(weights: Weights, chunk: Chunk) -> Iterator[tuple[ParamId, Tensor]]:
     """Parameters of a chunk, as `gathered`, on every rank. Collective."""
-    for param, mine in params_in(parts.layout, chunk.spec, full_chunk(parts, chunk)):
-        if param not in parts.opaque:
-            mine = full_tensor_of(parts.params[param], mine)
+    sharding = weights.sharding
+    for param, mine in params_in(sharding.layout, chunk.spec, weights.full_chunk(chunk)):
+        if param not in sharding.opaque:
+            mine = full_tensor_of(sharding.params[param], mine)
         yield param, mine.cpu()
 
 
-def opaque_as_saved(parts: Parts) -> dict[ParamId, dict[str, Tensor]]:
+def opaque_as_saved(weights: Weights) -> dict[ParamId, dict[str, Tensor]]:
     """Tensors of every opaque parameter in a state dict, on the meta device. All ranks call.
 
     Dtypes and shapes may depend on values: they are exact on the first rank of the first replica,
     and those of zeros on the others.
     """
-    write_back_changes(parts)
+    weights.write_back_changes()
+    sharding = weights.sharding
     found = {}
-    for chunk in parts.chunks:
+    for chunk in sharding.chunks:
         if not isinstance(chunk, OpaqueChunk):
             continue
-        payload = parts.links[chunk.spec.group].gather(master_of(parts, chunk))
+        payload = sharding.links[chunk.spec.group].gather(weights.master_of(chunk))
         if payload is None:
             payload = torch.zeros(chunk.spec.payload_numel, dtype=chunk.dtype)
-        for param, mine in params_in(parts.layout, chunk.spec, payload.cpu()):
-            saved = parts.opaque[param].saved(mine)
+        for param, mine in params_in(sharding.layout, chunk.spec, payload.cpu()):
+            saved = sharding.opaque[param].saved(mine)
             found[param] = {name: value.to("meta") for name, value in saved.items()}
     return found
 
 
-def cut_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+def cut_parameters(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """(name, DTensor) of every parameter on every rank, on the CPU; all ranks iterate.
 
     Values are fp32 if there are masters or originals, else in the compute dtype. Tied parameters
     come under each of their names, as one tensor.
     """
-    write_back_changes(parts)
-    tell_rounded_once(parts)
-    for chunk in parts.chunks:
-        mine = master_of(parts, chunk).to(exact_dtype(parts, chunk))
-        for param, value in gathered(parts, chunk, mine, cut=True):
-            if param in parts.opaque:  # whole on every rank
-                yield from parts.opaque[param].saved(value).items()
+    weights.write_back_changes()
+    sharding = weights.sharding
+    weights.tell_rounded_once()
+    for chunk in sharding.chunks:
+        mine = weights.master_of(chunk).to(weights.exact_dtype(chunk))
+        for param, value in gathered(sharding, chunk, mine, cut=True):
+            if param in sharding.opaque:  # whole on every rank
+                yield from sharding.opaque[param].saved(value).items()
                 continue
-            for name in parts.layout.params[param].names:
+            for name in sharding.layout.params[param].names:
                 yield name, value
 
 
-def salvageable(parts: Parts) -> dict[str, Tensor]:
+def salvageable(weights: Weights) -> dict[str, Tensor]:
     """Copies, in the compute dtype, of the full parameters that this rank has in memory.
 
     They are what remains if files are lost: 16-bit values, and not the fp32 masters. With several
     ranks only parameters of gathered chunks are full.
     """
-    settle(parts)
-    parts.regather.end()
+    weights.settle()
+    sharding = weights.sharding
+    weights.regather.end()
     found = {}
-    for chunk in parts.chunks:
+    for chunk in sharding.chunks:
         values = chunk.payload
         with suppress(NvmeError):  # rows of a stack may be missing, and lost with the files
             chunk.wait_gathered()
         if not chunk.gathered or chunk.pending is not None:
-            if chunk.files is not None or parts.links[chunk.spec.group].world_size > 1:
+            if chunk.files is not None or sharding.links[chunk.spec.group].world_size > 1:
                 continue
             values = chunk.shard
-        for param, value in params_in(parts.layout, chunk.spec, values):
-            spec = parts.layout.params[param]
-            if param in parts.opaque:
-                found.update(parts.opaque[param].saved(value.cpu()))
+        for param, value in params_in(sharding.layout, chunk.spec, values):
+            spec = sharding.layout.params[param]
+            if param in sharding.opaque:
+                found.update(sharding.opaque[param].saved(value.cpu()))
                 continue
-            if group_of(parts.params[param]) == WORLD:
+            if group_of(sharding.params[param]) == WORLD:
                 found.update(dict.fromkeys(spec.names, value.cpu().clone()))
     return found
 
 
 @torch.no_grad()
-def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
+def load_full_parameters(
+    weights: Weights, manager: StatefulTensorMgr, values: Mapping[str, Tensor]
+) -> None:
     """Load rank 0's `values` into the parameters that they name. All ranks call.
 
     Of a DTensor every rank gives its part; other values of other ranks are ignored. Shards and fp32
@@ -127,10 +133,11 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
     Raises ValueError on every rank, before anything is changed, if a shape differs, or a value is a
     DTensor on some ranks only.
     """
-    write_back_changes(parts)
+    weights.write_back_changes()
+    sharding = weights.sharding
     known = [
         (name, tuple(param.shape))
-        for spec, param in zip(parts.layout.params, parts.params, strict=True)
+        for spec, param in zip(sharding.layout.params, sharding.params, strict=True)
         if spec.form is None
         for name in spec.names
     ]
@@ -139,48 +146,48 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
         for name, shape in known
         if name in values and tuple(values[name].shape) != shape
     ]
-    for one in parts.opaque.values() if parts.comm.rank == 0 else ():
+    for one in sharding.opaque.values() if sharding.comm.rank == 0 else ():
         try:
             known += [(name, ()) for name in one.saved_names if name in values]
             one.given(values)
         except ValueError as error:
             wrong.append(str(error))
-    wrong, named = parts.comm.gather_objects((wrong, [n for n, _ in known if n in values]))[0]
+    wrong, named = sharding.comm.gather_objects((wrong, [n for n, _ in known if n in values]))[0]
     if wrong:
         raise ValueError("the state dict does not fit: " + "; ".join(wrong))
     given = set(named)
-    split = dtensors_in(parts.comm, values) & given
-    for chunk in parts.chunks:
+    split = dtensors_in(sharding.comm, values) & given
+    for chunk in sharding.chunks:
         name_of = {
             slot.param: name
             for slot in chunk.spec.slots
-            for name in _loaded_names(parts, slot.param)[::-1]  # the first that is given
+            for name in _loaded_names(sharding, slot.param)[::-1]  # the first that is given
             if name in given
         }
         if not name_of:
             continue
-        mine = master_of(parts, chunk)
-        payload = parts.links[chunk.spec.group].gather(mine)
-        own = name_of.keys() - parts.opaque.keys()
+        mine = weights.master_of(chunk)
+        payload = sharding.links[chunk.spec.group].gather(mine)
+        own = name_of.keys() - sharding.opaque.keys()
         if payload is not None:
-            for param, place in params_in(parts.layout, chunk.spec, payload):
-                if param in name_of and param in parts.opaque:
-                    parts.opaque[param].load(place, values)
+            for param, place in params_in(sharding.layout, chunk.spec, payload):
+                if param in name_of and param in sharding.opaque:
+                    sharding.opaque[param].load(place, values)
         parted = {param for param in own if name_of[param] in split}
         scatter(
-            parts, chunk, payload, mine,
+            sharding, chunk, payload, mine,
             {p: values.get(name) for p, name in name_of.items() if p in own}, parted,
         )  # fmt: skip
-        set_master(parts, chunk, mine)
-    parts.manager.release_all()
-    after_step(parts, trained=False)
-    params = range(len(parts.params))
-    parts.user_writes.stepped(
-        [p for p in map(ParamId, params) if given & set(parts.layout.params[p].names)]
+        weights.set_master(chunk, mine)
+    manager.release_all()
+    weights.after_step(trained=False)
+    params = range(len(sharding.params))
+    weights.user_writes.stepped(
+        [p for p in map(ParamId, params) if given & set(sharding.layout.params[p].names)]
     )
 
 
-def _loaded_names(parts: Parts, param: ParamId) -> Sequence[str]:
+def _loaded_names(sharding: Sharding, param: ParamId) -> Sequence[str]:
     """Names of a parameter's values in a state dict."""
-    one = parts.opaque.get(param)
-    return parts.layout.params[param].names if one is None else one.saved_names
+    one = sharding.opaque.get(param)
+    return sharding.layout.params[param].names if one is None else one.saved_names

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -17,6 +18,7 @@ from gemini.chunk.opaque import leaf_bytes
 from gemini.memtracer.forecast import sizes_of
 from gemini.memtracer.trace import Trace
 from gemini.optim.rules.config import StateConfig
+from gemini.placement.plan import Plan
 from gemini.placement.policy import StaticPlacement
 from gemini.placement.predict import KINDS, TIERS
 from gemini.placement.start import Start
@@ -29,8 +31,17 @@ from gemini.placement.timetable.updates import (
     priced_in_words,
     said,
 )
-from gemini.runtime.parts import Parts, against_tail_of, against_update_of, update_of
+from gemini.runtime.gradients.cycle import GradientCycle
+from gemini.runtime.memory.backend import Backend
+from gemini.runtime.memory.ledger import MemoryLedger
+from gemini.runtime.overlap import UpdateOverlap
+from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.schedule.sampler import Sampler
+from gemini.runtime.sharding import Sharding
 from gemini.units import WORLD, format_bytes
+
+if TYPE_CHECKING:
+    from gemini.activations.saved_tensors import SavedTensors
 
 log = logging.getLogger("gemini")
 
@@ -111,44 +122,51 @@ def _places(nbytes: Mapping[str, int]) -> str:
     return ", ".join(f"{format_bytes(n)} on {where}" for where, n in nbytes.items())
 
 
-def _update_lines(parts: Parts) -> list[str]:
+def _update_lines(planning: Planning, overlap: UpdateOverlap) -> list[str]:
     """Lines on the update of state off the device: when it runs, and its hidden seconds."""
-    result = parts.planning.result
-    costs, update = result.overlapped, update_of(parts)
-    prices = [priced_in_words(result.seconds_by_update), _speeds(parts)] if costs else []
-    if parts.update == SERIAL:
-        if against_tail_of(parts) is not None or TAIL not in costs:
+    result = planning.result
+    costs, update = result.overlapped, overlap.in_use()
+    prices = [priced_in_words(result.seconds_by_update), _speeds(planning)] if costs else []
+    if overlap.asked == SERIAL:
+        if overlap.against_tail() is not None or TAIL not in costs:
             return []
         said_of_tail = f'with update="tail" it would be predicted to take {costs[TAIL]}'
         return [f"update: serial; {said_of_tail}", *prices]
-    lines = [f"update: {when_updated(parts)}", *prices]
+    lines = [f"update: {when_updated(overlap)}", *prices]
     if update == SERIAL:
         return lines
     if (cost := costs.get(update)) is not None:
         lines.append(f"predicted of the update: {cost}")
-    behind = parts.updating.behind
+    behind = overlap.behind
     if behind.ready() and (last := behind.wait()).seconds:
         lines.append(f"measured of the last update: {said(last.seconds, last.waited_seconds)}")
     return lines
 
 
-def _speeds(parts: Parts) -> str:
-    return f"speeds of predictions: {parts.planning.machine.speeds.origin}"
+def _speeds(planning: Planning) -> str:
+    return f"speeds of predictions: {planning.machine.speeds.origin}"
 
 
-def when_updated(parts: Parts) -> str:
+def when_updated(overlap: UpdateOverlap) -> str:
     """Time of the update of state off the device, in words, with the rule against a tail that was
     asked for, if one applies."""
-    update, reason = update_of(parts), against_update_of(parts)
+    update, reason = overlap.in_use(), overlap.against()
     if update == SERIAL:
-        return "in step()" if parts.update == SERIAL else f"serial, as {reason}"
+        return "in step()" if overlap.asked == SERIAL else f"serial, as {reason}"
     when = "behind the next forward" if goes_on(update) else "in step()"
     if is_early(update):
         when = f"during backward, as far as gradients are final, and {when}"
-    return when if reason is None else f'{when}; no update="{parts.update}", as {reason}'
+    return when if reason is None else f'{when}; no update="{overlap.asked}", as {reason}'
 
 
-def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str:
+def explain(
+    sharding: Sharding,
+    planning: Planning,
+    overlap: UpdateOverlap,
+    cycle: GradientCycle,
+    name: str,
+    ignored: Mapping[str, nn.Parameter],
+) -> str:
     """Home of a parameter, its reason and its cost, in words. ignored: `ignored_params` by name.
 
     Raises ValueError for an unknown name.
@@ -159,38 +177,44 @@ def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str
             f"{name} {tuple(left.shape)}\nignored: {format_bytes(leaf_bytes(left))} on "
             f"{left.device.type}, in no chunk, plan or budget"
         )
-    for param, spec in enumerate(parts.layout.params):
+    for param, spec in enumerate(sharding.layout.params):
         if name in spec.names:
-            chunk = next(c for p, c in parts.chunk_of.items() if p == param)
-            mine = parts.params[param]
+            chunk = next(c for p, c in sharding.chunk_of.items() if p == param)
+            mine = sharding.params[param]
             split = "" if group_of(mine) == WORLD else f", split over {group_of(mine)}: here"
             shape = tuple(mine.shape)
             own = f"{split} {spec.shape}" if split else ""
-            text = f"{name} {shape}{own}\n{parts.plan.explain(chunk)}"
-            planning = parts.planning
+            text = f"{name} {shape}{own}\n{planning.plan.explain(chunk)}"
             moves = planning.moves
             lines = (
                 text,
                 *moves.why(chunk),
-                *_update_lines(parts),
-                _moves_of(parts),
-                _saved_of(parts),
-                str(parts.accumulated or ""),
+                *_update_lines(planning, overlap),
+                _moves_of(planning),
+                _saved_of(planning.plan),
+                str(cycle.accumulated or ""),
                 *planning.overruns.lines(),
             )
             return "\n".join(filter(None, lines))
-    names = [*ignored, *(name for spec in parts.layout.params for name in spec.names)]
+    names = [*ignored, *(name for spec in sharding.layout.params for name in spec.names)]
     near = difflib.get_close_matches(name, names, n=3)
     raise ValueError(
         f"no parameter {name!r}" + (f"; did you mean {', '.join(near)}?" if near else "")
     )
 
 
-def memory_report(parts: Parts, ignored: Iterable[nn.Parameter]) -> MemoryReport:
+def memory_report(
+    planning: Planning,
+    ledger: MemoryLedger,
+    sampler: Sampler,
+    backend: Backend,
+    saved_tensors: SavedTensors | None,
+    ignored: Iterable[nn.Parameter],
+) -> MemoryReport:
     """Memory report, see `MemoryReport`. ignored: parameters that were left as they are."""
-    planning, measured = parts.planning, parts.ledger.peaks
+    measured = ledger.peaks
     predicted = planning.result.profile.peaks()
-    train = parts.sampler.traces("train")
+    train = sampler.traces("train")
     rows = []
     for tier in TIERS:
         found = dict(measured.get(tier, {}))
@@ -198,8 +222,8 @@ def memory_report(parts: Parts, ignored: Iterable[nn.Parameter]) -> MemoryReport
             saved = planning.plan.saved
             there = train[-1].non_model_within(None if saved is None else saved.room_bytes)
             found["non-model"] = max(there, default=0)
-        if tier is not Tier.DEVICE and parts.saved_tensors is not None:
-            traffic = parts.saved_tensors.traffic  # what went to a file may have been on the host
+        if tier is not Tier.DEVICE and saved_tensors is not None:
+            traffic = saved_tensors.traffic  # what went to a file may have been on the host
             on_host = max(0, traffic.host_out - traffic.nvme_out)
             found["non-model"] = on_host if tier is Tier.HOST else traffic.nvme_out
         wanted = predicted[tier.value]
@@ -210,7 +234,7 @@ def memory_report(parts: Parts, ignored: Iterable[nn.Parameter]) -> MemoryReport
         if wanted["total"] or found:
             rows.append(MemoryRow(tier.value, "total", wanted["total"],
                                   sum(found.values()) if measured else None))  # fmt: skip
-        is_pinned = tier is Tier.HOST and parts.backend.pin is not None
+        is_pinned = tier is Tier.HOST and backend.pin is not None
         if is_pinned and rows and rows[-1].tier == tier.value:  # no page of it is swapped
             rows.append(_pinned(rows[-1], wanted, found))
     left: Counter[str] = Counter()
@@ -218,22 +242,22 @@ def memory_report(parts: Parts, ignored: Iterable[nn.Parameter]) -> MemoryReport
         left[param.device.type] += leaf_bytes(param)
     plan = planning.plan
     return MemoryReport(
-        tuple(rows), planning.overruns.lines(), _moves_of(parts),
+        tuple(rows), planning.overruns.lines(), _moves_of(planning),
         {tier.value: nbytes for tier, nbytes in plan.frozen_bytes.items()},
-        plan.frozen_read_bytes, dict(left), _evaluations(parts), _saved_of(parts),
+        plan.frozen_read_bytes, dict(left), _evaluations(planning, sampler), _saved_of(plan),
     )  # fmt: skip
 
 
-def _evaluations(parts: Parts) -> tuple[MemoryRow, ...]:
+def _evaluations(planning: Planning, sampler: Sampler) -> tuple[MemoryRow, ...]:
     largest: dict[str, Trace] = {}
-    for trace in parts.sampler.traces("eval"):
+    for trace in sampler.traces("eval"):
         kind = "decode" if _is_of_one_token(trace.signature) else "evaluation"
         known = largest.get(kind)
         if known is None or trace.peak_non_model_bytes > known.peak_non_model_bytes:
             largest[kind] = trace
-    rows, peaks = [], parts.sampler.device_peaks
+    rows, peaks = [], sampler.device_peaks
     for kind, trace in sorted(largest.items(), reverse=True):
-        predicted = parts.planning.peak_bytes(trace)
+        predicted = planning.peak_bytes(trace)
         measured = peaks.get((trace.kind, trace.signature))
         if predicted is not None and measured is not None:  # a checkpoint's traces have no peak
             rows.append(MemoryRow(Tier.DEVICE.value, kind, predicted, measured))
@@ -246,13 +270,12 @@ def _is_of_one_token(signature: str) -> bool:
     return form.startswith(("int64", "int32")) and sizes[0][1:] == (1,)
 
 
-def _saved_of(parts: Parts) -> str:
-    plan = parts.plan
+def _saved_of(plan: Plan) -> str:
     return "; ".join(str(one) for one in (plan.saved, plan.recomputed) if one is not None)
 
 
-def _moves_of(parts: Parts) -> str:
-    moves = parts.planning.moves
+def _moves_of(planning: Planning) -> str:
+    moves = planning.moves
     return str(moves) if moves.num_down or moves.num_up else ""
 
 
@@ -269,17 +292,22 @@ def _pinned(total: MemoryRow, predicted: Mapping[str, int], found: Mapping[str, 
     )
 
 
-def memory_timeline(parts: Parts, path: str | Path, title: str | None = None) -> None:
+def memory_timeline(
+    sharding: Sharding,
+    planning: Planning,
+    sampler: Sampler,
+    path: str | Path,
+    title: str | None = None,
+) -> None:
     """Draw the plan of one iteration; see `gemini.placement.picture.write_timeline`."""
     from gemini.placement.picture import write_timeline
     from gemini.placement.timeline import planned_timeline
 
-    planning = parts.planning
-    numel = sum(spec.numel for spec in parts.layout.params)
-    ranks = parts.comm.world_size
+    numel = sum(spec.numel for spec in sharding.layout.params)
+    ranks = sharding.comm.world_size
     of_ranks = f", one of {ranks} ranks" if ranks > 1 else ""
     verdict = "; ".join(planning.overruns.lines()) or "as planned, and no budget was passed"
-    train = parts.sampler.traces("train")
+    train = sampler.traces("train")
     seconds = {"forward": 0.0, "backward": 0.0}
     for moment in train[-1].moments if train else ():
         seconds[moment.phase] += moment.seconds
@@ -291,20 +319,30 @@ def memory_timeline(parts: Parts, path: str | Path, title: str | None = None) ->
 
 
 def say_start(
-    parts: Parts, config: StateConfig, update_path: str, decays: tuple[float, ...]
+    sharding: Sharding,
+    planning: Planning,
+    overlap: UpdateOverlap,
+    config: StateConfig,
+    update_path: str,
+    decays: tuple[float, ...],
 ) -> None:
     """Log three lines on the first rank, once, when its optimizer is made.
 
     config: of the optimizer. update_path: name of its executor. decays: of its groups.
     """
     if log.level <= logging.INFO:
-        _say(_start_of(parts, config, update_path, decays).lines())
+        _say(_start_of(sharding, planning, overlap, config, update_path, decays).lines())
 
 
 def _start_of(
-    parts: Parts, config: StateConfig, update_path: str, decays: tuple[float, ...]
+    sharding: Sharding,
+    planning: Planning,
+    overlap: UpdateOverlap,
+    config: StateConfig,
+    update_path: str,
+    decays: tuple[float, ...],
 ) -> Start:
-    planning, settings = parts.planning, parts.precision_settings
+    settings = sharding.precision_settings
     plan = planning.plan
     homes = [home for shard in plan.shards for home in shard.state_homes]
     masters = "" if settings.precision == "fp32" else " with fp32 masters"
@@ -312,7 +350,7 @@ def _start_of(
     moved = plan.bytes_moved().items()
     written = sum(nbytes for (_, target), nbytes in moved if target is Tier.NVME)
     return Start(
-        device=str(parts.backend.device),
+        device=str(sharding.backend.device),
         peaks=planning.result.profile.peaks(),
         budgets=plan.budgets,
         folders=_folders_of(planning.nvme_folder, config) if written else "",
@@ -320,13 +358,13 @@ def _start_of(
         may_rise=not (planning.homes_are_final or is_static),
         update_path=update_path,
         paths={home.value: plan.path_of(home).value for home in dict.fromkeys(homes)},
-        when=when_updated(parts),
-        asked=parts.update,
+        when=when_updated(overlap),
+        asked=overlap.asked,
         optimizer=config.optimizer,
-        numel=sum(spec.numel for spec in parts.layout.params if spec.trainable),
+        numel=sum(spec.numel for spec in sharding.layout.params if spec.trainable),
         decays=decays,
         precision=settings.precision + (masters if settings.master_weights else ""),
-        num_ranks=parts.comm.world_size,
+        num_ranks=sharding.comm.world_size,
     )
 
 

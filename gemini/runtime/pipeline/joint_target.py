@@ -13,7 +13,7 @@ from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.report import StepReport
 from gemini.optim.step.driver import take
 from gemini.optim.target import AmpInputs, Group
-from gemini.runtime.parts import PendingClip
+from gemini.runtime.gradients.cycle import PendingClip
 from gemini.runtime.step.agreement import heard
 from gemini.runtime.step.target import ShardTarget
 
@@ -82,9 +82,10 @@ class JointStep:
         _check_any(agreed)
         norm = None
         if clip.max_norm > 0:
-            norm = clip.norm(agreed.parts[0].power_sum) / self.members[0].parts.control_vector.scale
+            scale = self.members[0].cycle.control_vector.scale
+            norm = clip.norm(agreed.parts[0].power_sum) / scale
         for member, agreement in zip(self.members, agreed.parts, strict=True):
-            member.parts.pending_clip = PendingClip(clip, norm, agreement)
+            member.cycle.clip_with(clip, norm, agreement)
         self._clipped = agreed
         return norm
 
@@ -92,7 +93,7 @@ class JointStep:
         """Chunks with a gradient, by part. Collective over stages that tie weights."""
         for member in self.members:
             member.gradients.reduced()
-        add_up(member.parts for member in self.members)
+        add_up((member.sharding, member.cycle) for member in self.members)
         return [member.gradients.present() for member in self.members]
 
     def _measured(self, clips: Sequence[PendingClip]) -> Agreed | None:
@@ -111,7 +112,7 @@ class JointStep:
         agreed = self._vote(chunks, norm_type)
         if agreed.deviated:  # a gradient came late somewhere: reduce once more, everywhere
             for member in self.members:
-                member.parts.reducer.reduce_leftovers()
+                member.cycle.reducer.reduce_leftovers()
             agreed = self._vote([member.gradients.reduced() for member in self.members], norm_type)
         return agreed
 
@@ -123,7 +124,7 @@ class JointStep:
         ]
         agreed = self._together.vote(seats, ballots, norm_type)
         for member, agreement in zip(self.members, agreed.parts, strict=True):
-            heard(member.parts.comm, agreement)
+            heard(member.sharding.comm, agreement)
         if agreed.strayed:
             raise RuntimeError(
                 f"the ranks of {', '.join(sorted(set(agreed.strayed)))} issued different "
@@ -139,7 +140,8 @@ class JointStep:
         Raises ValueError on all ranks if the parts are not one whole model.
         """
         if self._known_seats is None:
-            self._known_seats = self._together.seated([member.parts for member in self.members])
+            mine = [(member.sharding, member.stage) for member in self.members]
+            self._known_seats = self._together.seated(mine)
         return self._known_seats
 
 

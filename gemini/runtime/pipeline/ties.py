@@ -23,7 +23,8 @@ from gemini.chunk.local import local_of
 from gemini.chunk.storage import Chunk
 from gemini.comm.communicator import Communicator
 from gemini.comm.links import Tie
-from gemini.runtime.parts import Parts
+from gemini.runtime.gradients.cycle import GradientCycle
+from gemini.runtime.sharding import Sharding
 
 TIED = "tied "  # begins the last word of a sharding group
 
@@ -80,23 +81,23 @@ class Ties:
 
 
 @torch.no_grad()
-def add_up(parts: Iterable[Parts]) -> None:
+def add_up(parts: Iterable[tuple[Sharding, GradientCycle]]) -> None:
     """Replace the gradients of tied weights by the sum over all copies. Collective over stages.
 
     parts: of this process, in the order of stages. All stages call it after the same windows, so
     the copies of a weight have a gradient to add on all ranks, or on none.
     """
-    tied: dict[str, list[tuple[Parts, Chunk]]] = {}
-    for one in parts:
-        for chunk in one.chunks:
+    tied: dict[str, list[tuple[GradientCycle, Chunk]]] = {}
+    for sharding, cycle in parts:
+        for chunk in sharding.chunks:
             if chunk.tie is not None and chunk.gradient.own is not None:
-                tied.setdefault(chunk.tie.names[0], []).append((one, chunk))
+                tied.setdefault(chunk.tie.names[0], []).append((cycle, chunk))
     # By name: every rank must reduce its ties in one order, and stages have theirs in different
     # chunks.
     for name in sorted(tied):
         copies = tied[name]
         total = _sum([chunk.gradient.own for _, chunk in copies])
-        there = any(one.present[chunk.spec.slots[0].param] for one, chunk in copies)
+        there = any(cycle.present[chunk.spec.slots[0].param] for cycle, chunk in copies)
         across = copies[0][1].tie
         assert across is not None
         if across.copies is not None:
@@ -104,9 +105,9 @@ def add_up(parts: Iterable[Parts]) -> None:
             said = across.copies.numbers([there], torch.int32)
             across.copies.all_reduce(said).wait()
             there = bool(said.item())
-        for i, (one, chunk) in enumerate(copies):
+        for i, (cycle, chunk) in enumerate(copies):
             chunk.gradient.add_own(total.clone() if i else total)
-            one.present[chunk.spec.slots[0].param] = there
+            cycle.arrived(chunk.spec.slots[0].param, there)
 
 
 def _sum(values: Sequence[Tensor | None]) -> Tensor:

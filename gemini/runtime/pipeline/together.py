@@ -17,7 +17,7 @@ from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.target import OWNER_ATTRIBUTE, Group, new_lock
 from gemini.runtime.memory.machine import ranks_here
-from gemini.runtime.parts import Parts
+from gemini.runtime.sharding import Sharding
 from gemini.runtime.step.target import ShardTarget
 
 from .joint_target import JointStep
@@ -63,8 +63,8 @@ class PipelineOwner:
         """Whether `flag` is true on any rank. Collective."""
         return self._summed([float(flag)])[0] > 0
 
-    def seated(self, parts: Sequence[Parts]) -> Seats:
-        """Seats of these parts and of the parts of all other ranks. Collective.
+    def seated(self, parts: Sequence[tuple[Sharding, tuple[int, int] | None]]) -> Seats:
+        """Seats of these parts, each with its stage, and of those of all other ranks. Collective.
 
         Raises ValueError on all ranks if the parts are not one whole model.
         """
@@ -72,12 +72,12 @@ class PipelineOwner:
             Part(
                 (self.place, i),
                 tuple(spec.name for spec in one.layout.params),
-                one.stage,
+                stage,
                 tuple((name, repr(getattr(one.precision_settings, name))) for name in _ALIKE),
                 tuple(tuple(map(one.comm.global_rank, ranks)) for ranks in one.scope.replicas),
                 tuple(c.tie.names[0] for c in one.chunks if c.tie and not c.tie.is_first),
             )
-            for i, one in enumerate(parts)
+            for i, (one, stage) in enumerate(parts)
         ]
         return Seats.of(self.comm.gather_objects(mine), self.comm.rank)
 

@@ -14,7 +14,12 @@ from typing import Any
 from gemini.runtime.autograd.calls import Calls
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.meetings import Meetings
-from gemini.runtime.parts import Parts
+from gemini.runtime.memory.ledger import MemoryLedger
+from gemini.runtime.passes import Passes
+from gemini.runtime.schedule.reducer import Reducer
+from gemini.runtime.schedule.sampler import Sampler
+from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
+from gemini.runtime.sharding import Sharding
 from gemini.runtime.step.homes import MovingHomes
 
 
@@ -23,13 +28,20 @@ class Window:
 
     def __init__(
         self,
-        parts: Parts,
+        *,
+        sharding: Sharding,
+        passes: Passes,
+        manager: StatefulTensorMgr,
+        sampler: Sampler,
+        reducer: Reducer,
+        ledger: MemoryLedger,
         calls: Calls,
         meetings: Meetings,
         gradients: Gradients,
         homes: MovingHomes,
     ) -> None:
-        self._parts = parts
+        self._sharding, self._passes, self._manager = sharding, passes, manager
+        self._sampler, self._reducer, self._ledger = sampler, reducer, ledger
         self._calls = calls
         self._meetings = meetings
         self._gradients = gradients
@@ -38,15 +50,14 @@ class Window:
 
     def open(self) -> None:
         """Open the window before the first micro-batch; do nothing if it is open."""
-        parts = self._parts
-        if parts.in_schedule:
+        if self._passes.in_schedule:
             return
         self._calls.begin_cycle()
-        parts.in_schedule = True
-        for chunk in parts.chunks:
+        self._passes.begin_schedule()
+        for chunk in self._sharding.chunks:
             chunk.gradient.apart = True
-        if not parts.all_gathered and not parts.manager.hold():
-            parts.manager.fills_room = True
+        if not self._sharding.all_gathered and not self._manager.hold():
+            self._manager.fills_room = True
 
     def sample(self, inputs: Any, num_microbatches: int) -> None:
         """Begin to sample at the first micro-batch of the schedule, which has these inputs.
@@ -56,13 +67,13 @@ class Window:
         if not self._is_sampled:
             self._is_sampled = True
             told_apart = [inputs] * num_microbatches if self._calls.tells_inputs_apart else None
-            self._parts.sampler.begin(told_apart, again=self._parts.manager.deviated)
+            self._sampler.begin(told_apart, again=self._manager.deviated)
 
     @property
     def splits_backward(self) -> bool:
         """Whether a backward may have two halves: the second reads weights, so all must stay
         gathered."""
-        return self._parts.all_gathered or self._parts.manager.holds
+        return self._sharding.all_gathered or self._manager.holds
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -76,16 +87,15 @@ class Window:
 
         Collective.
         """
-        parts = self._parts
         self._gradients.check_complete()
         self._meetings.barrier()
         self._close()
-        collector = parts.sampler.collector
+        collector = self._sampler.collector
         collector.before_change()
-        parts.reducer.reduce_deferred(1 / divisor)
+        self._reducer.reduce_deferred(1 / divisor)
         collector.after_change()
         self._gradients.end_backward()
-        parts.ledger.note()
+        self._ledger.note()
         self._homes.graph_is_open = False
 
     def end(self) -> None:
@@ -93,17 +103,16 @@ class Window:
 
         After an error no gradient is complete: they are dropped, and `zero_grad` must follow.
         """
-        parts = self._parts
-        if not parts.in_schedule:
+        if not self._passes.in_schedule:
             return
         self._close()
-        if parts.reducer.active or parts.reducer.leftover:
+        if self._reducer.active or self._reducer.leftover:
             self._gradients.drop_broken()
 
     def _close(self) -> None:
-        parts = self._parts
-        parts.in_schedule = self._is_sampled = False
-        for chunk in parts.chunks:
+        self._passes.end_schedule()
+        self._is_sampled = False
+        for chunk in self._sharding.chunks:
             chunk.gradient.apart = False
         self._calls.unpin()
-        parts.manager.let_go()
+        self._manager.let_go()

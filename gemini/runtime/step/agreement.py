@@ -8,15 +8,15 @@ import torch
 
 from gemini.comm.ballot import Agreement, Ballot
 from gemini.comm.communicator import Communicator
-from gemini.runtime.parts import Parts
+from gemini.runtime.sharding import Sharding
 
 
-def exchange(parts: Parts, ballot: Ballot, norm_type: float = 2.0) -> Agreement:
+def exchange(sharding: Sharding, ballot: Ballot, norm_type: float = 2.0) -> Agreement:
     """Exchange ballots: through the host where the group reaches it, else through its store.
 
     No device is waited for. Collective.
     """
-    comm, scope = parts.comm, parts.scope
+    comm, scope = sharding.comm, sharding.scope
     if comm.reaches_host:
         vector = torch.tensor(ballot.encode(scope), dtype=torch.float64)
         comm.all_reduce(vector).wait()
@@ -38,16 +38,16 @@ def heard(comm: Communicator, agreement: Agreement) -> None:
 
 
 def raise_what_any_rank_raised(
-    parts: Parts, error: BaseException | None, *, uses_disk: bool
+    sharding: Sharding, error: BaseException | None, *, uses_disk: bool
 ) -> None:
     """Raise this rank's own error, or one with the texts of the failing ranks' errors.
 
     uses_disk: whether any rank does; else nothing can fail, and ranks exchange nothing.
     """
-    comm = parts.comm
+    comm = sharding.comm
     if comm.world_size > 1 and uses_disk:
         ballot = Ballot(power_sum=0.0, present=(), io_failed=error is not None)
-        if exchange(parts, ballot).io_failed:
+        if exchange(sharding, ballot).io_failed:
             said = comm.gather_objects(None if error is None else str(error))
             raise_failures(said, error)
     if error is not None:

@@ -28,14 +28,14 @@ class CanonicalGradients(StepGradients):
             chunk.gradient.measure = bins_of
 
     def reduced(self) -> list[Chunk]:
-        if self._parts.comm.world_size == 1 and self._parts.reducer.is_late:
+        if self._sharding.comm.world_size == 1 and self._cycle.reducer.is_late:
             _refuse_late()
         return super().reduced()
 
     def _vote(self, chunks: Sequence[Chunk], norm_type: float | None) -> Agreement:
-        agreement, comm = super()._vote(chunks, norm_type), self._parts.comm
+        agreement, comm = super()._vote(chunks, norm_type), self._sharding.comm
         if agreement.deviated:
-            late = comm.numbers([self._parts.reducer.is_late], torch.float64)
+            late = comm.numbers([self._cycle.reducer.is_late], torch.float64)
             comm.all_reduce(late).wait()
             if late.item():
                 _refuse_late()
@@ -44,10 +44,10 @@ class CanonicalGradients(StepGradients):
     def ballot(self, chunks: Sequence[Chunk], norm_type: float | None) -> Ballot:
         """Ballot of this rank, of which the first has the sum of squares of all. Collective."""
         ballot = super().ballot(chunks, None if norm_type == 2 else norm_type)
-        ballot = replace(ballot, deviated=ballot.deviated or self._parts.reducer.is_late)
+        ballot = replace(ballot, deviated=ballot.deviated or self._cycle.reducer.is_late)
         if norm_type != 2:
             return ballot
-        comm, found = self._parts.comm, Measured()
+        comm, found = self._sharding.comm, Measured()
         squares = self._squares(chunks)
         if squares is None:  # a norm of order inf says which is not finite
             found = self._executor.measure(self._runs_of(chunks), math.inf)

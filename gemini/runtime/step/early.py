@@ -34,7 +34,11 @@ from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.target import Group
 from gemini.placement.timetable.updates import EARLY_WINDOW, is_early
-from gemini.runtime.parts import Parts, update_of
+from gemini.runtime.events import EngineEvents
+from gemini.runtime.memory.backend import Backend
+from gemini.runtime.memory.shard_storage import ShardStorage
+from gemini.runtime.overlap import UpdateOverlap
+from gemini.runtime.schedule.reducer import Reducer
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId, ParamId
 
@@ -136,15 +140,19 @@ class EarlySpans:
 
     def __init__(
         self,
-        parts: Parts,
+        reducer: Reducer,
+        storage: ShardStorage,
+        backend: Backend,
+        events: EngineEvents,
+        overlap: UpdateOverlap,
         state: TieredState,
         chunks: Sequence[Chunk],
         executor: TritonStep,
         hypers_of: Callable[[Sequence[Group]], list[Any]],
         by_param: Callable[[Sequence[Any], Sequence[int]], list[Any]],
     ) -> None:
-        self._parts, self._state, self._chunks = parts, state, chunks
-        self._reducer, self._storage, self._backend = parts.reducer, parts.storage, parts.backend
+        self._state, self._chunks, self._events, self._overlap = state, chunks, events, overlap
+        self._reducer, self._storage, self._backend = reducer, storage, backend
         self._executor, self._hypers_of, self._by_param = executor, hypers_of, by_param
         self._expected: _Expected | None = None
         self._taken: Sequence[ParamId] = ()  # by the last step
@@ -156,12 +164,11 @@ class EarlySpans:
         self._weights: dict[int, Tensor] = {}  # new ones [S] in host memory, by shard
         self._views: EarlyViews | None = None
         self._updater: TritonUpdater | None = None
-        self._behind = _Behind(parts.backend)
+        self._behind = _Behind(backend)
         self._waiting: deque[tuple[Block, ChunkGradient, int]] = deque()  # final, and not begun
         self._under_way: deque[CopyTicket] = deque()
         self._early: dict[BlockId, _Early] = {}
         self._counting: dict[BlockId, _Early] = {}  # of the last step, those that do not count yet
-        events = parts.events
         events.final.listen(self._final)
         events.arrived.listen(self._arrived)
         events.dropped.listen(self.forget)
@@ -170,7 +177,7 @@ class EarlySpans:
     def close(self) -> None:
         """End what is under way, and listen no more."""
         self.settle()
-        events = self._parts.events
+        events = self._events
         events.final.leave(self._final)
         events.arrived.leave(self._arrived)
         events.dropped.leave(self.forget)
@@ -213,12 +220,12 @@ class EarlySpans:
     def _begin(self) -> None:
         """Begin the step as it is expected, if this backward is its last."""
         self.forget()  # what was begun in an earlier one, which was not
-        parts, expected, executor = self._parts, self._expected, self._executor
+        expected, executor = self._expected, self._executor
         self._backward = self._reducer.num_backwards
         self._usual, self._arrivals = self._arrivals, Counter()
         if expected is None or self._backward - self._num_before != expected.num_backwards:
             return
-        if not is_early(update_of(parts)):
+        if not is_early(self._overlap.in_use()):
             return
         try:
             hypers = self._hypers_of(expected.groups)
@@ -300,7 +307,7 @@ class EarlySpans:
         self._num_before = now
         self.forget()
         # here, and not in a backward: to pin memory waits for the device
-        if is_early(update_of(self._parts)):
+        if is_early(self._overlap.in_use()):
             for shard in dict.fromkeys(block.shard for block in self._state.host):
                 chunk = self._chunks[shard]
                 if shard not in self._weights and chunk.files is None:

@@ -12,6 +12,7 @@ from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.comm.communicator import Communicator
 from gemini.optim.rules.config import UpdateFacts
+from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import StateLayout
 from gemini.optim.state.pieces import GradSegment
@@ -21,7 +22,7 @@ from gemini.optim.step.gradients import GradientRun
 from gemini.optim.update.updaters import CpuUpdater, cpu_updater
 from gemini.placement.plan import Plan, UpdatePath
 from gemini.runtime.memory.backend import Backend
-from gemini.runtime.parts import Parts
+from gemini.runtime.sharding import Sharding
 from gemini.units import WORLD
 
 if TYPE_CHECKING:
@@ -37,43 +38,49 @@ def updated_by_kernels(plan: Plan, backend: Backend) -> bool:
 
 
 def make_shard_executor(
-    parts: Parts,
+    sharding: Sharding,
+    plan: Plan,
+    control_vector: ControlVector,
     rule: UpdateRule,
     state: StateLayout,
     group_of: Sequence[int | None],
     runs: Sequence[GradientRun],
     cpu_path: str,
     matrices: MatrixUpdates | None = None,
+    *,
+    is_stage: bool,
 ) -> Executor:
     """Make the executor of the plan in use.
 
-    state: the planes of all shards. runs: gradients of trained chunks. Collective where the update
-    may be compiled: either all ranks compile it, or none.
+    state: the planes of all shards. runs: gradients of trained chunks. is_stage: of a pipeline.
+    Collective where the update may be compiled: either all ranks compile it, or none.
     """
-    settings = parts.precision_settings
-    by_kernels = updated_by_kernels(parts.planning.plan, parts.backend)
+    settings = sharding.precision_settings
+    by_kernels = updated_by_kernels(plan, sharding.backend)
     return make_executor(
         rule,
         group_of,
-        parts.control_vector,
-        parts.backend if by_kernels else None,
-        partial(_cpu_updater, parts, rule, state, cpu_path),
+        control_vector,
+        sharding.backend if by_kernels else None,
+        partial(_cpu_updater, sharding, rule, state, cpu_path, is_stage),
         runs=runs,
-        names=[spec.name for spec in parts.layout.params],
+        names=[spec.name for spec in sharding.layout.params],
         rounding_seed=None if settings.master_weights else settings.rounding_seed,
         matrices=matrices,
     )
 
 
-def _cpu_updater(parts: Parts, rule: UpdateRule, state: StateLayout, cpu_path: str) -> CpuUpdater:
-    trained = [spec for spec in parts.layout.params if spec.trainable]
+def _cpu_updater(
+    sharding: Sharding, rule: UpdateRule, state: StateLayout, cpu_path: str, is_stage: bool
+) -> CpuUpdater:
+    trained = [spec for spec in sharding.layout.params if spec.trainable]
     numel = sum(spec.numel for spec in trained)
-    if parts.stage is not None or set(parts.links) != {WORLD}:  # ranks have other parts of a model
-        numel = max(parts.comm.gather_objects(numel))
-    at_random = not parts.precision_settings.master_weights
+    if is_stage or set(sharding.links) != {WORLD}:  # ranks have other parts of a model
+        numel = max(sharding.comm.gather_objects(numel))
+    at_random = not sharding.precision_settings.master_weights
     facts = UpdateFacts(numel, state.has_master, rounds_at_random=at_random)
     mixes = partial(_mixes, [spec.dtype for spec in trained], state)
-    return cpu_updater(rule, cpu_path, facts, mixes, partial(_any_failure, parts.comm))
+    return cpu_updater(rule, cpu_path, facts, mixes, partial(_any_failure, sharding.comm))
 
 
 def run_of(layout: ChunkLayout, chunk: Chunk) -> GradientRun:

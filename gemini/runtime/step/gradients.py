@@ -13,8 +13,8 @@ from gemini.comm.ballot import Agreement, Ballot
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.step.executor import Executor
 from gemini.optim.step.gradients import GradientRun, Measured
-from gemini.runtime.gradients.values import reduce_what_is_left
-from gemini.runtime.parts import Parts, PendingClip
+from gemini.runtime.gradients.cycle import GradientCycle, PendingClip
+from gemini.runtime.sharding import Sharding
 
 from .agreement import exchange, heard
 from .executors import run_of
@@ -28,9 +28,14 @@ class StepGradients:
     """Gradients of all trainable chunks of one engine; `chunks` may grow."""
 
     def __init__(
-        self, parts: Parts, calls: StepCalls, executor: Executor, chunks: Sequence[Chunk]
+        self,
+        sharding: Sharding,
+        cycle: GradientCycle,
+        calls: StepCalls,
+        executor: Executor,
+        chunks: Sequence[Chunk],
     ) -> None:
-        self._parts = parts
+        self._sharding, self._cycle = sharding, cycle
         self._calls = calls
         self._executor = executor
         self._chunks = chunks
@@ -38,7 +43,7 @@ class StepGradients:
 
     def measure_leaving(self) -> None:
         """Measure gradients that leave the device as they leave."""
-        self._runs = {chunk.spec.id: run_of(self._parts.layout, chunk) for chunk in self._chunks}
+        self._runs = {chunk.spec.id: run_of(self._sharding.layout, chunk) for chunk in self._chunks}
         for chunk in self._chunks:
             run = self._runs[chunk.spec.id]
             chunk.gradient.measure = partial(self._executor.measure_leaving, run)
@@ -48,17 +53,16 @@ class StepGradients:
 
         Raises RuntimeError inside `no_sync` for gradients that no rank has reduced.
         """
-        parts = self._parts
         self._calls.begin()
-        if not parts.reducer.synchronise and parts.reducer.leftover:
+        if not self._cycle.reducer.synchronise and self._cycle.reducer.leftover:
             raise RuntimeError(
                 "gradients are not reduced inside no_sync(); leave it before you step or clip"
             )
-        parts.reducer.reduce_put_off()
-        if parts.comm.world_size == 1 and parts.reducer.leftover:
-            parts.reducer.reduce_leftovers()  # several ranks agree on it first
-        if parts.all_reduce_hook is not None:  # behind backwards that reduced nothing
-            reduce_what_is_left(parts)
+        self._cycle.reducer.reduce_put_off()
+        if self._sharding.comm.world_size == 1 and self._cycle.reducer.leftover:
+            self._cycle.reducer.reduce_leftovers()  # several ranks agree on it first
+        if self._cycle.hook is not None:  # behind backwards that reduced nothing
+            self._cycle.reduce_what_is_left()
         return self.present()
 
     def present(self) -> list[Chunk]:
@@ -78,19 +82,19 @@ class StepGradients:
         """
         agreement = self._vote(chunks, norm_type)
         if agreement.deviated:  # a gradient came late on some rank: reduce once more, everywhere
-            self._parts.reducer.reduce_leftovers()
-            self._parts.reducer.forget_places()
+            self._cycle.reducer.reduce_leftovers()
+            self._cycle.reducer.forget_places()
             agreement = self._vote(self.present(), norm_type)
         return agreement
 
     def _vote(self, chunks: Sequence[Chunk], norm_type: float | None) -> Agreement:
-        agreement = exchange(self._parts, self.ballot(chunks, norm_type), norm_type or 2.0)
-        heard(self._parts.comm, agreement)
+        agreement = exchange(self._sharding, self.ballot(chunks, norm_type), norm_type or 2.0)
+        heard(self._sharding.comm, agreement)
         return agreement
 
     def ballot(self, chunks: Sequence[Chunk], norm_type: float | None) -> Ballot:
         """Ballot of this rank on these gradients."""
-        parts, log = self._parts, self._parts.comm.log
+        log = self._sharding.comm.log
         found = Measured()
         if norm_type is not None:
             found = self._executor.measure(self._runs_of(chunks), norm_type)
@@ -99,10 +103,10 @@ class StepGradients:
         log.record("votes", f"with gradients of chunks {here}")
         return Ballot(
             power_sum=found.power_sum,
-            present=tuple(parts.present),
+            present=tuple(self._cycle.present),
             first_nonfinite=found.first_nonfinite,
             checksum=found.checksum,
-            deviated=parts.comm.world_size > 1 and parts.reducer.leftover,
+            deviated=self._sharding.comm.world_size > 1 and self._cycle.reducer.leftover,
             sequence=log.digest,
         )
 
@@ -110,12 +114,12 @@ class StepGradients:
         self, executor: TritonStep, chunks: Sequence[Chunk], clip: Clip
     ) -> tuple[bool, ...]:
         """Submit measures and vote to the device; returns which parameters have a gradient."""
-        parts, present = self._parts, tuple(self._parts.present)
-        if parts.comm.world_size > 1:
+        present = tuple(self._cycle.present)
+        if self._sharding.comm.world_size > 1:
             present = self.agree(chunks, None).present
             chunks = self.present()
         check_any(present)
-        comm = parts.comm
+        comm = self._sharding.comm
         executor.submit_measure(self._runs_of(chunks), clip)
         executor.submit_vote(
             comm.rank, comm.world_size, lambda votes: comm.all_reduce(votes).wait()
@@ -130,7 +134,7 @@ class StepGradients:
     @property
     def pending_clip(self) -> PendingClip:
         """Clip of the coming step."""
-        return self._parts.pending_clip or PendingClip(self._parts.precision_settings.clip)
+        return self._cycle.pending_clip or PendingClip(self._sharding.precision_settings.clip)
 
     def clip(self, clip: Clip, device: TritonStep | None) -> Tensor | None:
         """Set the clip of the coming step; returns the norm before, fp64 0-d, where one is asked.
@@ -138,36 +142,35 @@ class StepGradients:
         The norm is that of gradients after earlier clips. device: its executor, which measures
         where the host need not know. Raises RuntimeError where there are no gradients.
         """
-        parts = self._parts
         chunks = self.reduced()
         self.begin_clip()
-        if clip.max_norm == 0 and parts.comm.world_size == 1:
-            check_any(parts.present)
-            parts.pending_clip = PendingClip(clip)
+        if clip.max_norm == 0 and self._sharding.comm.world_size == 1:
+            check_any(self._cycle.present)
+            self._cycle.clip_with(clip)
             return None
         if device is not None:
             present = self.submit_measure(device, chunks, clip)
             found = device.unread_norm(clip)
-            parts.pending_clip = PendingClip(clip, found, present=present)
+            self._cycle.clip_with(clip, found, present=present)
             return found if clip.max_norm > 0 else None
         agreement = self.agree(chunks, clip.norm_type)
         check_any(agreement.present)
         if clip.max_norm == 0:
-            parts.pending_clip = PendingClip(clip, agreement=agreement)
+            self._cycle.clip_with(clip, agreement=agreement)
             return None
-        norm = clip.norm(agreement.power_sum) / parts.control_vector.scale
-        parts.pending_clip = PendingClip(clip, norm, agreement)
+        norm = clip.norm(agreement.power_sum) / self._cycle.control_vector.scale
+        self._cycle.clip_with(clip, norm, agreement)
         return norm
 
     def begin_clip(self) -> None:
         """Carry out the last clip. Raises RuntimeError where every step clips."""
-        parts = self._parts
-        if parts.precision_settings.max_norm > 0:
+        max_norm = self._sharding.precision_settings.max_norm
+        if max_norm > 0:
             raise RuntimeError(
-                f"GeminiDDP(max_norm={parts.precision_settings.max_norm:g}) clips in every step; "
+                f"GeminiDDP(max_norm={max_norm:g}) clips in every step; "
                 "leave that away, or this call"
             )
-        if parts.pending_clip is not None:
+        if self._cycle.pending_clip is not None:
             self._calls.gradients.carry_out_clip()
 
 

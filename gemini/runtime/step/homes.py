@@ -8,7 +8,6 @@ homes rise again is said in `gemini.placement.renting`.
 from __future__ import annotations
 
 import logging
-import weakref
 from dataclasses import replace
 
 import torch
@@ -22,8 +21,14 @@ from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, PlanResult
 from gemini.placement.renting import Tenancy, iteration_in_words, named, rising
 from gemini.placement.tiers import Tier
-from gemini.runtime.parts import Parts, settle
+from gemini.runtime.memory.ledger import MemoryLedger
+from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.schedule.iteration_plans import Lowered
+from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.schedule.sampler import Sampler
+from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
+from gemini.runtime.sharding import Sharding
+from gemini.runtime.weights import Weights
 
 log = logging.getLogger("gemini")
 
@@ -34,8 +39,20 @@ class MovingHomes:
     """Homes of one engine. They move while no graph waits for its backward; up, once gradients were
     dropped."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = weakref.proxy(parts)
+    def __init__(
+        self,
+        *,
+        sharding: Sharding,
+        weights: Weights,
+        planning: Planning,
+        manager: StatefulTensorMgr,
+        sampler: Sampler,
+        storage: ShardStorage,
+        ledger: MemoryLedger,
+    ) -> None:
+        self._sharding, self._weights, self._planning = sharding, weights, planning
+        self._manager, self._sampler = manager, sampler
+        self._storage, self._ledger = storage, ledger
         # homes that wait for gradients to be dropped, and another trace that they are for
         self._higher: tuple[PlanResult, PlanInputs | None] | None = None
         self.graph_is_open = False  # a forward was recorded, and no backward has ended since
@@ -50,7 +67,7 @@ class MovingHomes:
         It is a group of its own: an evaluation on one rank alone would pair what ranks ask with a
         collective of another size, which ends the process.
         """
-        comm, planning = self._parts.comm, self._parts.planning
+        comm, planning = self._sharding.comm, self._planning
         if self._comm is None and comm.world_size > 1 and planning.levels.like is not None:
             self._comm = comm.for_thread() if planning.homes_follow else None
 
@@ -61,18 +78,18 @@ class MovingHomes:
 
         Collective at several ranks: they gather together, in evaluation too.
         """
-        parts, trains = self._parts, torch.is_grad_enabled()
-        planning = parts.planning
-        if not planning.homes_follow or parts.target is None:
+        trains = torch.is_grad_enabled()
+        planning = self._planning
+        if not planning.homes_follow or self._weights.target is None:
             return
         if trains:
             self._rise_as_found()
-        trace = parts.sampler.expected()
-        is_measured = trace in parts.sampler.traces()
-        waiting = waiting_bytes(parts)
+        trace = self._sampler.expected()
+        is_measured = trace in self._sampler.traces()
+        waiting = self.waiting_bytes()
         # What is measured again was measured in other homes, with what libraries allocate once.
-        counts = not (is_measured and parts.sampler.is_measuring)
-        if parts.comm.world_size > 1:
+        counts = not (is_measured and self._sampler.is_measuring)
+        if self._sharding.comm.world_size > 1:
             counts = True  # ranks note the same
             mine = 0 if trace is None else trace.peak_non_model_bytes + waiting
             trace = self._of_all_ranks(mine, "train" if trains else "eval")
@@ -90,8 +107,7 @@ class MovingHomes:
 
         Collective, once all ranks have measured one.
         """
-        parts = self._parts
-        levels = parts.planning.levels
+        levels = self._planning.levels
         if self._comm is None:
             return None
         most = self._comm.largest(nbytes, f"what the ranks' batches ask for, to {IN_WORDS[kind]}")
@@ -103,12 +119,11 @@ class MovingHomes:
 
         Collective, before a step.
         """
-        parts = self._parts
-        planning = parts.planning
+        planning = self._planning
         if not planning.homes_follow or planning.levels.like is None:
             return
         if planning.levels.asks:
-            planning.levels.take(planning.reduced(parts.sampler.measured()))
+            planning.levels.take(planning.reduced(self._sampler.measured()))
         if self._higher is None and planning.has_trace:
             found = self._tenancy.what_pays(planning.raised)
             if found is not None:
@@ -116,16 +131,15 @@ class MovingHomes:
                 self._higher = found.result, found.inputs
 
     def _make_room(self, trace: Trace, is_measured: bool) -> None:
-        parts = self._parts
-        planning = parts.planning
+        planning = self._planning
         if not self._may_move():
             return
-        lowered = planning.lowered(trace, params_stay=parts.all_gathered)
+        lowered = planning.lowered(trace, params_stay=self._sharding.all_gathered)
         gradients_leave = False
-        if (lowered is None or lowered.refused is not None) and _wait_on_device(parts):
-            planning.waiting_bytes = waiting_bytes(parts, on_device=False)
-            other = planning.lowered(trace, params_stay=parts.all_gathered)
-            if other is not None and _none_on_device(parts, other.result.plan):
+        if (lowered is None or lowered.refused is not None) and self._wait_on_device():
+            planning.waiting_bytes = self.waiting_bytes(on_device=False)
+            other = planning.lowered(trace, params_stay=self._sharding.all_gathered)
+            if other is not None and self._none_on_device(other.result.plan):
                 lowered, gradients_leave = other, True
         if lowered is None:
             return
@@ -145,15 +159,14 @@ class MovingHomes:
 
         in_pass: state alone leaves, and gathers go on as they are.
         """
-        parts = self._parts
-        planning = parts.planning
+        planning = self._planning
         before = planning.plan
-        stay = not gradients_leave and any(chunk.gradient.exists for chunk in parts.chunks)
+        stay = not gradients_leave and any(chunk.gradient.exists for chunk in self._sharding.chunks)
         with DeferredSignals():  # Ctrl-C finds each block in one place, and the plan of all
             plan = (lowered.training or lowered.result).plan
-            files = None if stay else parts.storage.new_gradient_files(plan)
+            files = None if stay else self._storage.new_gradient_files(plan)
             try:
-                lower_homes(parts, lowered.result.plan, in_pass=in_pass)
+                self.lower_homes(lowered.result.plan, in_pass=in_pass)
             except BaseException:
                 if files is not None:
                     files.close()
@@ -166,54 +179,66 @@ class MovingHomes:
                 if stay:
                     self._gradients_stay = True
                 else:
-                    parts.storage.place_gradients(planning.plan, parts.chunks, files)
+                    self._storage.place_gradients(planning.plan, self._sharding.chunks, files)
             finally:
                 if in_pass:
-                    assert parts.target is not None
-                    parts.target.homes_changed()
+                    assert self._weights.target is not None
+                    self._weights.target.homes_changed()
                 else:
-                    _homes_changed(parts)  # releases what was never released before, too
+                    self._homes_changed()  # releases what was never released before, too
+
+    @property
+    def follow_alone(self) -> bool:
+        """Whether homes follow what forwards of this one rank ask for."""
+        is_alone = self._sharding.comm.world_size == 1
+        return is_alone and self._planning.homes_follow and self._weights.target is not None
+
+    def release_idle(self) -> None:
+        """Release payloads that no call uses, in a pass."""
+        self._manager.make_room()
 
     def may_sink(self) -> bool:
         """Whether anything on the device could leave it now."""
-        parts = self._parts
-        if not parts.planning.homes_follow or parts.target is None or parts.comm.world_size > 1:
+        if (
+            not self._planning.homes_follow
+            or self._weights.target is None
+            or self._sharding.comm.world_size > 1
+        ):
             return False
         return self._is_whole() and any(
-            Tier.DEVICE in (shard.param_home, *shard.state_homes) for shard in parts.plan.shards
+            Tier.DEVICE in (shard.param_home, *shard.state_homes)
+            for shard in self._planning.plan.shards
         )
 
     def sink_all(self) -> None:
         """Move all that may leave the device, as a forward found no memory there."""
-        parts = self._parts
         self._sink_lowest(f"{self._iteration()}, which found no memory")
         log.warning(
             "a forward ran out of memory; it begins again, and its Python runs twice: %s",
-            parts.planning.moves,
+            self._planning.moves,
         )
 
     def sink_state(self, part: str) -> None:
         """Move all state that may leave the device, in a pass, as its `part` takes more than was
         known."""
-        parts = self._parts
-        if self.may_sink() and parts.plan.blocks_on(Tier.DEVICE):
+        if self.may_sink() and self._planning.plan.blocks_on(Tier.DEVICE):
             self._sink_lowest(f"{self._iteration()}, as its {part} was under way", in_pass=True)
             log.warning(
                 "an iteration takes more than such inputs did before, and state has left the "
-                "device in its middle: %s", parts.planning.moves,
+                "device in its middle: %s", self._planning.moves,
             )  # fmt: skip
 
     def _iteration(self) -> str:
-        kind, signature = self._parts.sampler.key
-        planning = self._parts.planning
+        kind, signature = self._sampler.key
+        planning = self._planning
         return named(replace(planning.inputs.trace, kind=kind, signature=signature))
 
     def _sink_lowest(self, reason: str, *, in_pass: bool = False) -> None:
         """Use the lowest homes, for all that anybody knows; `in_pass` parameters stay."""
-        planning = self._parts.planning
+        planning = self._planning
         trace, budgets = planning.inputs.trace, planning.inputs.budgets
         everything = with_bytes_added(trace, int(budgets.device))
-        params_stay = in_pass or self._parts.all_gathered
+        params_stay = in_pass or self._sharding.all_gathered
         lowered = planning.lowered(everything, params_stay=params_stay)
         if lowered is None:
             return
@@ -224,7 +249,7 @@ class MovingHomes:
 
     def propose(self) -> None:
         """Ask for higher homes, once, when a measured iteration was planned. Collective."""
-        found = self._parts.planning.higher()
+        found = self._planning.higher()
         if found is not None:
             self._higher = found, None
 
@@ -234,23 +259,22 @@ class MovingHomes:
         What pays rises before the next forward: here an overlapped step may be under way, and
         nothing waits for it.
         """
-        parts = self._parts
         if not self._may_move():
             return
         if self._gradients_stay:
             self._gradients_stay = False
-            settle(parts)  # an overlapped step reads them where they were
-            parts.storage.place_gradients(parts.planning.plan, parts.chunks)
+            self._weights.settle()  # an overlapped step reads them where they were
+            self._storage.place_gradients(self._planning.plan, self._sharding.chunks)
         if self._higher is not None:
             planned, inputs = self._higher
             if inputs is None:
                 self._higher = None
                 self._rise(planned, inputs)
-                parts.sampler.look_again()  # its traces were measured in other homes
-        elif parts.comm.world_size > 1:  # they agree in a step
+                self._sampler.look_again()  # its traces were measured in other homes
+        elif self._sharding.comm.world_size > 1:  # they agree in a step
             return
-        elif parts.planning.homes_follow and parts.planning.has_trace:
-            found = self._tenancy.what_pays(parts.planning.raised)
+        elif self._planning.homes_follow and self._planning.has_trace:
+            found = self._tenancy.what_pays(self._planning.raised)
             if found is not None:
                 self._higher = found.result, found.inputs
 
@@ -258,122 +282,123 @@ class MovingHomes:
         """Raise homes to what pays, once gradients were dropped."""
         if self._higher is None or self._higher[1] is None or not self._may_move():
             return
-        if not any(chunk.gradient.exists for chunk in self._parts.chunks):
+        if not any(chunk.gradient.exists for chunk in self._sharding.chunks):
             higher, self._higher = self._higher, None
             self._rise(*higher)
 
     def _may_move(self) -> bool:
-        return not self.graph_is_open and self._parts.target is not None and self._is_whole()
+        return not self.graph_is_open and self._weights.target is not None and self._is_whole()
 
     def _is_whole(self) -> bool:
         """Whether no memory is given away for a while; see `optim.state.parking`."""
-        return not any(chunk.is_parked for chunk in self._parts.chunks)
+        return not any(chunk.is_parked for chunk in self._sharding.chunks)
 
     def _rise(self, planned: PlanResult, inputs: PlanInputs | None) -> None:
-        planning = self._parts.planning
+        planning = self._planning
         before = planning.plan
         with DeferredSignals():
-            raise_homes(self._parts, planned, inputs)
+            self.raise_homes(planned, inputs)
             planning.moves.up(before, planned.plan)
             self._tenancy.end()
 
+    # -- moves --
 
-def waiting_bytes(parts: Parts, *, on_device: bool = True) -> int:
-    """Bytes on the device that gradients of earlier backwards take, or may take as the next adds to
-    them: sums are in fp32, and no plan of one backward has room for that.
+    def waiting_bytes(self, *, on_device: bool = True) -> int:
+        """Bytes on the device that gradients of earlier backwards take, or may take as the next
+        adds to them: sums are in fp32, and no plan of one backward has room for that.
 
-    on_device: they wait where they are; else they have left.
-    """
-    added = [c for c in parts.chunks if c.gradient.exists and c.dtype != torch.float32]
-    largest = max((chunk.spec.payload_bytes for chunk in added), default=0)
-    # Not those that a tail still reads: they go as the forward asks for their chunks, and how many
-    # are left as it begins depends on how fast the tail is.
-    return 2 * largest + on_device * (parts.ledger.gradient_bytes - parts.ledger.kept_bytes)
+        on_device: they wait where they are; else they have left.
+        """
+        added = [c for c in self._sharding.chunks if c.gradient.exists and c.dtype != torch.float32]
+        largest = max((chunk.spec.payload_bytes for chunk in added), default=0)
+        # Not those that a tail still reads: they go as the forward asks for their chunks, and how
+        # many are left as it begins depends on how fast the tail is.
+        return 2 * largest + on_device * (self._ledger.gradient_bytes - self._ledger.kept_bytes)
 
+    def _wait_on_device(self) -> bool:
+        """Whether gradients wait, and all of them on the device."""
+        found = [chunk.gradient for chunk in self._sharding.chunks if chunk.gradient.exists]
+        return bool(found) and all(gradient.offloaded_dtype is None for gradient in found)
 
-def _wait_on_device(parts: Parts) -> bool:
-    """Whether gradients wait, and all of them on the device."""
-    found = [chunk.gradient for chunk in parts.chunks if chunk.gradient.exists]
-    return bool(found) and all(gradient.offloaded_dtype is None for gradient in found)
+    def _none_on_device(self, plan: Plan) -> bool:
+        """Whether a plan has none of the gradients that wait on the device."""
+        return all(
+            shard.grad_home is not Tier.DEVICE
+            for chunk, shard in zip(self._sharding.chunks, plan.shards, strict=True)
+            if chunk.gradient.exists
+        )
 
+    @torch.no_grad()
+    def lower_homes(self, plan: Plan, *, in_pass: bool = False) -> None:
+        """Move shards and state down to where `plan` has them.
 
-def _none_on_device(parts: Parts, plan: Plan) -> bool:
-    """Whether a plan has none of the gradients that wait on the device."""
-    return all(
-        shard.grad_home is not Tier.DEVICE
-        for chunk, shard in zip(parts.chunks, plan.shards, strict=True)
-        if chunk.gradient.exists
-    )
+        Before a forward, while no graph is open; `in_pass` state alone moves. Gradients that wait
+        stay where they are. On an error of the disk nothing has changed.
+        """
+        target = self._weights.target
+        assert target is not None
+        target.settle()
+        if in_pass:
+            target.lower_state(plan)
+            return
+        self._manager.release_all()
+        pairs = zip(self._sharding.chunks, plan.shards, strict=True)
+        to_files = [c for c, s in pairs if s.param_home is Tier.NVME and c.files is None]
+        # What a disk may refuse comes first, while all is in memory still.
+        self._storage.take_in(
+            {chunk.spec.id: chunk.shard for chunk in to_files}, target.committed_step
+        )
+        try:
+            target.lower_state(plan)
+        except BaseException:
+            self._storage.keep_shards(
+                [chunk.spec.id for chunk in self._sharding.chunks if chunk.files is not None]
+            )
+            raise
+        self._send_down(plan)
 
+    def _send_down(self, plan: Plan) -> None:
+        """Drop shards that memory has above their homes in a plan, where files have them by now."""
+        for chunk, shard in zip(self._sharding.chunks, plan.shards, strict=True):
+            if shard.param_home is Tier.NVME and chunk.files is None:
+                chunk.leave_memory(self._storage)
+            elif shard.param_home is Tier.HOST and _home(chunk) is Tier.DEVICE:
+                chunk.leave_device()
 
-@torch.no_grad()
-def lower_homes(parts: Parts, plan: Plan, *, in_pass: bool = False) -> None:
-    """Move shards and state down to where `plan` has them.
+    @torch.no_grad()
+    def raise_homes(self, planned: PlanResult, inputs: PlanInputs | None = None) -> None:
+        """Bring shards and state nearer, to where `planned` has them, and make it the plan.
 
-    Before a forward, while no graph is open; `in_pass` state alone moves. Gradients that wait stay
-    where they are. On an error of the disk nothing has changed.
-    """
-    manager, storage, target = parts.manager, parts.storage, parts.target
-    assert target is not None
-    target.settle()
-    if in_pass:
-        target.lower_state(plan)
-        return
-    manager.release_all()
-    pairs = zip(parts.chunks, plan.shards, strict=True)
-    to_files = [c for c, s in pairs if s.param_home is Tier.NVME and c.files is None]
-    # What a disk may refuse comes first, while all is in memory still.
-    storage.take_in({chunk.spec.id: chunk.shard for chunk in to_files}, target.committed_step)
-    try:
-        target.lower_state(plan)
-    except BaseException:
-        storage.keep_shards([chunk.spec.id for chunk in parts.chunks if chunk.files is not None])
-        raise
-    _send_down(parts, plan)
+        inputs: what it was made with, where that is another trace. Between iterations, when there
+        are no gradients. On an error of the disk nothing has changed.
+        """
+        target = self._weights.target
+        assert target is not None
+        target.settle()
+        self._manager.release_all()
+        try:  # what a disk may refuse, while files have all that they had
+            self._storage.place_gradients(planned.plan, self._sharding.chunks)
+            for chunk, shard in zip(self._sharding.chunks, planned.plan.shards, strict=True):
+                if shard.param_home is not _home(chunk):
+                    chunk.bring_home(shard.param_home is Tier.HOST)
+            target.raise_state(planned.plan)
+        except BaseException:
+            self._send_down(self._planning.plan)
+            self._storage.place_gradients(self._planning.plan, self._sharding.chunks)
+            self._homes_changed()
+            raise
+        self._planning.use_plan(planned, inputs)
+        self._storage.keep_shards(
+            [chunk.spec.id for chunk in self._sharding.chunks if chunk.files is not None]
+        )
+        self._homes_changed()
 
-
-def _send_down(parts: Parts, plan: Plan) -> None:
-    """Drop shards that memory has above their homes in a plan, where files have them by now."""
-    for chunk, shard in zip(parts.chunks, plan.shards, strict=True):
-        if shard.param_home is Tier.NVME and chunk.files is None:
-            chunk.leave_memory(parts.storage)
-        elif shard.param_home is Tier.HOST and _home(chunk) is Tier.DEVICE:
-            chunk.leave_device()
-
-
-@torch.no_grad()
-def raise_homes(parts: Parts, planned: PlanResult, inputs: PlanInputs | None = None) -> None:
-    """Bring shards and state nearer, to where `planned` has them, and make it the plan.
-
-    inputs: what it was made with, where that is another trace. Between iterations, when there are
-    no gradients. On an error of the disk nothing has changed.
-    """
-    manager, storage, target = parts.manager, parts.storage, parts.target
-    assert target is not None
-    target.settle()
-    manager.release_all()
-    try:  # what a disk may refuse, while files have all that they had
-        storage.place_gradients(planned.plan, parts.chunks)
-        for chunk, shard in zip(parts.chunks, planned.plan.shards, strict=True):
-            if shard.param_home is not _home(chunk):
-                chunk.bring_home(shard.param_home is Tier.HOST)
-        target.raise_state(planned.plan)
-    except BaseException:
-        _send_down(parts, parts.plan)
-        storage.place_gradients(parts.plan, parts.chunks)
-        _homes_changed(parts)
-        raise
-    parts.planning.use_plan(planned, inputs)
-    storage.keep_shards([chunk.spec.id for chunk in parts.chunks if chunk.files is not None])
-    _homes_changed(parts)
-
-
-def _homes_changed(parts: Parts) -> None:
-    """Let all who know of homes know where these are."""
-    assert parts.target is not None
-    parts.target.homes_changed()
-    parts.manager.homes_changed()
-    parts.manager.release_all()
+    def _homes_changed(self) -> None:
+        """Let all who know of homes know where these are."""
+        assert self._weights.target is not None
+        self._weights.target.homes_changed()
+        self._manager.homes_changed()
+        self._manager.release_all()
 
 
 def _home(chunk: Chunk) -> Tier:

@@ -26,12 +26,17 @@ from gemini.optim.step.driver import Step, alone
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import goes_on
 from gemini.ranges import named
-from gemini.runtime.parts import Parts, has_pass_elsewhere, update_of
+from gemini.runtime.memory.ledger import MemoryLedger
+from gemini.runtime.memory.shard_storage import ShardStorage
+from gemini.runtime.overlap import UpdateOverlap
+from gemini.runtime.passes import Passes
+from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
+from gemini.runtime.sharding import Sharding
+from gemini.runtime.weights import Weights
 from gemini.tickets import Ticket
 
 from .agreement import raise_failures, raise_what_tore
 from .views import ShardViews
-from .weights import after_step
 
 if TYPE_CHECKING:
     from gemini.optim.step.tail import Ended, Tail
@@ -40,8 +45,19 @@ if TYPE_CHECKING:
 class StepTail:
     """Tails of one engine's steps, of which at most one is under way."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(
+        self,
+        sharding: Sharding,
+        weights: Weights,
+        passes: Passes,
+        overlap: UpdateOverlap,
+        storage: ShardStorage,
+        manager: StatefulTensorMgr,
+        ledger: MemoryLedger,
+    ) -> None:
+        self._sharding, self._weights, self._passes = sharding, weights, passes
+        self._overlap, self._storage = overlap, storage
+        self._manager, self._ledger = manager, ledger
         self._tail: Tail | None = None
         self._signals: TailSignals | None = (
             None  # deferred, or whose handlers the main thread is to put back
@@ -50,7 +66,7 @@ class StepTail:
     @property
     def applies(self) -> bool:
         """Whether steps of this plan have a tail."""
-        return goes_on(update_of(self._parts))
+        return goes_on(self._overlap.in_use())
 
     def begin(
         self,
@@ -68,23 +84,23 @@ class StepTail:
         from gemini.comm.leaving import ask_at_the_end
         from gemini.optim.step.tail import Gates, Tail
 
-        parts, views = self._parts, cast("ShardViews", step.views)
+        views = cast("ShardViews", step.views)
         gates = Gates(tiered_state.space.blocks, len(chunks), views.let_go)
         views.watch = gates.updated
-        parts.storage.step_goes_on()
-        assert parts.tail_communicator is not None
-        agree, in_memory = partial(vote, parts.tail_communicator, raise_failures), alone
-        if parts.plan.blocks_on(Tier.HOST):
-            in_memory = partial(vote, parts.tail_communicator, raise_what_tore)
-        tail = Tail(step, agree, gates, signals, in_memory, parts.backend.beside())
+        self._storage.step_goes_on()
+        assert self._overlap.communicator is not None
+        agree, in_memory = partial(vote, self._overlap.communicator, raise_failures), alone
+        if self._overlap.plan.blocks_on(Tier.HOST):
+            in_memory = partial(vote, self._overlap.communicator, raise_what_tore)
+        tail = Tail(step, agree, gates, signals, in_memory, self._sharding.backend.beside())
 
         self._tail, self._state, self._forget = tail, tiered_state, forget
         self._signals = signals
         # A program may end with this step; then its exit asks whether the step failed.
         ask_at_the_end(id(self), partial(_failure_of, tail.behind))
-        parts.ledger.hold(lambda: views.kept_bytes)
+        self._ledger.hold(lambda: views.kept_bytes)
         of_chunk = {c.spec.id: gate for c, gate in zip(chunks, gates.gates, strict=True)}
-        parts.updating.begin(of_chunk, tail.behind)
+        self._weights.updating.begin(of_chunk, tail.behind)
         tail.start()
         return tail.behind
 
@@ -94,7 +110,7 @@ class StepTail:
         Any thread may call it; of several that wait, one ends the step and raises. While another
         thread runs a pass, that one undoes the step, whose weights it uses, and raises too.
         """
-        with self._parts.lock:
+        with self._passes.lock:
             self._settle_held()
 
     def _settle_held(self) -> None:
@@ -104,7 +120,7 @@ class StepTail:
             return
         with named("wait for", "tail"):
             tail.behind.wait()
-        if tail.error is not None and has_pass_elsewhere(self._parts):
+        if tail.error is not None and self._passes.has_pass_elsewhere():
             raise RuntimeError(
                 "the last step failed, and is undone where another thread trains: read again "
                 f"then. It ended with {type(tail.error).__name__}: {tail.error}"
@@ -123,7 +139,7 @@ class StepTail:
 
     def end(self) -> None:
         """Wait for the tail and ignore its error: the state that it works on is about to go."""
-        with self._parts.lock:
+        with self._passes.lock:
             if self._tail is not None:
                 self._tail.behind.wait()
                 self._ended()
@@ -139,23 +155,22 @@ class StepTail:
 
         self._tail = None
         was_asked(id(self))
-        self._parts.updating.end()
-        self._parts.storage.step_has_ended()
-        self._parts.ledger.hold(int)
+        self._weights.updating.end()
+        self._storage.step_has_ended()
+        self._ledger.hold(int)
 
     def _undo(self, tail: Tail) -> None:
         """Undo the step, and drop what was computed from its weights: gathered payloads."""
-        parts = self._parts
         self._forget()
         # User writes since then were to weights of the step that is undone.
-        for chunk in parts.chunks:
-            parts.user_writes.forget(chunk)
-        parts.manager.release_all()
+        for chunk in self._sharding.chunks:
+            self._weights.user_writes.forget(chunk)
+        self._manager.release_all()
         try:
             tail.step.undo()
         finally:
-            parts.user_writes.stepped(tail.step.taken, parts.storage.changed)
-            after_step(parts)
+            self._weights.user_writes.stepped(tail.step.taken, self._storage.changed)
+            self._weights.after_step()
 
 
 def _failure_of(behind: Ended) -> str:

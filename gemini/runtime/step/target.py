@@ -25,9 +25,7 @@ from torch import Tensor
 from gemini.chunk.storage import Chunk
 from gemini.comm.ballot import Agreement
 from gemini.optim.rules.clipping import Clip
-from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.report import Skips, StepReport, Traffic
-from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.deferred_signals import TailSignals
 from gemini.optim.state.pieces import Planes, Updater
@@ -39,16 +37,16 @@ from gemini.optim.target import AmpInputs, Group
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.placement.plan import Plan
 from gemini.placement.timetable.updates import is_early
-from gemini.runtime.parts import Parts, is_back
+from gemini.runtime.gradients.cycle import GradientCycle
+from gemini.runtime.sharding import Sharding
 from gemini.units import ChunkId, ParamId
 
 from .agreement import raise_first, raise_what_any_rank_raised
 from .executors import reserve_staging
 from .gradients import StepGradients, check_any
 from .state.shard_blocks import Shards
-from .state.shard_state import ShardState, StepCalls, param_groups_of
+from .state.shard_state import ShardState, param_groups_of
 from .views import ShardViews
-from .weights import after_step, write_back_changes
 
 if TYPE_CHECKING:
     from gemini.optim.state.disk.state_version import StateVersion
@@ -64,44 +62,50 @@ log = logging.getLogger("gemini")
 class ShardTarget(ShardState):
     """Target of one engine: state of this rank's shards of all trainable chunks, and its update."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        calls: StepCalls,
-        groups: Sequence[Group],
-        rule: UpdateRule,
-        config: StateConfig,
-    ) -> None:
-        self._early: EarlySpans | None = None
-        super().__init__(parts, calls, groups, rule, config)
+    _early: EarlySpans | None = None
+    joint: Any = None  # what steps it with other modules; None: it steps alone
+
+    def _begin(self) -> None:
+        sharding, storage, plan = self._sharding, self._storage, self._planning.plan
         try:
-            reserve_staging(self._executor, parts.plan)
+            reserve_staging(self._executor, plan)
             kind: type[StepGradients] = StepGradients
-            if parts.is_canonical:
+            if sharding.is_canonical:
                 from .canonical import CanonicalGradients as kind
-            self.gradients = kind(parts, calls, self._executor, self._chunks)
-            parts.storage.place_gradients(parts.plan, parts.chunks)
+            self.gradients = kind(sharding, self._cycle, self._calls, self._executor, self._chunks)
+            storage.place_gradients(plan, sharding.chunks)
         except BaseException:
             self._close()
             raise
-        parts.ledger.count_state(self._tiered_state, self._staging_bytes)
-        self._moved, self._closed = parts.storage.traffic(), False
+        self._ledger.count_state(self._tiered_state, self._staging_bytes)
+        self._moved, self._closed = storage.traffic(), False
         # ranks skip together, and one of them tells
-        self._skips = Skips(*parts.precision_settings.most_skipped, tells=parts.comm.rank == 0)
-        if is_early(parts.update) and self.by_kernels:
+        most = sharding.precision_settings.most_skipped
+        self._skips = Skips(*most, tells=sharding.comm.rank == 0)
+        if is_early(self._overlap.asked) and self.by_kernels:
             from .early import EarlySpans
 
             executor = cast("TritonStep", self._executor)
             self._early = EarlySpans(
-                parts, self._tiered_state, self._chunks, executor, self.hypers, self._by_param
-            )
-        self.joint: Any = None  # what steps it with other modules; None: it steps alone
-        self.device_may_decide = not parts.is_canonical  # False: hosts read and agree in every step
+                self._cycle.reducer, storage, sharding.backend, self._events, self._overlap,
+                self._tiered_state, self._chunks, executor, self.hypers, self._by_param,
+            )  # fmt: skip
+        self.device_may_decide = not sharding.is_canonical  # False: hosts agree in every step
 
     @property
-    def parts(self) -> Parts:
-        """Parts of the engine whose shards these are."""
-        return self._parts
+    def sharding(self) -> Sharding:
+        """Sharding of the module whose shards these are."""
+        return self._sharding
+
+    @property
+    def cycle(self) -> GradientCycle:
+        """Which gradients there are, and the clip of the coming step."""
+        return self._cycle
+
+    @property
+    def stage(self) -> tuple[int, int] | None:
+        """Stage of a pipeline that the module is, with their number; None: it is none."""
+        return self._passes.stage
 
     @property
     def executor(self) -> Executor:
@@ -120,7 +124,7 @@ class ShardTarget(ShardState):
             return cast("StepReport", self.joint.step(groups, amp))
         self.check_step(amp)
         hypers, chunks = self.hypers(groups), self.gradients.reduced()
-        device, pending = self._deciding_device, self._parts.pending_clip
+        device, pending = self._deciding_device, self._cycle.pending_clip
         decided = pending is not None and pending.clip.fixed_factor is not None
         if device is not None and not decided:
             report = self._step_on_device(device, chunks, hypers)
@@ -159,7 +163,7 @@ class ShardTarget(ShardState):
             param, rank = agreement.nonfinite
             return self.skipped(f"{self._names[param]} on rank {rank}", self.scale)
         step = self.agreed_step(hypers, pending.clip, agreement)
-        agree = partial(raise_what_any_rank_raised, self._parts, uses_disk=self._uses_disk)
+        agree = partial(raise_what_any_rank_raised, self._sharding, uses_disk=self._uses_disk)
         return self._carry_out(step, agree)
 
     def _carry_out(self, step: Step, agree: Agree = alone) -> StepReport:
@@ -203,7 +207,7 @@ class ShardTarget(ShardState):
     def _counted(self) -> Callable[[], None]:
         """Function that restores the counts of steps and the loss scale as they are now."""
         number = self._num_steps
-        now = [*self._small_state, self._parts.control_vector.tensor]
+        now = [*self._small_state, self._cycle.control_vector.tensor]
         before = [tensor.clone() for tensor in now]
 
         def put_back() -> None:
@@ -221,7 +225,7 @@ class ShardTarget(ShardState):
     @property
     def scale(self) -> float:
         """Loss scale of the gradients. Waits for the device."""
-        return self._parts.control_vector.read().scale
+        return self._cycle.control_vector.read().scale
 
     def agreed_step(self, hypers: Sequence[Any], clip: Clip, agreement: Agreement) -> Step:
         """Begin the step that all ranks agreed on; nothing that counts has changed."""
@@ -232,7 +236,7 @@ class ShardTarget(ShardState):
         def show() -> tuple[Cover, StepInputs]:
             from .state.shard_cover import ShardCover
 
-            cover = ShardCover(self._parts, self._chunks, clip.norm(power_sum))
+            cover = ShardCover(self._sharding, self._chunks, clip.norm(power_sum))
             return cover, StepInputs.clipping(clip, power_sum, self.scale)
 
         by_param, hypers = self._told(hypers, taken, show)
@@ -250,8 +254,8 @@ class ShardTarget(ShardState):
     @property
     def _deciding_device(self) -> TritonStep | None:
         """Executor of the device if it decides a step alone: no disk and no replica has a say."""
-        has_files = self._parts.storage.gradient_files is not None
-        asks_host = self._uses_disk or has_files or self._parts.scope.replicas
+        has_files = self._storage.gradient_files is not None
+        asks_host = self._uses_disk or has_files or self._sharding.scope.replicas
         decides = self.device_may_decide and not (asks_host or self.needs_wholes)
         on_device = decides and self._executor.staging is not None
         return cast("TritonStep", self._executor) if on_device else None
@@ -283,8 +287,8 @@ class ShardTarget(ShardState):
             self._chunks,
             by_param,
             self._executor.next_steps(),
-            self._parts.storage,
-            self._parts.backend,
+            self._storage,
+            self._sharding.backend,
             staging=staging,
             merges=self._executor.merges_parameters,
             goes_on=goes_on,
@@ -299,11 +303,11 @@ class ShardTarget(ShardState):
 
     def gathered_since(self) -> Traffic:
         """Bytes of parameters and gradients moved since the last step, also in its passes."""
-        before, self._moved = self._moved, self._parts.storage.traffic()
+        before, self._moved = self._moved, self._storage.traffic()
         return self._moved - before
 
     def _new_step(self, updater: AnyUpdater, views: ShardViews, taken: Sequence[ParamId]) -> Step:
-        params = self._parts.storage.params
+        params = self._storage.params
         files = None if params is None else (params.store, params.written_bytes_per_step)
         if self._early is not None:
             updater = self._early.agreed(cast("Updater", updater), taken)
@@ -319,26 +323,26 @@ class ShardTarget(ShardState):
             self._early.undone()
 
     def before_step(self) -> None:
-        self._parts.manager.release_for_step()
-        self._parts.ledger.note()
+        self._manager.release_for_step()
+        self._ledger.note()
 
     def count(self, step: Step) -> None:
         super().count(step)
         if self.kept_steps is not None:
             self.kept_steps.end_step()
-        self._parts.user_writes.stepped(step.taken, self._parts.storage.changed)
+        self._weights.user_writes.stepped(step.taken, self._storage.changed)
         if self._executor.counts_on_host:  # else the prologue did
-            self._parts.control_vector.stepped(overflow=False)
+            self._cycle.control_vector.stepped(overflow=False)
 
     def after_step(self) -> None:
-        after_step(self._parts)
+        self._weights.after_step()
 
     # -- run by run --
 
     def streams(self, names: Mapping[int, str]) -> Sequence[StateStream]:
         """Stream of this rank's state. What is filled is followed by weights. Not collective."""
         slots = (slot for chunk in self._chunks for slot in chunk.spec.slots)
-        own = [names[id(param)] for param in self._parts.params]
+        own = [names[id(param)] for param in self._sharding.params]
         params = [slot.param for slot in slots]
         return [StateStream(self.tiered_state, own, params, self._overwrite)]
 
@@ -356,14 +360,14 @@ class ShardTarget(ShardState):
     @contextmanager
     def _changing(self) -> Iterator[Shards]:
         """Context that changes masters, and shards with them: all of it or nothing."""
-        self._parts.manager.release_all()
+        self._manager.release_all()
         shards = Shards(self._chunks)
         try:
             with self.shards_with_masters():
                 yield shards
             shards.end()
         finally:
-            after_step(self._parts)
+            self._weights.after_step()
 
     def _overwrite(self, fill: BlockFiller, whole: bool) -> None:
         """Overwrite all blocks. Weights follow the masters."""
@@ -380,7 +384,7 @@ class ShardTarget(ShardState):
     @torch.no_grad()
     def blend(self, plane: str, weights: Sequence[float]) -> None:
         """See `Target.blend`: masters where they are, and shards follow. Not collective."""
-        write_back_changes(self._parts)
+        self._weights.write_back_changes()
         shares = self._shares(weights)
         with self._changing() as shards:
 
@@ -397,8 +401,8 @@ class ShardTarget(ShardState):
     @torch.no_grad()
     def rewind(self, steps: int) -> None:
         """See `GeminiDDP.rewind`. Collective."""
-        parts, steps_kept = self._parts, self.kept_steps
-        write_back_changes(parts)
+        steps_kept = self.kept_steps
+        self._weights.write_back_changes()
         state, error = self.tiered_state, None
         try:
             if steps_kept is None:
@@ -409,11 +413,13 @@ class ShardTarget(ShardState):
             commits, memory = steps_kept.check(steps)
         except Exception as raised:
             error = raised
-        raise_first(parts.comm.gather_objects(None if error is None else str(error)), error)
+        raise_first(
+            self._sharding.comm.gather_objects(None if error is None else str(error)), error
+        )
         assert steps_kept is not None
-        parts.manager.release_all()
+        self._manager.release_all()
         try:
-            shards = Shards(self._chunks, parts.backend)
+            shards = Shards(self._chunks, self._sharding.backend)
             steps_kept.nvme.rewind(steps)
             state.visit(shards.follow_master)
             steps_kept.nvme.load_weights(commits, shards.follow)
@@ -424,7 +430,7 @@ class ShardTarget(ShardState):
             state.torn = raised
             raise
         finally:
-            after_step(parts)
+            self._weights.after_step()
 
     def _loading(self) -> None:
         self._was_loaded = True
@@ -439,17 +445,17 @@ class ShardTarget(ShardState):
         from .state.full_state import gather_state
 
         self._calls.meet("optimizer.state_dict()")
-        whole = gather_state(self._parts, self.tiered_state, self._chunks, cut=cut)
+        whole = gather_state(self._sharding, self.tiered_state, self._chunks, cut=cut)
         return {
             param: whole[self._names[i]]
-            for i, param in enumerate(self._parts.params)
+            for i, param in enumerate(self._sharding.params)
             if self._group_of[i] is not None and self._names[i] in whole
         }
 
     @torch.no_grad()
     def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Rank 0's whole planes and step counts; no weight changes. Collective."""
-        comm = self._parts.comm
+        comm = self._sharding.comm
         if self.untouched and not comm.gather_objects(bool(state))[0]:
             return
         self._loading()
@@ -458,7 +464,7 @@ class ShardTarget(ShardState):
         names = ("step", *self._rule.carried)
         whole = {
             i: {name: value for name, value in state[param].items() if name in names}
-            for i, param in enumerate(self._parts.params)
+            for i, param in enumerate(self._sharding.params)
             if param in state
         }
         self._load_small(comm.gather_objects(whole)[0])
@@ -467,15 +473,14 @@ class ShardTarget(ShardState):
         """Rank 0's whole planes to all shards. Collective."""
         from .state.full_state import scatter_state
 
-        parts = self._parts
         self._calls.meet("optimizer.load_state_dict()")
         by_name = {
             name: state[param]
-            for param, name in zip(parts.params, self._names, strict=True)
+            for param, name in zip(self._sharding.params, self._names, strict=True)
             if param in state
         }
-        shards, given = scatter_state(parts, self.tiered_state, self._chunks, by_name)
-        write_back_changes(parts)
+        shards, given = scatter_state(self._sharding, self.tiered_state, self._chunks, by_name)
+        self._weights.write_back_changes()
         other = self._of_other_weights(shards, {n for n, keys in given.items() if MASTER in keys})
 
         def fill(block: Block, planes: Planes) -> None:
@@ -494,7 +499,7 @@ class ShardTarget(ShardState):
     ) -> Set[str]:
         """Names of `given` whose masters in `planes` do not round to the weights that are there, on
         any rank: they are left out, since state moves no weight. Collective; rank 0 says so."""
-        parts, found = self._parts, set[str]()
+        found = set[str]()
         if not (given and self.has_master):
             return found
         for chunk in self._chunks:
@@ -503,11 +508,11 @@ class ShardTarget(ShardState):
                 continue
             weights = chunk.load_shard()
             differs = masters.to(weights.device, weights.dtype) != weights
-            for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
+            for part in self._sharding.layout.shard_segments(chunk.spec, chunk.rank):
                 if differs[part.offset : part.offset + part.numel].any():
                     found.add(self._names[part.param])
-        found = set[str]().union(*parts.comm.gather_objects(found)) & given
-        if found and parts.comm.rank == 0:
+        found = set[str]().union(*self._sharding.comm.gather_objects(found)) & given
+        if found and self._sharding.comm.rank == 0:
             log.warning(
                 "optimizer.load_state_dict() left fp32 masters out that do not round to the "
                 "weights that are there; load the weights that were saved with this state first "
@@ -524,8 +529,7 @@ class ShardTarget(ShardState):
 
         Gradients of parameters in no group stay, as with torch's optimizers.
         """
-        parts = self._parts
-        groups = zip(parts.params, self._group_of, strict=True)
+        groups = zip(self._sharding.params, self._group_of, strict=True)
         left_alone = [i for i, (p, group) in enumerate(groups) if p.requires_grad and group is None]
         if left_alone:
             self._calls.gradients.clear_but(left_alone, set_to_none)
@@ -537,15 +541,15 @@ class ShardTarget(ShardState):
     def set_groups(self, groups: Sequence[Group]) -> None:
         """Take over groups after some were added: their parameters are updated from now on."""
         self._groups = range(len(groups))
-        self._group_of = param_groups_of(self._parts, groups)
+        self._group_of = param_groups_of(self._sharding.params, groups)
         self._executor.set_groups(self._executor_groups)
 
     def homes_changed(self) -> None:
         """Reserve staging for the plan's new homes, measure what leaves the device, and count the
         traffic of files anew."""
         self.gradients.measure_leaving()
-        reserve_staging(self._executor, self._parts.plan)
-        self._moved = self._parts.storage.traffic()
+        reserve_staging(self._executor, self._planning.plan)
+        self._moved = self._storage.traffic()
 
     def _end_early(self) -> None:
         """End early updates: their memory is about to move."""
@@ -571,14 +575,14 @@ class ShardTarget(ShardState):
     def close(self, keep_masters: bool = True) -> None:
         if self._closed:
             return
-        if (away := self._parts.parked) is not None:  # other ranks may be gone, and are not asked
+        if (away := self._weights.parked) is not None:  # other ranks may be gone, and are not asked
             away.bring_back()
-            is_back(self._parts)
+            self._weights.is_back()
         self._closed = True
         try:
             self.settle()
             if keep_masters:
-                write_back_changes(self._parts)
+                self._weights.write_back_changes()
                 self.give_masters_back()
         finally:
             self._close()
@@ -587,8 +591,8 @@ class ShardTarget(ShardState):
         self._tail.end()
         if self._early is not None:
             self._early.close()
-        self._parts.events.keeping.leave(self._follow_payload)
-        self._parts.ledger.forget_state()
+        self._events.keeping.leave(self._follow_payload)
+        self._ledger.forget_state()
         if self.kept_steps is not None:
             self.kept_steps.close()
         self._tiered_state.close()

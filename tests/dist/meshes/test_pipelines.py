@@ -221,7 +221,7 @@ def evaluated(kind, data):
     inputs = (ids,) if model.stages[0].is_first else ()
     with torch.no_grad():
         out = model.schedule.eval(*inputs, target=ids)
-        open_ones = [part.engine.in_schedule for part in model.parts]
+        open_ones = [part.engine.passes.in_schedule for part in model.parts]
     norms = in_steps(model, data)
     weights = model.weights()
     model.close()

@@ -108,7 +108,7 @@ def test_bits_are_those_of_one_micro_batch_after_the_other(placement, precision,
         with warnings.catch_warnings():  # a budget of a few KiB is passed by activations
             warnings.simplefilter("ignore", gemini.BudgetWarning)
             found = trained(model, optimizer, order)
-        assert (model.engine.accumulated.counted_bytes > 0) == (placement != "cuda")
+        assert (model.engine.cycle.accumulated.counted_bytes > 0) == (placement != "cuda")
         assert model.engine.storage.params is not None or not in_files
         return found
 
@@ -413,7 +413,7 @@ def test_layers_take_turns_where_weights_come(placement, ranks, order):
     def taken(rank):
         model, _ = wrapped(placement, num_layers=MANY)
         gemini.accumulate(model, batches(0), loss_of)
-        return model.engine.accumulated.order
+        return model.engine.cycle.accumulated.order
 
     assert run_ranks(taken, ranks) == [order] * ranks
 

@@ -443,7 +443,7 @@ def test_a_forward_that_was_broken_off_before_its_first_call_is_no_trace():
             broken.clear()
             raise KeyboardInterrupt
 
-    model.engine.module_check.check = breaks
+    model.engine.events.forward.listen(breaks)
     with pytest.raises(KeyboardInterrupt):
         step(model, optimizer, 0)
     assert not sampler.collector.collecting and sampler.traces() == []

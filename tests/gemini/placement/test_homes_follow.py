@@ -20,7 +20,6 @@ from gemini.placement.renting import Raised, Tenancy
 from gemini.placement.tiers import Tier
 from gemini.runtime.schedule.iteration_plans import MAX_PLANS
 from gemini.runtime.schedule.sampler import MAX_SIGNATURES
-from gemini.runtime.step.homes import raise_homes, waiting_bytes
 from optim.state.slabs import Slab
 from optim.state.tiered_state import TieredState
 from tests.support.checkpoints import everything
@@ -140,7 +139,7 @@ def test_gradients_that_a_slow_tail_still_reads_move_no_homes():
     engine.ledger.hold(lambda: 300 * KIB)
     engine.sampler.begin((loop.ids(L),), again=False)
     engine.homes.before_forward()
-    assert waiting_bytes(engine) == 0
+    assert engine.homes.waiting_bytes() == 0
     assert loop.moves == moves
     engine.ledger.hold(lambda: 0)
     loop.optimizer.close()
@@ -366,7 +365,7 @@ class Exhausted:
         loop.sim.pages.operator_made = self._operator_made
 
     def _operator_made(self, tensor):
-        if self._engine.forward_depth and torch.is_grad_enabled():
+        if self._engine.passes.depth and torch.is_grad_enabled():
             self.left -= 1
             if self.left == 0:
                 raise torch.OutOfMemoryError("no memory")
@@ -382,7 +381,7 @@ def raised_at_every_allocation(loop, iterations):
         nothing = with_bytes_added(planning.inputs.trace, -(1 << 30))
         higher = planning.raised(nothing)
         if higher is not None:
-            raise_homes(loop.model.engine, higher.result, higher.inputs)
+            loop.model.engine.homes.raise_homes(higher.result, higher.inputs)
         device.left = n
         try:
             loop.train(S)

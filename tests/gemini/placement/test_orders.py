@@ -123,7 +123,7 @@ def test_a_step_reads_what_its_plan_predicts(order, tmp_path):
             optimizer.step()
             optimizer.zero_grad()
     assert not model.memory_stats.deviations
-    found = model.engine.accumulated
+    found = model.engine.cycle.accumulated
     assert (found.order, found.num_batches) == (order, k)
     payloads = max(model.engine.planning.result.profile.rows[Tier.DEVICE, "parameters"])
     stayed = k * payloads if order == BATCHES else 0

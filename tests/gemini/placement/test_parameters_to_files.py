@@ -16,7 +16,6 @@ from gemini.placement.planner import plan_within
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.runtime.step.homes import lower_homes, raise_homes
 from gemini.units import PAGE_BYTES
 from optim import HybridAdam, NvmeConfig
 from tests.support.disks.faults import failing
@@ -61,7 +60,7 @@ def lower_all(loop):
         for s in floor.shards
     )
     planned = plan_within(replace(floor, shards=shards), planning.inputs, planning.policy)
-    lower_homes(engine, planned.plan)
+    engine.homes.lower_homes(planned.plan)
     planning.use_plan(planned)
     engine.storage.place_gradients(planned.plan, engine.chunks)
     engine.target.homes_changed()
@@ -154,7 +153,7 @@ def test_a_rise_from_files_that_fails_anywhere_has_moved_nothing():
         higher = engine.planning.raised(short)
         with failing("preadv", errno.EIO, after=num_failed, times=1) as failed:
             try:
-                raise_homes(engine, higher.result, higher.inputs)
+                engine.homes.raise_homes(higher.result, higher.inputs)
             except nvme.NvmeError:
                 assert failed
                 assert (homes(loop), in_files(loop), engine.ledger.totals()) == before
@@ -196,7 +195,7 @@ def test_where_ram_is_the_device_all_goes_to_files_and_rises_and_no_bit_changes(
                 assert engine_homes(engine) == {N} and engine.planning.moves.num_down == 1
             if budget and i == 4:
                 higher = engine.planning.raised(engine.planning.asked_by(engine.sampler.measured()))
-                raise_homes(engine, higher.result, higher.inputs)
+                engine.homes.raise_homes(higher.result, higher.inputs)
                 assert Tier.DEVICE in engine_homes(engine)
             token_loss(model, ids).backward()
             optimizer.step()

@@ -167,7 +167,7 @@ def test_other_ways_to_the_module_still_train_and_raise():
     want = answers(plain_of(model), prompts(), 20)
     assert torch.equal(trained.generate(prompts(), new=20), want)
     trained.train(1)
-    assert trained.model.engine.forward_depth == 0
+    assert trained.model.engine.passes.depth == 0
 
 
 class Layer:

@@ -15,7 +15,6 @@ from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.optim import HybridLamb, HybridMuon
 from gemini.placement.timetable.updates import BOTH, SPECULATE
 from gemini.runtime.inspect.reports import when_updated
-from gemini.runtime.parts import update_of
 from gemini.runtime.step import early
 from gemini.runtime.step.early import Committing, EarlySpans
 from optim import HybridAdam, NvmeConfig
@@ -343,7 +342,7 @@ def test_where_nothing_can_be_early_a_step_is_serial_and_says_why(kind, policy, 
     optimizer.bind() if hasattr(optimizer, "bind") else None
     model(batch(0)).float().pow(2).mean().backward()
     optimizer.step()
-    assert update_of(model.engine) == "serial"
+    assert model.engine.overlap.in_use() == "serial"
     assert words in when_updated(model.engine)
     optimizer.close()
 

@@ -23,7 +23,6 @@ from gemini.placement.timetable.allowed import (
 )
 from gemini.placement.timetable.updates import BOTH, SERIAL, SPECULATE, TAIL, current_update
 from gemini.runtime.inspect.reports import when_updated
-from gemini.runtime.parts import update_of
 from optim import HybridAdam, NvmeConfig
 from tests.support.apart import Apart
 from tests.support.device.placed import SpareLayer, batch, device
@@ -198,6 +197,6 @@ def test_both_on_a_cpu_is_a_tail_and_says_so():
 def test_explain_says_which_part_no_rule_is_against():
     with training(BOTH, fraction=1.0) as (model, optimizer):
         step(model, optimizer, 0)
-        assert update_of(model.engine) == TAIL
+        assert model.engine.overlap.in_use() == TAIL
         said = when_updated(model.engine)
     assert said == 'behind the next forward; no update="both", as no state is in host memory'

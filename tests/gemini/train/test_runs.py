@@ -423,7 +423,7 @@ def test_plan_and_train_give_one_answer_and_the_run_follows_it(
     if config.quantize:  # a plan knows how many bytes there are, and not what they consist of
         found = replace(found, layout_digest=planned.layout_digest)
     assert found == planned
-    assert wrapped.engine.update == config.update
+    assert wrapped.engine.overlap.asked == config.update
 
 
 @pytest.mark.usefixtures("on_disk")
@@ -444,7 +444,7 @@ def test_both_orders_of_micro_batches_write_the_same_weights(folder, tmp_path, m
         job = run.prepare(config)
         job.run()
         wrapped = job.trainer.model_wrapped
-        assert order == "batches" or wrapped.engine.accumulated.num_batches == 3
+        assert order == "batches" or wrapped.engine.cycle.accumulated.num_batches == 3
         digests.append((wrapped.digest(), losses(out)))
         del job, wrapped
         gc.collect()

@@ -92,7 +92,7 @@ def test_ctrl_c_in_a_forward_ends_it(enter):
     optimizer.zero_grad()
     net.first.requires_grad_(True)
     model(torch.ones(2, 8)).sum().backward()
-    assert not model.engine.forward_depth and net.first.weight.grad is not None
+    assert not model.engine.passes.depth and net.first.weight.grad is not None
     optimizer.step()
 
 
@@ -103,7 +103,7 @@ def test_ctrl_c_in_an_evaluation_ends_it():
     with torch.no_grad(), pytest.raises(KeyboardInterrupt):
         model(torch.ones(2, 8))
     handle.remove()
-    assert not model.engine.forward_depth
+    assert not model.engine.passes.depth
 
 
 FAILS = """

@@ -5,7 +5,6 @@ import signal
 import pytest
 
 from gemini.placement.timetable.updates import TAIL
-from gemini.runtime.parts import update_of
 from tests.support import corpus
 from tests.support.lines import PLACES, Life, Point, made, points_of, search, some, step
 from tests.support.loops import interrupted
@@ -55,7 +54,7 @@ def test_places_have_the_updates_that_they_name(place):
     """And not serial steps where a budget has no room for others."""
     model, optimizer = made(place)
     for number in range(4):
-        assert update_of(model.engine) == PLACES[place].update == TAIL
+        assert model.engine.overlap.in_use() == PLACES[place].update == TAIL
         step(model, optimizer, number)
         assert has_tail(optimizer)
     optimizer.close()

@@ -17,7 +17,6 @@ from gemini.chunk.layout import ChunkLayout, ParamSpec, specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
-from gemini.runtime.inspect.weights import weights_without_master
 from gemini.runtime.memory.backend import FileConfig
 from gemini.runtime.memory.originals import Originals
 from gemini.units import ORIGINAL_BLOCK_NUMEL, PAGE_BYTES, align_up
@@ -228,7 +227,7 @@ def test_what_was_read_of_a_file_is_not_kept_in_memory():
     engine = model.engine
     chunk = next(chunk for chunk in engine.chunks if not chunk.spec.trainable)
     assert chunk.spec.id in engine.originals and engine.storage.file_bytes > 0
-    values = weights_without_master(engine, chunk)
+    values = engine.weights.without_master(chunk)
     assert values.dtype == torch.float32
     gone = weakref.ref(values)
     del values

@@ -161,7 +161,7 @@ def test_a_reader_and_a_forward_that_wait_for_one_chunk_of_a_tail_both_go_on(mon
         optimizer.step()
         optimizer.zero_grad()
         monkeypatch.setattr(Chunk, "wait_updated", waits)
-        model.engine.lock, found = Asked(model.engine.lock, told), []
+        model.engine.passes.lock, found = Asked(model.engine.lock, told), []
         param = next(model.parameters())
         thread = threading.Thread(target=lambda: found.append(param.detach().float().sum()))
         thread.start()
@@ -181,7 +181,7 @@ def test_an_optimizer_is_made_while_no_other_thread_reads():
     model, optimizer = sides.wrapped()
     optimizer.close()
     asked = []
-    model.engine.lock = Asked(model.engine.lock, asked.append)
+    model.engine.passes.lock = Asked(model.engine.lock, asked.append)
     sides.HybridAdam(model.parameters()).close()
     assert len(asked) >= 2
 

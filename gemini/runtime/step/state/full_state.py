@@ -21,7 +21,7 @@ from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import TieredState
-from gemini.runtime.parts import Parts
+from gemini.runtime.sharding import Sharding
 from gemini.units import ChunkId, ParamId
 
 from .dtensors import dtensor_of, dtensors_in, full_value
@@ -30,14 +30,14 @@ Key = tuple[ChunkId, str]  # of a shard's plane
 
 
 def gathered(
-    parts: Parts, chunk: Chunk, shard: Tensor, *, cut: bool
+    sharding: Sharding, chunk: Chunk, shard: Tensor, *, cut: bool
 ) -> Iterator[tuple[ParamId, Tensor]]:
     """Parameters of a chunk with their values in `shard` [S] of every rank: on rank 0 whole, in
     host memory and maybe a view, elsewhere nothing. Of an opaque one its bytes. Collective.
 
     cut: DTensors on every rank, and bytes.
     """
-    links = parts.links[chunk.spec.group]
+    links = sharding.links[chunk.spec.group]
     if cut:
         payload = links.gather_for_all(shard.to(links.shards.device), chunk.spec.id)
     else:
@@ -45,19 +45,19 @@ def gathered(
         if found is None:
             return
         payload = found.cpu()
-    for param, mine in params_in(parts.layout, chunk.spec, payload):
-        if param in parts.opaque:
+    for param, mine in params_in(sharding.layout, chunk.spec, payload):
+        if param in sharding.opaque:
             yield param, mine.cpu()
         elif cut:
-            yield param, dtensor_of(links, parts.params[param], mine)
+            yield param, dtensor_of(links, sharding.params[param], mine)
         else:
-            value = full_tensor_of(parts.params[param], mine).cpu()
-            if parts.comm.rank == 0:  # others only gave their parts of a split parameter
+            value = full_tensor_of(sharding.params[param], mine).cpu()
+            if sharding.comm.rank == 0:  # others only gave their parts of a split parameter
                 yield param, value
 
 
 def scatter(
-    parts: Parts,
+    sharding: Sharding,
     chunk: Chunk,
     payload: Tensor | None,
     shard: Tensor,
@@ -70,15 +70,15 @@ def scatter(
     values: by parameter, the same ones on all ranks. split: those of which every rank gives its
         part, a DTensor.
     """
-    links = parts.links[chunk.spec.group]
+    links = sharding.links[chunk.spec.group]
     wholes = {
         param: full_value(v) for param, v in values.items() if v is not None and param in split
     }
     if payload is not None:
-        for param, place in params_in(parts.layout, chunk.spec, payload):
+        for param, place in params_in(sharding.layout, chunk.spec, payload):
             if param in values:
-                whole = wholes.get(param, values[param]) if parts.comm.rank == 0 else None
-                value = _given_part(links, parts.params[param], whole, place.dtype)
+                whole = wholes.get(param, values[param]) if sharding.comm.rank == 0 else None
+                value = _given_part(links, sharding.params[param], whole, place.dtype)
                 place.copy_(value.reshape(place.shape))
     links.scatter(payload, shard)
 
@@ -101,7 +101,7 @@ def _given_part(links: Links, param: Tensor, whole: Tensor | None, dtype: torch.
 
 
 def gather_state(
-    parts: Parts, state: TieredState, chunks: Sequence[Chunk], *, cut: bool
+    sharding: Sharding, state: TieredState, chunks: Sequence[Chunk], *, cut: bool
 ) -> dict[str, dict[str, Tensor]]:
     """All state by parameter and plane, as `gathered`. Collective.
 
@@ -127,14 +127,14 @@ def gather_state(
             continue
         if shard is None:  # other ranks have elements of these parameters
             shard = _zeros(state, plane, chunk.spec.shard_numel)
-        for param, value in gathered(parts, chunk, shard, cut=cut):
+        for param, value in gathered(sharding, chunk, shard, cut=cut):
             if param in having:
-                whole.setdefault(parts.layout.params[param].name, {})[plane] = value.clone()
+                whole.setdefault(sharding.layout.params[param].name, {})[plane] = value.clone()
     return whole
 
 
 def scatter_state(
-    parts: Parts,
+    sharding: Sharding,
     state: TieredState,
     chunks: Sequence[Chunk],
     given: Mapping[str, Mapping[str, Any]],
@@ -144,27 +144,27 @@ def scatter_state(
 
     Returns the names of the planes that were given, too, by parameter.
     """
-    names = parts.comm.gather_objects(
+    names = sharding.comm.gather_objects(
         {name: {k for k in state.layout.names if k in planes} for name, planes in given.items()}
     )[0]
     flat = {f"{name}.{k}": v for name, planes in given.items() for k, v in planes.items()}
-    split = dtensors_in(parts.comm, flat)
+    split = dtensors_in(sharding.comm, flat)
     shards: dict[Key, Tensor] = {}
     for chunk, plane, _ in _planes_of(state, chunks):
         key_of = {
             slot.param: f"{name}.{plane}"
             for slot in chunk.spec.slots
-            if plane in names.get(name := parts.layout.params[slot.param].name, ())
+            if plane in names.get(name := sharding.layout.params[slot.param].name, ())
         }
         if not key_of:
             continue
         payload = None
-        if parts.links[chunk.spec.group].is_first:
+        if sharding.links[chunk.spec.group].is_first:
             payload = _zeros(state, plane, chunk.spec.payload_numel)
         shard = shards[chunk.spec.id, plane] = _zeros(state, plane, chunk.spec.shard_numel)
         values = {param: flat.get(key) for param, key in key_of.items()}
         parted = {param for param, key in key_of.items() if key in split}
-        scatter(parts, chunk, payload, shard, values, parted)
+        scatter(sharding, chunk, payload, shard, values, parted)
     return shards, names
 
 

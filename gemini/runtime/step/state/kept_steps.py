@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
 from gemini.nvme import Index, KeptVersions
+from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.state.nvme_state import NvmeState
 from gemini.optim.state.tiered_state import TieredState
-from gemini.runtime.parts import Parts
+from gemini.runtime.events import EngineEvent
+from gemini.runtime.memory.shard_storage import ShardStorage
 
 # copies of the tensors that a step begins from and no store has: counts of steps (which key the
 # noise of rounding, too), lines, the loss scale with its counters, and persistent buffers
@@ -23,13 +25,20 @@ class KeptSteps:
     the two belongs to it, as skipped steps do.
     """
 
-    def __init__(self, parts: Parts, tiered_state: TieredState) -> None:
-        self._parts = parts
-        self._tiered_state = tiered_state
+    def __init__(
+        self,
+        tiered_state: TieredState,
+        storage: ShardStorage,
+        control_vector: ControlVector,
+        buffers: Callable[[], Iterable[Tensor]],
+        forward: EngineEvent[[]],
+    ) -> None:
+        """buffers: persistent ones of the module. forward: tells that one begins."""
+        self._tiered_state, self._storage, self._now = tiered_state, storage, buffers
         self._by_step: dict[int, StepMemory] = {}  # by the number of the commit
         # persistent ones, as the first forward behind the last step found them
         self._buffers: tuple[Tensor, ...] | None = None
-        self._control, self._forward = parts.control_vector, parts.events.forward
+        self._control, self._forward = control_vector, forward
         self._forward.listen(self.begin_forward)
 
     @property
@@ -48,10 +57,6 @@ class KeptSteps:
     def has_checksums(self) -> bool:
         """Whether what is read of a version is verified."""
         return self.nvme.store.checksums
-
-    def _now(self) -> list[Tensor]:
-        check = self._parts.module_check
-        return [] if check is None else list(check.persistent_buffers())
 
     def begin_forward(self) -> None:
         """Copy buffers before the first forward after a step: a later one has changed them."""
@@ -84,7 +89,7 @@ class KeptSteps:
         Raises ValueError if so many are not kept, `nvme.NvmeError` for blocks that cannot be read,
         and RuntimeError for an average of weights, which has one version.
         """
-        if self._parts.storage.averages:
+        if self._storage.averages:
             raise RuntimeError(
                 "rewind() of a model with an EMA, of which no versions are kept; close() it "
                 "before, and make another"

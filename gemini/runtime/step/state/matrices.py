@@ -16,7 +16,8 @@ from gemini.optim.rules.state_layout import Columns
 from gemini.optim.step.executors import MatrixUpdates
 from gemini.placement.sizes import Waiting
 from gemini.placement.tiers import Tier
-from gemini.runtime.parts import Parts
+from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.sharding import Sharding
 from gemini.units import WORLD
 
 
@@ -33,12 +34,12 @@ class MatrixBuckets:
         return max(every, key=lambda whole: whole.numel, default=None)
 
 
-def matrices_of(parts: Parts, chunks: Sequence[Chunk], columns: Columns) -> MatrixBuckets:
+def matrices_of(sharding: Sharding, chunks: Sequence[Chunk], columns: Columns) -> MatrixBuckets:
     """Buckets of the parameters in these chunks that keep a momentum.
 
     Raises ValueError for a parameter that torch has split: no rank has all of its matrix.
     """
-    wholes = [whole for chunk in chunks for whole in _wholes(parts, chunk, columns)]
+    wholes = [whole for chunk in chunks for whole in _wholes(sharding, chunk, columns)]
     buckets = tuple(buckets_of(wholes))
     numel = num_runs = 0
     for bucket in buckets:
@@ -59,8 +60,8 @@ def _span(spec: ChunkSpec, params: Set[int]) -> list[int]:
     return [max(0, min(high, lo + spec.shard_numel) - max(low, lo)) for lo in edges]
 
 
-def _wholes(parts: Parts, chunk: Chunk, columns: Columns) -> list[Whole]:
-    layout, spec = parts.layout, chunk.spec
+def _wholes(sharding: Sharding, chunk: Chunk, columns: Columns) -> list[Whole]:
+    layout, spec = sharding.layout, chunk.spec
     by_rank = [
         {part.param: (part.param_offset, part.numel) for part in layout.shard_segments(spec, rank)}
         for rank in range(spec.num_shards)
@@ -70,7 +71,9 @@ def _wholes(parts: Parts, chunk: Chunk, columns: Columns) -> list[Whole]:
         shape, param = layout.params[slot.param].shape, slot.param
         if len(shape) < 2 or not columns.has(param, MOMENTUM.name):
             continue
-        if split_of(parts.params[param]) != WORLD and not _has_whole_matrices(parts.params[param]):
+        if split_of(sharding.params[param]) != WORLD and not _has_whole_matrices(
+            sharding.params[param]
+        ):
             raise ValueError(
                 f"{layout.params[param].name} is split by torch, so no rank has all of its matrix; "
                 "give it to a group with use_muon=False"
@@ -93,7 +96,8 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def matrix_updates(
-    parts: Parts,
+    sharding: Sharding,
+    planning: Planning,
     rule: UpdateRule,
     group_of: Sequence[int | None],
     columns: Columns,
@@ -102,8 +106,8 @@ def matrix_updates(
     """Maker of updaters over an engine's shards."""
 
     def params_on_disk() -> set[int]:  # shards have the same homes on all ranks
-        on_disk = [shard.chunk for shard in parts.plan.shards if Tier.NVME in shard.state_homes]
-        return {slot.param for chunk in on_disk for slot in parts.layout.chunks[chunk].slots}
+        on_disk = [shard.chunk for shard in planning.plan.shards if Tier.NVME in shard.state_homes]
+        return {slot.param for chunk in on_disk for slot in sharding.layout.chunks[chunk].slots}
 
-    ways = {group: links.shards for group, links in parts.links.items()}
+    ways = {group: links.shards for group, links in sharding.links.items()}
     return MatrixUpdates(rule, group_of, columns, ways, buckets, params_on_disk)

@@ -12,7 +12,7 @@ from gemini.chunk.local import group_of as split_of
 from gemini.chunk.storage import Chunk
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.optim.step.measuring import Cover
-from gemini.runtime.parts import Parts
+from gemini.runtime.sharding import Sharding
 from gemini.units import WORLD
 
 from .shard_blocks import Shards
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class ShardCover(Cover):
     """Shards and their gradients. Of gradients in other memory one at a time is loaded."""
 
-    def __init__(self, parts: Parts, chunks: Sequence[Chunk], largest: float) -> None:
+    def __init__(self, sharding: Sharding, chunks: Sequence[Chunk], largest: float) -> None:
         """largest: norm of all gradients together."""
-        self._parts = parts
+        self._sharding = sharding
         self._largest = largest
         self._chunks = chunks
         self._shards = Shards(chunks)
@@ -62,7 +62,7 @@ class ShardCover(Cover):
             told[:-1] = torch.cat([*(one.found() for one in measures.values()), told[:0]])
         except BaseException as raised:  # others wait for this rank's sums
             error, told[-1] = raised, 1.0
-        comm = self._parts.links[WORLD].shards
+        comm = self._sharding.links[WORLD].shards
         summed = told.to(comm.device)
         comm.all_reduce(summed).wait()
         told = summed.cpu()
@@ -77,16 +77,16 @@ class ShardCover(Cover):
         for param, sums in found.items():
             if not bool(sums.isfinite().all()):
                 raise RuntimeError(
-                    f"the norm of {self._parts.layout.params[param].name}, or of what it moves "
+                    f"the norm of {self._sharding.layout.params[param].name}, or of what it moves "
                     "along, is not finite, and its gradient is: weights or state have a NaN or an "
                     "Inf already. Nothing was changed; load a checkpoint"
                 )
         return found
 
 
-def check_not_split(parts: Parts) -> None:
+def check_not_split(sharding: Sharding) -> None:
     """Raise ValueError for a parameter of which torch has given ranks different parts."""
-    for param, spec in zip(parts.params, parts.layout.params, strict=True):
+    for param, spec in zip(sharding.params, sharding.layout.params, strict=True):
         if spec.trainable and split_of(param) != WORLD:
             raise ValueError(
                 f"{spec.name} is split by torch, so no norm over these ranks is that of all of it; "

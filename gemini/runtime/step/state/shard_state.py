@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,11 +28,20 @@ from gemini.placement.plan import Plan
 from gemini.placement.sizes import UNLIMITED, BudgetError, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import is_early
+from gemini.runtime.events import EngineEvents
+from gemini.runtime.gradients.cycle import GradientCycle
 from gemini.runtime.gradients.waiting import Gradients
+from gemini.runtime.memory.ledger import MemoryLedger
+from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.memory.user_writes import follow_shard
-from gemini.runtime.parts import Parts
+from gemini.runtime.overlap import UpdateOverlap
+from gemini.runtime.passes import Passes
+from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
+from gemini.runtime.sharding import Sharding
 from gemini.runtime.step.executors import make_shard_executor, run_of, updated_by_kernels
 from gemini.runtime.step.tail import StepTail
+from gemini.runtime.weights import Weights
 from gemini.units import BlockId, ChunkId
 
 from .shard_blocks import HostReader, ShardMasters, Shards
@@ -53,6 +62,7 @@ class StepCalls:
     meet: Callable[[str], None]  # before a method that all ranks must call
     detach: Callable[[], None]  # the optimizer was closed
     gradients: Gradients
+    buffers: Callable[[], Iterable[Tensor]]  # persistent ones of the module
 
 
 class ShardState(Target):
@@ -60,25 +70,27 @@ class ShardState(Target):
 
     def __init__(
         self,
-        parts: Parts,
-        calls: StepCalls,
-        groups: Sequence[Group],
-        rule: UpdateRule,
-        config: StateConfig,
-    ) -> None:
-        group_of = param_groups_of(parts, groups)  # first: it refuses what is not ours
+        *, sharding: Sharding, planning: Planning, storage: ShardStorage, weights: Weights,
+        cycle: GradientCycle, passes: Passes, overlap: UpdateOverlap, manager: StatefulTensorMgr,
+        ledger: MemoryLedger, events: EngineEvents, calls: StepCalls, groups: Sequence[Group],
+        rule: UpdateRule, config: StateConfig,
+    ) -> None:  # fmt: skip
+        group_of = param_groups_of(sharding.params, groups)  # first: it refuses what is not ours
         if rule.measures:
             from .shard_cover import check_not_split
 
-            check_not_split(parts)
-        shapes = [spec.shape for spec in parts.layout.params]
-        super().__init__(parts.params, rule, groups, group_of, shapes)
-        self._parts = parts
+            check_not_split(sharding)
+        shapes = [spec.shape for spec in sharding.layout.params]
+        super().__init__(sharding.params, rule, groups, group_of, shapes)
+        self._sharding, self._planning, self._storage = sharding, planning, storage
+        self._cycle, self._overlap, self._events = cycle, overlap, events
+        self._passes = passes
+        self._weights, self._manager, self._ledger = weights, manager, ledger
         self._calls = calls
-        self._tail = StepTail(parts)
-        self._reader = HostReader(parts.backend)  # of masters that a device has
-        self._chunks = [chunk for chunk in parts.chunks if chunk.spec.trainable]
-        self._names = [spec.name for spec in parts.layout.params]
+        self._tail = StepTail(sharding, weights, passes, overlap, storage, manager, ledger)
+        self._reader = HostReader(sharding.backend)  # of masters that a device has
+        self._chunks = [chunk for chunk in sharding.chunks if chunk.spec.trainable]
+        self._names = [spec.name for spec in sharding.layout.params]
         self._matrices_of: tuple[list[Chunk], MatrixBuckets] | None = None  # of these chunks
         self._was_loaded = False
         self.parks_as = config.nvme  # files that parking writes
@@ -88,26 +100,33 @@ class ShardState(Target):
             from .matrices import matrix_updates
 
             matrices = matrix_updates(
-                parts, rule, group_of, self._columns, lambda: self._matrices().buckets
+                sharding, planning, rule, group_of, self._columns, lambda: self._matrices().buckets
             )
         self._executor = make_shard_executor(
-            parts, rule, self._tiered_state.layout, self._executor_groups,
-            [run_of(parts.layout, chunk) for chunk in self._chunks], config.cpu_path, matrices,
+            sharding, planning.plan, cycle.control_vector, rule, self._tiered_state.layout,
+            self._executor_groups, [run_of(sharding.layout, chunk) for chunk in self._chunks],
+            config.cpu_path, matrices, is_stage=passes.stage is not None,
         )  # fmt: skip
         self.kept_steps: KeptSteps | None = None
         if config.nvme.keep_versions and self._tiered_state.nvme is not None:
             from .kept_steps import KeptSteps
 
-            self.kept_steps = KeptSteps(parts, self._tiered_state)
+            self.kept_steps = KeptSteps(
+                self._tiered_state, storage, cycle.control_vector, calls.buffers, events.forward
+            )
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what takes steps with the state that is made by now."""
 
     def _make_state(self, nvme: NvmeConfig, fraction: float) -> None:
         """Make the state where the engine's plan has it."""
-        parts, layout, columns = self._parts, self._rule.layout, self._columns
-        master_weights = parts.precision_settings.master_weights
+        layout, columns = self._rule.layout, self._columns
+        master_weights = self._sharding.precision_settings.master_weights
         if master_weights and any(c.dtype != torch.float32 for c in self._chunks):
             layout = layout.with_master()
-        state = _state_bytes(parts.chunks, layout, nvme.num_versions, columns)
-        planning = parts.planning
+        state = _state_bytes(self._sharding.chunks, layout, nvme.num_versions, columns)
+        planning = self._planning
         request = StateRequest(state, fraction, nvme.block_numel, nvme.depth)
         if columns.of_param:
             request = replace(request, waiting=self._matrices().waiting)
@@ -118,7 +137,7 @@ class ShardState(Target):
             raise self._naming_matrix(error) from None
         disk = replace(nvme, block_numel=planning.block_numel)
         space = self._space(planning.block_numel)
-        parts.storage.serve(planning.block_numel, disk.depth, disk.meter)
+        self._storage.serve(planning.block_numel, disk.depth, disk.meter)
         plan = planning.plan
         if not disk.folders and planning.nvme_folder is not None:
             disk = replace(disk, folders=(planning.nvme_folder,))
@@ -128,8 +147,8 @@ class ShardState(Target):
             on_nvme=self._planned_on(Tier.NVME, plan, space),
             on_host=self._planned_on(Tier.HOST, plan, space),
             nvme=disk,
-            memory=parts.backend,
-            label=parts.storage.config.label,
+            memory=self._sharding.backend,
+            label=self._storage.config.label,
             num_ahead=planning.inputs.num_ahead,
             num_waiting=request.waiting.blocks(planning.block_numel),
             columns=columns,
@@ -139,17 +158,19 @@ class ShardState(Target):
         if nvme.keep_versions:
             self._check_kept()
         self._split_in_memory = state.split_in_memory
-        parts.events.keeping.listen(self._follow_payload)
+        self._events.keeping.listen(self._follow_payload)
         shards = Shards(self._chunks)
         self._unfilled = Counter(block.shard for block in space.blocks)
         try:
             self._tiered_state.initialise(partial(self._fill_master, shards))
         except BaseException:
-            parts.events.keeping.leave(self._follow_payload)
+            self._events.keeping.leave(self._follow_payload)
             self._tiered_state.close()
             raise
         shards.end()
-        parts.originals.keep([c.spec.id for c in parts.chunks if not c.spec.trainable])
+        self._storage.originals.keep(
+            [c.spec.id for c in self._sharding.chunks if not c.spec.trainable]
+        )
 
     @property
     def needs_wholes(self) -> bool:
@@ -167,15 +188,15 @@ class ShardState(Target):
     @property
     def by_kernels(self) -> bool:
         """Whether kernels of a device update every element alike, in one pass."""
-        rule, parts = self._rule, self._parts
+        rule = self._rule
         alike = rule.works is Works.ON_ELEMENTS and not (rule.measures or rule.by_operators)
-        return alike and updated_by_kernels(parts.plan, parts.backend)
+        return alike and updated_by_kernels(self._planning.plan, self._sharding.backend)
 
     def _room(self) -> int:
         """Blocks in host memory that may have a second version: where a budget bounds it, as many
         as it leaves room for."""
-        parts, plan = self._parts, self._parts.plan
-        if not is_early(parts.update) or not self.by_kernels:
+        plan = self._planning.plan
+        if not is_early(self._overlap.asked) or not self.by_kernels:
             return 0
         blocks = [b for sizes, shard in zip(plan.chunks, plan.shards, strict=True)
                   for b, home in zip(sizes.blocks, shard.state_homes, strict=True)
@@ -184,7 +205,7 @@ class ShardState(Target):
             return len(blocks)
         # its new weights too
         largest = max(block.state_bytes + block.param_bytes for block in blocks)
-        result = parts.planning.result
+        result = self._planning.result
         left = plan.budgets.host - result.profile.peak(Tier.HOST)
         return min(len(blocks), max(0, left // largest))
 
@@ -203,7 +224,7 @@ class ShardState(Target):
         from .matrices import matrices_of
 
         if self._matrices_of is None or self._matrices_of[0] != self._chunks:
-            found = matrices_of(self._parts, self._chunks, self._columns)
+            found = matrices_of(self._sharding, self._chunks, self._columns)
             self._matrices_of = [*self._chunks], found
         return self._matrices_of[1]
 
@@ -262,11 +283,10 @@ class ShardState(Target):
     def extend(self, chunks: Sequence[Chunk]) -> None:
         """Keep state of these chunks too, which were frozen; where the engine's plan has it."""
         self.settle()
-        parts = self._parts
         rounded = [c for c in chunks if c.dtype != torch.float32]
         if (
             rounded
-            and parts.precision_settings.master_weights
+            and self._sharding.precision_settings.master_weights
             and not self._tiered_state.layout.has_master
         ):
             raise RuntimeError(
@@ -274,13 +294,13 @@ class ShardState(Target):
                 "what is trained now has 16 bits, so make the optimizer when all of it is trained"
             )
         self._chunks += chunks
-        space = self._space(parts.planning.block_numel)
+        space = self._space(self._planning.block_numel)
         self._check_waiting(len(chunks))
         shards = Shards(self._chunks)
         self._unfilled.update(
             block.shard for block in space.blocks[len(self._tiered_state.space.blocks) :]
         )
-        plan = parts.plan
+        plan = self._planning.plan
         try:
             self._tiered_state.extend(
                 space,
@@ -305,10 +325,10 @@ class ShardState(Target):
 
     def _space(self, block_numel: int) -> StateSpace:
         """Space of the chunks in the order in which they came to be trained."""
-        parts, base = self._parts, 0
+        base = 0
         segments: list[Segment] = []
         for chunk in self._chunks:
-            for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
+            for part in self._sharding.layout.shard_segments(chunk.spec, chunk.rank):
                 segments.append(
                     Segment(part.param, part.param_offset, part.numel, base + part.offset)
                 )
@@ -352,15 +372,14 @@ class ShardState(Target):
         return 0.0 if nvme is None else nvme.pinned_seconds
 
     def movable(self) -> Sequence[Tensor]:
-        parts = self._parts
         self._calls.begin()
-        parts.manager.release_all()
+        self._manager.release_all()
         own = self.tiered_state.movable()
-        return [*own, *(tensor for chunk in parts.chunks for tensor in chunk.movable())]
+        return [*own, *(tensor for chunk in self._sharding.chunks for tensor in chunk.movable())]
 
     @property
     def stores(self) -> Sequence[BlockStore]:
-        return [*super().stores, *self._parts.storage.stores]
+        return [*super().stores, *self._storage.stores]
 
     # -- masters --
 
@@ -368,7 +387,7 @@ class ShardState(Target):
         """[S] fp32 in host memory, which is not pinned: the weights of a trainable chunk's shard as
         the optimizer has them."""
         if not self.has_master:
-            values, numel = torch.empty(chunk.spec.shard_numel), self._parts.planning.block_numel
+            values, numel = torch.empty(chunk.spec.shard_numel), self._planning.block_numel
             for into, weights in zip(
                 values.split(numel), chunk.load_shard().split(numel), strict=True
             ):
@@ -434,7 +453,7 @@ class ShardState(Target):
         """To where they started from, for what comes after this optimizer."""
         if self._tiered_state.layout.has_master:
             for chunk in self._chunks:
-                self._parts.originals.put(chunk.spec.id, self.read_master(chunk))
+                self._storage.originals.put(chunk.spec.id, self.read_master(chunk))
 
     def _blocks_of(self, chunks: Set[ChunkId]) -> list[Block]:
         return [
@@ -446,14 +465,14 @@ class ShardState(Target):
     @property
     def _uses_disk(self) -> bool:
         """Whether some rank has state or parameters on disk: shards are equal, blocks not."""
-        return bool(self._parts.plan.blocks_on(Tier.NVME) or self._parts.storage.params)
+        return bool(self._planning.plan.blocks_on(Tier.NVME) or self._storage.params)
 
     def _fill_master(self, shards: Shards, block: Block, planes: Planes) -> None:
         """Masters start as the original fp32 weights, not as the rounded ones."""
         if MASTER not in planes:
             return
         chunk = self._chunks[block.shard]
-        original = self._parts.originals.get(chunk.spec.id)
+        original = self._storage.originals.get(chunk.spec.id)
         if original is None:
             original = shards.of(block)
         planes[MASTER].copy_(original[block.elements])
@@ -461,7 +480,7 @@ class ShardState(Target):
             _follow(planes[MASTER], shards.of(block)[block.elements])
         self._unfilled[block.shard] -= 1
         if self._unfilled[block.shard] == 0:
-            self._parts.originals.drop(chunk.spec.id)  # one chunk's worth twice, at most
+            self._storage.originals.drop(chunk.spec.id)  # one chunk's worth twice, at most
 
 
 def _masters(look: Callable[[Block, Tensor], object]) -> BlockFiller:
@@ -500,15 +519,15 @@ def _state_bytes(
     )  # fmt: skip
 
 
-def param_groups_of(parts: Parts, groups: Sequence[Group]) -> list[int | None]:
-    """The param group of every parameter of the engine; None for one that is not optimized."""
-    found: list[int | None] = [None] * len(parts.params)
-    index_of = {id(param): i for i, param in enumerate(parts.params)}
+def param_groups_of(params: Sequence[Tensor], groups: Sequence[Group]) -> list[int | None]:
+    """The param group of each of an engine's parameters; None for one that is not optimized."""
+    found: list[int | None] = [None] * len(params)
+    index_of = {id(param): i for i, param in enumerate(params)}
     for index, group in enumerate(groups):
         for param in group["params"]:
             if id(param) in index_of:
                 found[index_of[id(param)]] = index
-            elif owner_of(param) is not owner_of(parts.params[0]):  # nor of another part of it
+            elif owner_of(param) is not owner_of(params[0]):  # nor of another part of it
                 raise ValueError(
                     f"group {index} of the optimizer has a parameter of shape {tuple(param.shape)} "
                     "that is not a parameter of the wrapped module; make the optimizer from "
