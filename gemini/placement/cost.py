@@ -10,7 +10,7 @@ from itertools import islice
 from gemini.units import ChunkId
 
 from .plan import MoveKind, SavedHomes, UpdatePath
-from .problem import Homes, PlacementProblem, step_order
+from .problem import Homes, PlanInputs, step_order
 from .sizes import Bandwidths, BlockBytes, ChunkBytes
 from .tiers import Tier
 
@@ -81,7 +81,7 @@ def reduced_bytes(chunk: ChunkBytes) -> float:
 
 def bounds(
     homes: Homes,
-    problem: PlacementProblem,
+    problem: PlanInputs,
     num_uses: Sequence[int],
     compute_seconds: float,
     trained: Container[ChunkId],

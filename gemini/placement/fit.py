@@ -21,7 +21,6 @@ from gemini.placement.sizes import (
     BudgetError,
     StateBytes,
     Waiting,
-    chunk_bytes,
     with_sums,
 )
 from gemini.placement.tiers import Tier
@@ -109,10 +108,9 @@ def assume(inputs: PlanInputs, policy: Placement) -> PlanInputs:
 
 def _model_bytes(inputs: PlanInputs) -> int:
     """Bytes of parameters, gradients, state, originals and averages of one rank."""
-    chunks = chunk_bytes(inputs.layout, inputs.state, with_originals=inputs.with_originals)
     return sum(nbytes for _, nbytes in inputs.average) + sum(
         chunk.shard_bytes * (1 + chunk.trainable) + chunk.state_bytes + chunk.original_bytes
-        for chunk in chunks
+        for chunk in inputs.chunks
     )
 
 
