@@ -25,11 +25,12 @@ from gemini.placement.timetable.steps import MAX_UNDER_WAY
 from gemini.placement.timetable.updates import best_update
 from gemini.plan import models, table, words
 from gemini.plan.activations import activations_of, example_inputs
-from gemini.plan.ask import Training, ask, plan_for
+from gemini.plan.ask import ask, plan_for
 from gemini.plan.machine import CARDS, TYPICAL, machine_of
 from gemini.plan.question import (
     homes,
 )
+from gemini.plan.training import Training
 from gemini.plan.words import answer
 from gemini.train import plan_command as command
 from gemini.units import GIB, format_bytes, parse_bytes
@@ -182,7 +183,7 @@ def test_what_a_tail_hides_is_said_or_what_is_against_one(question):
     """On a CPU whose disk and processor take about as long: all that the forward has time for."""
     links = replace(TYPICAL["cpu"], nvme_read=1e9, nvme_write=1e9)
     here = replace(on(question, device="cpu", device_mem=900, bandwidths=links), batch=16)
-    plan = answer(replace(here, nvme_frac=1.0))
+    plan = answer(replace(here, nvme_fraction=1.0))
     result = words.as_json(plan)
     tail = result["tail"]
     assert result["homes"]["state"].keys() == {"nvme"}
@@ -201,7 +202,7 @@ def test_what_a_tail_hides_is_said_or_what_is_against_one(question):
     plan = answer(here)
     assert not plan.result.overlapped
     assert "update: serial, as all state is on the device" in report(plan)
-    plan = answer(replace(question, nvme_frac=1.0))
+    plan = answer(replace(question, nvme_fraction=1.0))
     assert plan.result.overlapped and plan.homes["state"].keys() == {"nvme"}
     assert "hidden during the next forward" in report(plan)
 
@@ -209,7 +210,7 @@ def test_what_a_tail_hides_is_said_or_what_is_against_one(question):
 def test_computing_is_priced_by_operations_at_every_batch(question):
     """And not by how long fake tensors took, which depends on the machine that asks."""
     for batch in (1, 2):
-        assert all(m.seconds == 0 for m in question.activations.at(batch).moments)
+        assert all(m.seconds == 0 for m in question.traced.at(batch).moments)
     one, two = (answer(replace(question, batch=b)).result.cost.busy for b in (1, 2))
     assert two["compute"] == pytest.approx(2 * one["compute"])
 
@@ -331,7 +332,7 @@ def check_grown(model, seq, *batches):
 def test_trace_of_few_layers_grows_into_the_trace_of_all(config, question):
     """Also of what was done to a model, as checkpointing and adapters are no configuration's."""
     plain = check_grown(models.build(str(config)), 64, 3)
-    assert plain.moments == question.activations.at(3).moments
+    assert plain.moments == question.traced.at(3).moments
     model = models.build(str(config))
     model.gradient_checkpointing_enable()
     assert check_grown(model, 64, 3).peak_non_model_bytes < plain.peak_non_model_bytes
