@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from gemini.chunk.layout import ChunkLayout
 from gemini.memtracer.trace import Trace
 from gemini.optim.rules.state_layout import StateLayout
-from gemini.placement.cost import link_seconds
 from gemini.placement.fit import (
     Fitted,
     StateRequest,
@@ -395,17 +394,8 @@ class Question(Training):
     def seconds(self, result: PlanResult) -> float:
         """Seconds of a step, with all its forwards and backwards."""
         times, update = result.seconds_by_update, self.runs(result)
-        more = 0.0 if self.by_layers else (self.accumulate - 1) * self._pass_seconds(result)
+        more = 0.0 if self.by_layers else (self.accumulate - 1) * result.cost.pass_seconds
         return times.get(update, result.cost.seconds) + more
-
-    def _pass_seconds(self, result: PlanResult) -> float:
-        """Seconds of a forward and backward without a step, where links and device overlap."""
-        plan, busy = result.plan, Counter({"compute": result.cost.busy["compute"]})
-        for move in plan.forecast.moves:
-            if move.block is None:
-                links, has_host = self.machine.bandwidths, plan.has_host_tier
-                busy.update(link_seconds(move.src, move.dst, move.nbytes, links, has_host))
-        return max(busy.values())
 
     def orders(self) -> OrderPrices | None:
         """Prices of both orders of micro-batches, each planned by itself; None for one of them."""

@@ -21,8 +21,9 @@ from gemini.__main__ import main
 from gemini.chunk.layout import specs_of
 from gemini.memtracer.collector import trace
 from gemini.placement.sizes import with_sums
+from gemini.placement.timetable.clock import StepClock, Work
 from gemini.placement.timetable.steps import MAX_UNDER_WAY
-from gemini.placement.timetable.updates import best_update
+from gemini.placement.timetable.updates import SERIAL, best_update
 from gemini.plan import models, table, words
 from gemini.plan.activations import activations_of, example_inputs
 from gemini.plan.ask import ask, plan_for
@@ -145,6 +146,22 @@ def test_sums_of_gradients_are_planned_in_fp32(question):
         assert two.non_model_bytes - one.non_model_bytes == sums
     seconds = [q.seconds(q.planned()) for q in (question, more)]
     assert seconds[1] > seconds[0]
+
+
+def test_forwards_without_a_step_are_priced_as_an_iteration_is(config):
+    """By the clock: reads wait for the disk, and ranks for what they gather and reduce."""
+    given = {"device_mem": 210 << 20, "host_mem": 80 << 20, **DISK}
+    machine = machine_of(given, world_size=2, ranks_per_node=2)
+    slow = replace(machine, bandwidths=replace(machine.bandwidths, collective=1e9))
+    few = replace(ask(str(config), machine, Training(seq=64)), accumulate=3)
+    for asked in (few, replace(few, machine=slow)):
+        inputs, result = asked.priced()
+        clock = StepClock(Work(result.plan, inputs).without_updates(), SERIAL)
+        clock.run()
+        once = result.seconds_by_update[asked.runs(result)]
+        assert asked.seconds(result) - once == pytest.approx(2 * clock.seconds, rel=1e-9)
+        assert clock.seconds > clock.links.busy["nvme"] + clock.links.busy["collective"] > 0
+    assert clock.links.busy["collective"] > 8 * clock.links.busy["nvme"] > 0
 
 
 def test_what_is_faster_is_said_and_planned(config):
