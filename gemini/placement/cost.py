@@ -36,7 +36,7 @@ def link_seconds(
 
 
 def update_seconds(
-    state_bytes: int, param_bytes: int, path: UpdatePath, bandwidths: Bandwidths
+    state_bytes: float, param_bytes: float, path: UpdatePath, bandwidths: Bandwidths
 ) -> float:
     """Seconds of an update's own memory traffic: state read and written, gradient read, parameter
     written."""

@@ -11,12 +11,13 @@ from math import inf
 
 from gemini.chunk.layout import ChunkLayout, ChunkSpec
 from gemini.memtracer.layers import recomputing, with_seconds
-from gemini.memtracer.trace import Trace
+from gemini.memtracer.trace import Phase, Trace
 from gemini.units import (
     BLOCK_NUMEL,
     FROZEN_BLOCK_BYTES,
     PAGE_BYTES,
     ChunkId,
+    ParamId,
     align_up,
     format_bytes,
 )
@@ -41,8 +42,8 @@ from .tiers import Tier
 DEVICE_BUFFERS = 3  # of a kind: one travels in, one is updated, one travels out
 _STORE_BYTES = 1 << 16  # header of a store
 _INDEX_BYTES = 64  # of a store, a block: both slots, and its place in the header
-# Problems of one run differ in trace and budgets, and ask for the same sizes
-_sizes_of = lru_cache(maxsize=4)(chunk_bytes)
+# Problems of one run differ in trace and budgets, and ask for the same sizes: those of its plan
+_sizes_of = lru_cache(maxsize=1)(chunk_bytes)
 
 
 @dataclass(slots=True)
@@ -126,13 +127,16 @@ class PlanInputs:
         return next((i for i, m in enumerate(moments) if m.phase == "backward"), len(moments))
 
     def compute_weights(self) -> list[int]:
-        """Share of every moment of the trace in what a pass computes."""
+        """Share of every moment of the trace in what a pass computes: in backward, gradients of
+        inputs, and of the weights that are trained."""
         return [
-            sum(self.layout.params[p].numel for p in m.params) * (1 if m.phase == "forward" else 2)
-            if m.edge == "enter"
-            else 0
+            sum(self._products(p, m.phase) for p in m.params) if m.edge == "enter" else 0
             for m in self.trace.moments
         ]
+
+    def _products(self, param: ParamId, phase: Phase) -> int:
+        spec = self.layout.params[param]
+        return spec.numel * (1 if phase == "forward" else 1 + spec.trainable)
 
     def compute_seconds(self) -> list[float]:
         """Seconds of every moment of the trace: as it was timed, else as `flops` has it."""

@@ -108,11 +108,7 @@ def ask(
         order = traced.at(training.batch).param_order(specs)
     else:
         traced = constant_activations(sequential_trace(specs), training.activation_bytes)
-    trained = sum(spec.numel for spec in specs if spec.trainable)
-    flops = models.flops_of(
-        model, training.seq, checkpointing=training.checkpointing,
-        trained=trained if training.lora else None,
-    )  # fmt: skip
+    flops = models.flops_of(model, training.seq, checkpointing=training.checkpointing)
     has_master = training.precision != "fp32"
     planes = replace(LAYOUTS[training.optimizer], kind=training.state)
     planes = planes.with_master() if has_master else planes

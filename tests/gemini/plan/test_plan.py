@@ -232,6 +232,21 @@ def test_computing_is_priced_by_operations_at_every_batch(question):
     assert two["compute"] == pytest.approx(2 * one["compute"])
 
 
+def test_frozen_weights_have_no_gradient_to_compute(config):
+    """In backward a base under adapters takes what it takes in forward, for gradients of inputs."""
+    for lora, times in ((0, 2.0), (1, 1.0)):
+        asked = ask(str(config), machine_of(DISK), Training(seq=64, lora=lora))
+        inputs, _ = asked.priced()
+        weights, seconds = inputs.compute_weights(), inputs.compute_seconds()
+        first = inputs.backward
+        used = sum(weights[:first]) - 4000 * 512 * bool(lora)  # a table that nobody trains
+        # 2 % more: what the first layer multiplies, of which nobody asks for a gradient of inputs
+        assert sum(weights[first:]) == pytest.approx(times * used, rel=0.03)
+        assert sum(seconds[first:]) / sum(seconds) == pytest.approx(
+            sum(weights[first:]) / sum(weights)
+        )
+
+
 TINY = {
     "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
     "vocab_size": 64,
@@ -239,24 +254,28 @@ TINY = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "fields"),
-    [("Llama", "CausalLM", {**TINY, "num_key_value_heads": 2}),
-     ("GPT2", "LMHeadModel", {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64}),
-     ("Bert", "MaskedLM", TINY)],
+    ("name", "kind", "fields", "frozen"),
+    [("Llama", "CausalLM", {**TINY, "num_key_value_heads": 2}, None),
+     ("Llama", "CausalLM", {**TINY, "num_key_value_heads": 2}, "down_proj"),
+     ("GPT2", "LMHeadModel", {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64}, None),
+     ("Bert", "MaskedLM", TINY, None)],
 )  # fmt: skip
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_operations_are_those_that_torch_counts(name, kind, fields, checkpointing):
-    """An embedding that is looked up has none; keys of the whole sequence count."""
+def test_operations_are_those_that_torch_counts(name, kind, fields, frozen, checkpointing):
+    """An embedding that is looked up has none, a frozen weight has no gradient; keys of the whole
+    sequence count."""
     config = getattr(transformers, f"{name}Config")(**fields, attn_implementation="eager")
     cls = getattr(transformers, f"{name}{kind}" if name == "GPT2" else f"{name}For{kind}")
     model = cls(config)
+    for path, param in model.named_parameters():
+        param.requires_grad_(frozen is None or frozen not in path)
     if checkpointing:
         model = models.checkpointed(model)
     ids = torch.zeros(2, 48, dtype=torch.int64)
     more = {"use_cache": False} if hasattr(config, "use_cache") else {}
     with FlopCounterMode(display=False) as counted, set_checkpoint_early_stop(False):
         model(input_ids=ids, labels=ids, **more).loss.backward()
-    said = 2 * 48 * models.flops_of(model, 48, checkpointing=checkpointing, trained=None)
+    said = 2 * 48 * models.flops_of(model, 48, checkpointing=checkpointing)
     # the head of Bert has a layer before its product, which is not computed again
     assert said == pytest.approx(counted.get_total_flops(), rel=0.011 if name == "Bert" else 1e-9)
 
@@ -274,10 +293,10 @@ def test_a_kernel_of_attention_computes_half_of_a_causal_mask_and_the_scores_aga
     forward = sdpa_flop_count(shape, shape, shape)
     backward = sdpa_backward_flop_count(shape, shape, shape, shape)
     counted = 2 * (forward + backward) / 2 / seq  # of two layers
-    of_both = [models.flops_of(m, seq, checkpointing=False, trained=None) for m in (kernel, eager)]
+    of_both = [models.flops_of(m, seq, checkpointing=False) for m in (kernel, eager)]
     assert of_both[0] - counted == of_both[1] - 2 * 3 * forward / seq
     kernel.config.sliding_window = seq - 1  # its mask is given to the kernel
-    windowed = models.flops_of(kernel, seq, checkpointing=False, trained=None)
+    windowed = models.flops_of(kernel, seq, checkpointing=False)
     assert windowed - 2 * counted == of_both[0] - counted
 
 
