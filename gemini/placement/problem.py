@@ -277,23 +277,13 @@ class PlanInputs:
         """
         total = dict(self.average).get(Tier.NVME, 0)
         total += 0 if self.saved is None else self.saved.file_bytes
-        originals = sums = num_blocks = 0
-        has_state = any(Tier.NVME in states for states in homes.state)
-        has_params = any(
-            homes.param[chunk.id] is Tier.NVME for chunk in self.chunks if chunk.trainable
+        originals = sums = 0
+        files, num_blocks = files_of(
+            self.chunks, homes.param, homes.grad, homes.state, self.originals_on
         )
+        total += files.total()
         for chunk in self.chunks:
             i = chunk.id
-            sizes = nvme_blocks(
-                chunk, homes.param[i], homes.grad[i], homes.state[i],
-                self.originals_on,
-            )  # fmt: skip
-            total += sum(file_bytes(kind, n, chunk.num_versions) for kind, n in sizes)
-            num_blocks += sum(kind in ("originals", "gradients") for kind, _ in sizes)
-            if has_state:  # its files have a place for all of it
-                num_blocks += sum(1 + bool(block.undo_bytes) for block in chunk.blocks)
-            if has_params:  # and theirs
-                num_blocks += len(chunk.blocks)
             wide = [align_up(b.numel * FP32_BYTES, PAGE_BYTES) for b in chunk.blocks
                     if b.param_bytes < b.numel * FP32_BYTES]  # fmt: skip
             if homes.grad[i] is Tier.NVME:
@@ -366,6 +356,30 @@ def nvme_blocks(
             if block.undo_bytes:
                 blocks.append(("state", block.undo_bytes))
     return blocks
+
+
+def files_of(
+    chunks: Sequence[ChunkBytes],
+    params: Sequence[Tier],
+    grads: Sequence[Tier | None],
+    states: Sequence[Sequence[Tier]],
+    original: Tier,
+) -> tuple[Counter[str], int]:
+    """Bytes that files take in these homes, by kind, and the blocks that they have a place for."""
+    totals, num_blocks = Counter[str](), 0
+    has_state = any(Tier.NVME in row for row in states)
+    has_params = any(params[chunk.id] is Tier.NVME for chunk in chunks if chunk.trainable)
+    for chunk in chunks:
+        i = chunk.id
+        for kind, nbytes in nvme_blocks(chunk, params[i], grads[i], states[i], original):
+            row = "parameters" if kind == "frozen" else kind
+            totals[row] += file_bytes(kind, nbytes, chunk.num_versions)
+            num_blocks += kind in ("originals", "gradients")
+        if has_state:  # its files have a place for all of it
+            num_blocks += sum(1 + bool(block.undo_bytes) for block in chunk.blocks)
+        if has_params:  # and theirs
+            num_blocks += len(chunk.blocks)
+    return totals, num_blocks
 
 
 def average_bytes(
