@@ -63,10 +63,11 @@ from gemini.nvme import default_folder
 from gemini.optim import HybridAdam, HybridLion, HybridSGD
 from gemini.placement.tiers import Tier
 from gemini.plan import models
-from gemini.plan.ask import Training, ask
+from gemini.plan.ask import ask
 from gemini.plan.changes import enough
 from gemini.plan.machine import ProcessCosts, machine_of
 from gemini.plan.question import Question
+from gemini.plan.training import Training
 from gemini.units import MIB
 
 STEPS = 3
@@ -187,7 +188,7 @@ class Certificate:
 def certify(draw: Draw, costs: ProcessCosts) -> Certificate:
     """A refused one is trained with as much as the plan asks for."""
     question = draw.question(costs)
-    whole = replace(question, nvme_frac=0.0).planned().profile.peak(Tier.DEVICE)
+    whole = replace(question, nvme_fraction=0.0).planned().profile.peak(Tier.DEVICE)
     budget = ROOMY["device_mem"] if draw.budget is None else int(draw.budget * whole)
     asked = replace(question, machine=replace(question.machine, device_mem=budget))
     is_refused = not asked.fits()

@@ -38,9 +38,10 @@ from bench.support.machine import write_result
 from gemini.memtracer.trace import Trace
 from gemini.nvme import default_folder
 from gemini.placement.sizes import BudgetError
-from gemini.plan.ask import Training, ask
+from gemini.plan.ask import ask
 from gemini.plan.machine import machine_of
 from gemini.plan.question import Question
+from gemini.plan.training import Training
 from gemini.units import GIB, MIB, ParamId
 
 TIERED = "spill, chunked"

@@ -34,6 +34,7 @@ from gemini.layouts.cluster import Cluster, Link
 from gemini.layouts.layout import INTERLEAVED, ONE, GlobalBatch, ParallelLayout
 from gemini.layouts.price import Price, Pricing
 from gemini.layouts.shape import SCORE_BYTES, ModelShape, Saved, decoder
+from gemini.placement.sizes import Bandwidths
 from gemini.units import GIB
 
 FILE = Path(__file__).with_name("published_layouts.json")
@@ -72,10 +73,10 @@ def cluster_of(ranks: int, machine: Mapping[str, Any]) -> Cluster:
     inside, across = (
         Link(latency, machine[name]) for latency, name in zip(_LATENCIES, names, strict=True)
     )
+    speeds = Bandwidths(flops=machine["flops"], device_memory=machine["memory"])
     return Cluster(
-        ranks, PER_NODE, 80 * GIB, 0, machine["flops"], machine["attention"], machine["attention"],
-        machine["memory"], machine["memory"], inside, across, None, machine["memory"],
-        overlap=machine["overlap"],
+        ranks, PER_NODE, 80 * GIB, 0, speeds, machine["attention"], machine["attention"],
+        machine["memory"], inside, across, has_host_tier=False, overlap=machine["overlap"],
     )  # fmt: skip
 
 

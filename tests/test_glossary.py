@@ -13,7 +13,8 @@ FEWEST_WORDS = 4  # of a sentence that says what a class is
 
 # What identifiers of the source were called, and are called now
 RETIRED = {
-    "Tiers": "PlacementProblem",
+    "Tiers": "PlanInputs",
+    "PlacementProblem": "PlanInputs",
     "_tiers": "_tiered_state",
     "Planned": "PlanResult, StepsFor",
     "Numerics": "PrecisionSettings",

@@ -60,6 +60,7 @@ ROOT = Path(__file__).parents[1]
 # An engine is no record that its wings take: `Sharding`, `Passes`, `Weights`, `UpdateOverlap` and
 # `GradientCycle` stand for it, three files more, and each wing names what it takes (216 lines of
 # the five that are signatures and arguments, 37 tokens).
+# Wrapping and gemini plan begin with the same functions, which every wrapping runs (17 lines).
 BARS = {
     "block": (90, 75),
     "block, step": (34, 25),

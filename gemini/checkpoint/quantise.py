@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.chunk.opaque import drop_storage
-from gemini.plan.quantised import KINDS
+from gemini.plan.training import KINDS
 
 
 def quantise(module: nn.Module, config: Any) -> None:

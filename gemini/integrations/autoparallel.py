@@ -155,7 +155,7 @@ def _placement(layout: ParallelLayout, cluster: Cluster) -> Placement | None:
         return StaticPlacement.zero(3)
     if layout.zero == PLANNED:
         # RAM is a node's, and so is the device where ranks compute with the CPU
-        device = cluster.device_bytes * (cluster.per_node if cluster.host is None else 1)
+        device = cluster.device_bytes * (1 if cluster.has_host_tier else cluster.per_node)
         host = cluster.host_bytes * cluster.per_node
         return AutoPlacement(device_budget=f"{device}B", host_budget=f"{host}B")
     return None

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
+from gemini.placement.sizes import Bandwidths
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -23,13 +25,13 @@ class Cluster:
 
     ranks: in all. per_node: on one node, neighbours first.
     device_bytes, host_bytes: memory of one rank.
-    flops: of matrix products, a second, as achieved. attention: the same of attention, and
-        exact_attention: of a ring's, whose products are in fp32 and in no fused kernel.
-    memory: bytes a second of the device's memory. weights: bytes of a product's weight a second,
-        which each product takes beside its operations: to read it, and to pack it for a CPU.
+    speeds: of one rank, as plans have them: products, its memory, its link to RAM.
+    attention: operations a second of attention, and exact_attention: of a ring's, whose products
+        are in fp32 and in no fused kernel.
+    weights: bytes of a product's weight a second, which each product takes beside its operations:
+        to read it, and to pack it for a CPU.
     inside, across: links between ranks of one node, and of two.
-    host: bytes a second each way between a device and RAM; None: the device is RAM.
-    host_update: bytes of state that a rank's cores read and write a second.
+    has_host_tier: else the device is RAM.
     burst: how much faster a rank computes while the others of its node wait: above 1 where they
         share cores.
     overlap: share of what could run beside products that does.
@@ -40,15 +42,13 @@ class Cluster:
     per_node: int
     device_bytes: int
     host_bytes: int
-    flops: float
+    speeds: Bandwidths
     attention: float
     exact_attention: float
-    memory: float
     weights: float
     inside: Link
     across: Link
-    host: float | None
-    host_update: float
+    has_host_tier: bool = True
     burst: float = 1.0
     overlap: float = 0.9
     scatter: float = 1.0

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from math import log2
+from typing import Any
 
 import torch
 
 from gemini.comm.communicator import Communicator
 from gemini.comm.connect import everyone, this_device
 from gemini.placement.homes.budgets import USABLE
+from gemini.placement.sizes import Bandwidths, least_bandwidths
 from gemini.plan.machine import Hardware, machine_of
 from gemini.runtime.memory.backend import make_backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
@@ -23,7 +25,6 @@ from .cluster import Cluster, Link
 ATTENTION = 0.45  # of the rate of products: attention's, forward and backward
 EXACT = 1 / 16  # of a card's rate of products: those in fp32, which no tensor core computes
 PACKING = 4  # times that a CPU's product passes its weight, which it packs
-UPDATE_BYTES = 20e9  # of state that the cores of a rank with a card read and write a second
 # bytes a second each way of a card: to its neighbours, and across nodes
 _LINKS = {
     "h100": (450e9, 50e9), "h200": (450e9, 50e9), "a100": (300e9, 25e9), "a100-40g": (300e9, 25e9),
@@ -39,6 +40,8 @@ _CPU_COLLECTIVES = {"overlap": 0.5, "scatter": 2.0}
 _COPIED = 128 * MIB  # more than caches have
 _TIMES, _COLLECTIVES = 5, 16
 
+Measured = tuple[Bandwidths, float, float]  # beside speeds of a product's weight, and latency
+
 
 def cluster_of(machine: Hardware, gpu: str | None = None) -> Cluster:
     """Cluster of a machine that is asked about.
@@ -52,16 +55,20 @@ def cluster_of(machine: Hardware, gpu: str | None = None) -> Cluster:
     else:
         here, beyond = (_ACHIEVED * speed for speed in _LINKS.get(gpu or "", _USUAL_LINKS))
         inside, across = Link(_INSIDE_LATENCY, here), Link(_ACROSS_LATENCY, beyond)
-    flops = links.flops or machine_of({}, device=machine.device).bandwidths.flops
-    assert flops is not None
     return Cluster(
-        machine.world_size, machine.ranks_per_node, budgets.device, budgets.host, flops,
-        ATTENTION * flops, flops * (0.5 if on_cpu else EXACT), links.device_memory,
-        links.device_memory / (PACKING if on_cpu else 1), inside, across,
-        None if on_cpu else links.host_to_device,
-        links.device_memory if on_cpu else UPDATE_BYTES,
-        **_CPU_COLLECTIVES if on_cpu else {},
+        machine.world_size, machine.ranks_per_node, budgets.device, budgets.host, links,
+        *_attention(links.flops, on_cpu), links.device_memory / (PACKING if on_cpu else 1),
+        inside, across, **_of_device(on_cpu),
     )  # fmt: skip
+
+
+def _attention(flops: float, on_cpu: bool) -> tuple[float, float]:
+    """Operations a second of attention, and of a ring's, where products have `flops`."""
+    return ATTENTION * flops, flops * (0.5 if on_cpu else EXACT)
+
+
+def _of_device(on_cpu: bool) -> dict[str, Any]:
+    return {"has_host_tier": not on_cpu, **(_CPU_COLLECTIVES if on_cpu else {})}
 
 
 def cluster_named(gpu: str, devices: int, per_node: int = 8) -> Cluster:
@@ -71,29 +78,8 @@ def cluster_named(gpu: str, devices: int, per_node: int = 8) -> Cluster:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RankSpeeds:
-    """Speeds of one rank while all ranks measure: of products and their weights, of memory, and of
-    a collective."""
-
-    flops: float
-    weights: float
-    memory: float
-    link: Link
-
-    @staticmethod
-    def least(every: list[RankSpeeds]) -> RankSpeeds:
-        """The least of all ranks, by which they agree."""
-        return RankSpeeds(
-            min(one.flops for one in every), min(one.weights for one in every),
-            min(one.memory for one in every),
-            Link(max(one.link.latency for one in every),
-                 min(one.link.bytes_per_s for one in every)),
-        )  # fmt: skip
-
-
-def measured(comm: Communicator, device: torch.device, dtype: torch.dtype) -> RankSpeeds:
-    """Measure this rank, in about a second. Collective."""
+def measured(comm: Communicator, device: torch.device, dtype: torch.dtype) -> Measured:
+    """Measure this rank while all ranks do, in about a second. Collective."""
     width = _WIDTH[device.type]
     weight = torch.ones(width, width, dtype=dtype, device=device, requires_grad=True)
 
@@ -108,7 +94,8 @@ def measured(comm: Communicator, device: torch.device, dtype: torch.dtype) -> Ra
     values = torch.zeros(_COPIED // 4, device=device)
     memory = 2.0 * values.nbytes / _seconds(lambda: values.add_(1.0), device)
     if comm.world_size == 1:
-        return RankSpeeds(flops, weights, memory, Link(_CPU_LATENCY, memory))
+        speeds = Bandwidths(flops=flops, device_memory=memory, collective=memory)
+        return speeds, weights, _CPU_LATENCY
     one, message = comm.numbers([0.0], torch.float32), torch.zeros(_MESSAGE // 4, device=device)
     rows = torch.ones(_ROWS[0], width, dtype=dtype, device=device)
 
@@ -124,7 +111,8 @@ def measured(comm: Communicator, device: torch.device, dtype: torch.dtype) -> Ra
     latency = max(1e-6, spent / _COLLECTIVES / steps)
     passes = 2 * (comm.world_size - 1) / comm.world_size * _MESSAGE
     reduced = _seconds(lambda: comm.all_reduce(message).wait(), device)
-    return RankSpeeds(flops, weights, memory, Link(latency, passes / reduced))
+    speeds = Bandwidths(flops=flops, device_memory=memory, collective=passes / reduced)
+    return speeds, weights, latency
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -148,8 +136,10 @@ def cluster_here(precision: str = "bf16") -> Cluster:
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     here = ranks_here(comm)
     machine = look_at_machine(make_backend(device), here, None)
-    links = machine.speeds.links
-    found = RankSpeeds.least(comm.gather_objects(measured(comm, device, dtype)))
+    of_ranks = comm.gather_objects(measured(comm, device, dtype))
+    every, weights, latencies = zip(*of_ranks, strict=True)
+    found = least_bandwidths(every)
+    link, ways = Link(max(latencies), found.collective), machine.speeds.links
     left = min(comm.gather_objects((machine.device_bytes_left, machine.host_bytes_left)))
     on_cpu = device.type == "cpu"
     own, node = (int(USABLE * nbytes) for nbytes in left)
@@ -157,10 +147,8 @@ def cluster_here(precision: str = "bf16") -> Cluster:
     threads = min(torch.get_num_threads(), cores)
     return Cluster(
         comm.world_size, here, own // (here if on_cpu else 1), node // here,
-        found.flops, ATTENTION * found.flops, found.flops * (0.5 if on_cpu else EXACT),
-        found.memory, found.weights, found.link, found.link,
-        None if on_cpu else links.host_to_device,
-        found.memory if on_cpu else UPDATE_BYTES,
+        replace(found, host_to_device=ways.host_to_device, device_to_host=ways.device_to_host),
+        *_attention(found.flops, on_cpu), min(weights), link, link,
         burst=max(1.0, threads / min(threads, cores / here)) if on_cpu else 1.0,
-        **_CPU_COLLECTIVES if on_cpu else {},
+        **_of_device(on_cpu),
     )  # fmt: skip

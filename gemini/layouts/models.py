@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,7 +84,16 @@ def shape_of(
         saved=saved, ends=ends, working=working,
         reduces=(_count(words, _ROWS), _count(words, _COLUMNS)), can=_abilities(model, words),
         is_causal=_is_causal(model), itemsize=ITEMSIZE[DTYPES[precision]],
+        trained=_trained(param for _, param in params),
     )  # fmt: skip
+
+
+def _trained(params: Iterable[nn.Parameter]) -> float:
+    """Share of the elements that are trained."""
+    totals = Counter[bool]()
+    for param in params:
+        totals[param.requires_grad] += param.numel()
+    return totals[True] / max(1, totals.total())
 
 
 def _is_causal(model: nn.Module) -> bool:
@@ -99,7 +110,8 @@ def _of_module(model: nn.Module, inputs: Any, precision: str) -> ModelShape:
         inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         computed = "fp32" if precision == "fp32" else "bf16"  # whose bytes are those of fp16
         saved = trace(model, inputs, precision=computed).peak_non_model_bytes / max(1, rows)
-    return module(type(model).__name__, numel, saved, ITEMSIZE[DTYPES[precision]])
+    shape = module(type(model).__name__, numel, saved, ITEMSIZE[DTYPES[precision]])
+    return replace(shape, trained=_trained(model.parameters()))
 
 
 def first_tensor(batch: Any) -> torch.Tensor:

@@ -4,6 +4,8 @@ Pure.
 n tokens of a micro-batch on a rank · m micro-batches · p places of a pipeline · v stages of a place
 F forward, B backward of a place for one micro-batch
 
+Of weights that are frozen there are no gradients to compute, to reduce or to keep, and no state.
+
 Pipelines take those schedules of torch that the plugins run. With equal places 1F1B takes
 (m + p - 1)(F + B), the interleaved one (m + (p - 1) / v)(F + B): Narayanan et al., "Efficient
 Large-Scale Language Model Training on GPU Clusters", arXiv 2104.04473, section 2.2. In torch's
@@ -13,11 +15,16 @@ m = 2 p on, and twice that below. A test runs torch's own orders of actions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from gemini.placement.sizes import FP32_BYTES
+from gemini.placement.cost import link_seconds, update_seconds, update_transfers
+from gemini.placement.plan import UpdatePath
+from gemini.placement.sizes import FP32_BYTES, BlockBytes
+from gemini.placement.tiers import Tier
+from gemini.units import BlockId, Bytes, ChunkId
 
 from .cluster import Cluster
 from .layout import INTERLEAVED, ONE, PLANNED, RING, ZBV, GlobalBatch, ParallelLayout
@@ -90,12 +97,13 @@ class Pricing:
         products, attention = self.shape.layer_flops(self.step.seq)
         mine = self.tokens / layout.tp
         weights = self._numels[2] * self.shape.itemsize / cluster.weights
-        dot = products * mine / cluster.flops + weights
+        dot = products * mine / cluster.speeds.flops + weights
         is_ring = layout.sp > 1 and layout.sp_mode == RING
         attend = attention * mine / (cluster.exact_attention if is_ring else cluster.attention)
-        passes = self.shape.passes * self.saved * self.tokens / cluster.memory
+        passes = self.shape.passes * self.saved * self.tokens / cluster.speeds.device_memory
         forward = dot + attend + FORWARD_PASSES * passes
-        backward = 2 * dot + FLASH_BACKWARD * attend + BACKWARD_PASSES * passes
+        dots = (1 + self.shape.trained) * dot  # gradients of inputs, and of weights
+        backward = dots + FLASH_BACKWARD * attend + BACKWARD_PASSES * passes
         return forward, backward + (forward if layout.recompute else 0.0)
 
     def _tensor(self) -> tuple[float, float]:
@@ -141,9 +149,10 @@ class Pricing:
         """Seconds of the head, forward and backward."""
         shape, cluster = self.shape, self.cluster
         mine = self.tokens / self.layout.tp
-        passes = (FORWARD_PASSES + BACKWARD_PASSES) / 3 * shape.ends / cluster.memory
+        passes = (FORWARD_PASSES + BACKWARD_PASSES) / 3 * shape.ends / cluster.speeds.device_memory
         weights = shape.hidden * shape.vocab / self.layout.tp * shape.itemsize / cluster.weights
-        return mine * (3 * shape.head_flops / cluster.flops + passes) + 3 * weights
+        times = 2 + shape.trained  # forward, and gradients of inputs and of weights
+        return mine * (times * shape.head_flops / cluster.speeds.flops + passes) + times * weights
 
     # ---- a step
 
@@ -185,6 +194,19 @@ class Pricing:
             return (layout.pp - 1) * backward / share
         return (layout.pp - 1) * (forward + backward) / layout.chunks
 
+    @property
+    def _state_bytes(self) -> float:
+        """Bytes of the state of an element, with its master."""
+        return STATE_BYTES[self.state] + FP32_BYTES
+
+    @cached_property
+    def _trained(self) -> float:
+        """Elements of which a rank has the state."""
+        dense, experts, _ = self._numels
+        return self.shape.trained * (
+            dense / self.layout.shards + experts / self.layout.expert_shards
+        )
+
     @cached_property
     def _largest(self) -> float:
         """Elements of what is gathered or reduced at once at the most: a layer, or an end."""
@@ -223,8 +245,10 @@ class Pricing:
         )  # fmt: skip
         sharded = layout.zero in ("3", PLANNED) and ranks > 1
         times = float(layout.micro_batches)
-        forward = one * (times if sharded else 1)  # ZeRO-1 and 2 gather behind the step
-        backward = reduced * (1 if layout.zero == "1" or layout.pp > 1 else times) + of_replicas
+        trained = self.shape.trained
+        forward = one * (times if sharded else trained)  # ZeRO-1 and 2 gather behind the step
+        often = 1 if layout.zero == "1" or layout.pp > 1 else times
+        backward = trained * (reduced * often + of_replicas)
         if sharded:
             backward += one * times
         busy, beside = seconds["compute"], (0.0, 0.0)  # ZeRO-1 reduces and gathers in the step
@@ -238,24 +262,38 @@ class Pricing:
 
     def _updated(self, left: float) -> dict[str, float]:
         """Seconds of the update, and of state that is not on the device."""
-        layout, cluster = self.layout, self.cluster
+        layout, speeds = self.layout, self.cluster.speeds
         dense, experts, _ = self._numels
-        numel = dense / layout.shards + experts / layout.expert_shards
-        state = STATE_BYTES[self.state] + FP32_BYTES
-        away = min(1.0, left / (numel * state)) if left else 0.0
-        passes = 2 * state + FP32_BYTES + self.shape.itemsize
-        seconds = {"update": (1 - away) * numel * passes / cluster.memory}
+        state, weights = (
+            self._trained * nbytes for nbytes in (self._state_bytes, self.shape.itemsize)
+        )
+        seconds = {"update": update_seconds(state, weights, UpdatePath.RESIDENT, speeds)}
         if layout.micro_batches > 1:  # gradients add up in fp32
-            whole = numel if layout.zero in ("2", "3", PLANNED) else dense + experts
+            whole = self.shape.trained * (dense + experts)
+            whole = self._trained if layout.zero in ("2", "3", PLANNED) else whole
             added = whole * (2 * FP32_BYTES + self.shape.itemsize)
-            seconds["update"] += layout.micro_batches * added / cluster.memory
+            seconds["update"] += layout.micro_batches * added / speeds.device_memory
         if left:
-            link = cluster.host or cluster.memory
-            moved = numel * away * self.shape.itemsize
-            seconds["homes"] = moved / link + numel * away * passes / cluster.host_update
-            more = left - numel * state  # parameters, read in forward and in backward
-            seconds["homes"] += 2 * layout.micro_batches * max(0.0, more) / link
+            seconds["homes"] = self.away(left)
         return seconds
+
+    def away(self, left: float) -> float:
+        """Seconds of the link to RAM, where `left` bytes of model data live: state, which passes it
+        both ways at once in a step, then parameters, which forward and backward read."""
+        has_host_tier, speeds = self.cluster.has_host_tier, self.cluster.speeds
+        state = min(left, self._trained * self._state_bytes)
+        block = BlockBytes(
+            BlockId(0), ChunkId(0), int(self._trained), Bytes(0), Bytes(int(state)), Bytes(0),
+            Bytes(0), has_master=True,
+        )  # fmt: skip
+        here, busy = Tier.DEVICE, Counter[str]()
+        for _, src, dst, nbytes in update_transfers(
+            block, Tier.HOST, param=here, grad=here, path=UpdatePath.STREAM
+        ):
+            busy.update(link_seconds(src, dst, nbytes, speeds, has_host_tier))
+        read = link_seconds(Tier.HOST, here, int(left - state), speeds, has_host_tier)
+        times = 2 * self.layout.micro_batches
+        return max(busy.values(), default=0.0) + times * sum(read.values())
 
     def _bytes(self) -> dict[str, float]:
         """Bytes of the rank that has most."""
@@ -264,17 +302,18 @@ class Pricing:
         shards, of_experts = layout.shards, layout.expert_shards
         own = dense / shards + experts / of_experts
         whole = dense + experts
-        found: dict[str, float] = {"state": own * (STATE_BYTES[self.state] + FP32_BYTES)}
+        found: dict[str, float] = {"state": shape.trained * own * self._state_bytes}
         if layout.zero in ("3", PLANNED) and shards > 1:
             found["parameters"] = (own + layer + self._largest) * shape.itemsize
-            found["gradients"] = own * shape.itemsize
+            found["gradients"] = shape.trained * own * shape.itemsize
         elif layout.zero == "2" and shards > 1:
             found["parameters"] = whole * shape.itemsize
-            found["gradients"] = (own + self._largest) * shape.itemsize
+            found["gradients"] = shape.trained * (own + self._largest) * shape.itemsize
         else:
-            found["parameters"] = found["gradients"] = whole * shape.itemsize
+            found["parameters"] = whole * shape.itemsize
+            found["gradients"] = shape.trained * whole * shape.itemsize
         if layout.micro_batches > 1:
-            found["sums"] = own * FP32_BYTES
+            found["sums"] = shape.trained * own * FP32_BYTES
         found["activations"] = self.tokens * (
             self._kept() + max(shape.ends / layout.tp, shape.working / layout.tp)
         )
@@ -311,7 +350,7 @@ class Pricing:
             movable = found["state"] + found["parameters"] + found["gradients"]
             if self.layout.zero != PLANNED or over > min(movable, self.cluster.host_bytes):
                 return None
-            if self.cluster.host is None:
+            if not self.cluster.has_host_tier:
                 return None
             left = over
         if self.layout.zero == PLANNED:

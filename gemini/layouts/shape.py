@@ -49,6 +49,7 @@ class ModelShape:
     passes: share of the passes over saved bytes that no compiler fuses away.
     can: of `KINDS`, what the model can be cut by.
     itemsize: bytes of an element that is computed with.
+    trained: share of the elements whose gradients are computed.
     """
 
     name: str
@@ -75,6 +76,7 @@ class ModelShape:
     itemsize: int = 2
     scores: float = 0.0
     passes: float = 1.0
+    trained: float = 1.0
 
     @property
     def numel(self) -> int:

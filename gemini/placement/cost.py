@@ -10,7 +10,7 @@ from itertools import islice
 from gemini.units import ChunkId
 
 from .plan import MoveKind, SavedHomes, UpdatePath
-from .problem import Homes, PlacementProblem, step_order
+from .problem import Homes, PlanInputs, step_order
 from .sizes import Bandwidths, BlockBytes, ChunkBytes
 from .tiers import Tier
 
@@ -36,7 +36,7 @@ def link_seconds(
 
 
 def update_seconds(
-    state_bytes: int, param_bytes: int, path: UpdatePath, bandwidths: Bandwidths
+    state_bytes: float, param_bytes: float, path: UpdatePath, bandwidths: Bandwidths
 ) -> float:
     """Seconds of an update's own memory traffic: state read and written, gradient read, parameter
     written."""
@@ -81,7 +81,7 @@ def reduced_bytes(chunk: ChunkBytes) -> float:
 
 def bounds(
     homes: Homes,
-    problem: PlacementProblem,
+    problem: PlanInputs,
     num_uses: Sequence[int],
     compute_seconds: float,
     trained: Container[ChunkId],

@@ -42,13 +42,9 @@ from .policy import (
     recomputes,
 )
 from .predict import Profile, predict
-from .problem import Homes, PlacementProblem, PlanInputs, static_homes
+from .problem import Homes, PlanInputs, static_homes
 from .result import PlanResult
-from .sizes import (
-    UNLIMITED,
-    BudgetError,
-    chunk_bytes,
-)
+from .sizes import UNLIMITED, BudgetError
 from .tiers import Tier
 
 # What competes for the device, in every order: parameters, gradients, state
@@ -56,41 +52,13 @@ ORDERS = ("psg", "pgs", "spg", "sgp", "gps", "gsp")
 
 
 class Draft:
-    """One run of the planner.
+    """One run of the planner."""
 
-    floor: homes below which nothing goes. ceiling: homes above which nothing goes but gradients.
-    """
-
-    def __init__(
-        self,
-        inputs: PlanInputs,
-        policy: Placement,
-        floor: Homes | None = None,
-        ceiling: Homes | None = None,
-    ) -> None:
-        self.inputs = inputs
+    def __init__(self, problem: PlanInputs, policy: Placement) -> None:
         self.policy = policy
-        layout, trace = inputs.layout, inputs.trace
+        self.problem = self._all_stays = self._given = problem
+        layout, trace = problem.layout, problem.trace
         chunk_of = layout.chunk_of()
-        self._all_stays = PlacementProblem(
-            chunks=chunk_bytes(layout, inputs.state, inputs.block_numel, inputs.with_originals),
-            state=inputs.state,
-            budgets=inputs.budgets,
-            bandwidths=inputs.bandwidths,
-            has_host_tier=inputs.has_host_tier,
-            depth=inputs.depth,
-            num_ahead=inputs.num_ahead,
-            brings_params=inputs.brings_params,
-            num_waiting=inputs.waiting.blocks(inputs.block_numel),
-            off_device=inputs.off_device,
-            nvme_state_frac=inputs.nvme_state_frac,
-            fixed_params=inputs.fixed_params,
-            floor=floor,
-            ceiling=ceiling,
-            original_home=inputs.original_home or inputs.memory,
-            average=inputs.average,
-        )
-        self.problem = self._all_stays
         self.needs = trace.chunk_needs(chunk_of)
         self.calls = trace.calls(chunk_of)
         self.reductions = (
@@ -109,10 +77,9 @@ class Draft:
             end = Moment(len(trace.moments))
             self.reductions = {c: replace(r, end=end) for c, r in self.reductions.items()}
         self.never_released = never_released(policy, [c.payload_bytes for c in self.problem.chunks])
-        self.prefetched = prefetched_at(self.needs, inputs.max_prefetch)
+        self.prefetched = prefetched_at(self.needs, problem.max_prefetch)
         self._cap = policy.steady_cap_ratio if isinstance(policy, AutoPlacement) else 1.0
         self._layout_digest = layout.digest()  # of a long value: taken once
-        self._traced = inputs
         # layers of which some may be computed again, if the plan says so
         self.num_layers = len(trace.layers) if recomputes(policy) else 0
         if trace.kind != "train":
@@ -121,7 +88,7 @@ class Draft:
 
     def recompute(self, number: int) -> None:
         """Go on with the first `number` layers computed again in backward."""
-        self.inputs = inputs = self._traced.recomputing(number)
+        self._all_stays = inputs = self._given.recomputing(number)
         self.saved_bytes = [m.saved_bytes for m in inputs.trace.moments]
         self.spilling: Spilling | None = None  # None: no saved bytes may leave
         if inputs.spilling is not None and isinstance(self.policy, AutoPlacement):
@@ -136,7 +103,7 @@ class Draft:
         self.problem = self._all_stays
         if saved is not None:
             self.problem = replace(self._all_stays, saved=saved)
-        self.non_model = self.inputs.trace.non_model_within(
+        self.non_model = self.problem.trace.non_model_within(
             None if saved is None else saved.room_bytes
         )
         self.demand = self._demand()
@@ -193,9 +160,9 @@ class Draft:
             found[number] = known or 0.0, homes, self._cap
             return found[number][0]
 
-        asked = self._traced.recomputed
+        asked = self._given.recomputed
         if asked is None:
-            asked = self._traced.trace.recomputed or None
+            asked = self._given.trace.recomputed or None
         if asked is not None:
             price(min(asked, self.num_layers))
         if not found:
@@ -292,7 +259,7 @@ class Draft:
     def _price(self, homes: Homes) -> float:
         """Middle of the bounds of an iteration, times two."""
         uses, compute = num_uses(self.needs, len(self.problem.chunks)), self.compute
-        forward = sum(compute[: self.inputs.backward])
+        forward = sum(compute[: self.problem.backward])
         return sum(bounds(homes, self.problem, uses, sum(compute), self.reductions, forward))
 
     def _in_best_order(self, orders: Sequence[str]) -> tuple[float, str, Homes]:
@@ -383,17 +350,17 @@ class Draft:
     # -- the rest --
 
     def finish(self, homes: Homes) -> PlanResult:
-        if homes.recomputed != self.inputs.trace.recomputed and self.num_layers:
+        if homes.recomputed != self.problem.trace.recomputed and self.num_layers:
             self.recompute(homes.recomputed)
         self.keep(homes.saved)
         gathered = self._gathered(homes)
-        trace = self.inputs.trace
+        trace = self.problem.trace
         trainable = {chunk.id for chunk in self.problem.chunks if chunk.trainable}
         schedule = schedule_gathers(
             self.needs,
             self._gather_room(homes),
             gathered,
-            self.inputs.max_prefetch,
+            self.problem.max_prefetch,
             stale=trainable if trace.kind == "train" else (),
             may_begin=[call is not None for call in self.calls],
         )
@@ -407,12 +374,12 @@ class Draft:
             self.calls, plan.gathers, [shard.chunk for shard in plan.shards if shard.never_released]
         )
         judged = self._judged(profile, Tier.DEVICE)
-        has_room = self.inputs.num_ahead > 0 or not has_budgets(self.policy)
+        has_room = self.problem.num_ahead > 0 or not has_budgets(self.policy)
         facts = facts_of(
-            plan, judged, self.calls, self.inputs.backward,
+            plan, judged, self.calls, self.problem.backward,
             has_buffers=has_room,
         )  # fmt: skip
-        return PlanResult(plan, profile, steps, facts, self.inputs)
+        return PlanResult(plan, profile, steps, facts, self._all_stays)
 
     def check_room(self, homes: Homes) -> None:
         """Raise BudgetError where what a moment needs does not fit beside what lives there."""
@@ -421,7 +388,7 @@ class Draft:
             moment, missing = lack
             raise BudgetError.missing(
                 Tier.DEVICE, missing, self.problem.budgets.device,
-                f"{self.inputs.trace.moments[moment]} beside what lives there",
+                f"{self.problem.trace.moments[moment]} beside what lives there",
                 "raise device_budget by as much, or use a smaller batch",
             )  # fmt: skip
 
@@ -453,7 +420,7 @@ class Draft:
 
         is_bare: without moves of updates, which are most moves and change no peak.
         """
-        problem, trace = self.problem, self.inputs.trace
+        problem, trace = self.problem, self.problem.trace
         leaving = leaving_bytes(homes, problem, self.reductions, len(self.needs))
         moves = moves_of(
             homes, problem, schedule.gathers, self.reductions, len(self.needs),
@@ -469,12 +436,12 @@ class Draft:
             num_trace_moments=len(self.needs),
             has_host_tier=problem.has_host_tier,
             unsharded_grads=self.unsharded_grads,
-            budgets=self.inputs.budgets,
+            budgets=problem.budgets,
             chunks=problem.chunks,
             shards=tuple(
                 self._shard(homes, chunk.id, leaving.get(chunk.id, 0)) for chunk in problem.chunks
             ),
-            original_home=problem.original_home,
+            original_home=problem.originals_on,
             average=problem.average,
             off_device=problem.off_device,
             gathers=schedule.gathers,
@@ -490,7 +457,7 @@ class Draft:
         )  # fmt: skip
 
     def _recomputed(self) -> Recomputed | None:
-        trace = self.inputs.trace
+        trace = self.problem.trace
         if not trace.recomputed:
             return None
         first = trace.layers[: trace.recomputed]
@@ -509,7 +476,7 @@ class Draft:
                 (sum(problem.chunks[c].payload_bytes for c in chunks) for chunks in self.needs),
                 default=0,
             )
-            ahead = room_ahead(payloads, self.inputs.max_prefetch)
+            ahead = room_ahead(payloads, self.problem.max_prefetch)
             return np.full(len(self.needs), largest_need + ahead, np.int64)
         bare = self._build(homes, GatherSchedule((), (), 0.0), is_bare=True)
         used = np.array(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
-from gemini.chunk.layout import ChunkLayout
+from gemini.chunk.layout import ChunkLayout, ChunkSpec
 from gemini.memtracer.forecast import without_saved
-from gemini.optim.rules.state_layout import WEIGHT_DTYPE
+from gemini.optim.rules.state_layout import ALL_COLUMNS, WEIGHT_DTYPE, Columns, StateLayout
 from gemini.placement.homes.budgets import given_budgets
 from gemini.placement.plan import Plan, UpdatePath
 from gemini.placement.planner import PlanInputs, PlanResult, make_plan, plan_within
-from gemini.placement.policy import AutoPlacement, Placement, spills
+from gemini.placement.policy import AutoPlacement, Placement, has_budgets, spills
 from gemini.placement.problem import DEVICE_BUFFERS
 from gemini.placement.saved import Spilling
 from gemini.placement.sizes import (
@@ -21,12 +21,20 @@ from gemini.placement.sizes import (
     BudgetError,
     StateBytes,
     Waiting,
-    chunk_bytes,
     with_sums,
 )
 from gemini.placement.tiers import Tier
+from gemini.placement.timetable.allowed import buffers_ahead
 from gemini.placement.timetable.steps import MAX_UNDER_WAY
-from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, STREAMED_BLOCK_NUMEL, Bytes, ChunkId
+from gemini.placement.timetable.updates import is_early
+from gemini.units import (
+    BLOCK_NUMEL,
+    MIN_BLOCK_NUMEL,
+    NUM_VERSIONS,
+    STREAMED_BLOCK_NUMEL,
+    Bytes,
+    ChunkId,
+)
 
 # Before an optimizer says what it keeps: no rule of `optim` keeps more than Adam
 ASSUMED_STATE_BYTES = 8
@@ -66,20 +74,54 @@ def may_split(layout: ChunkLayout) -> frozenset[ChunkId]:
     return frozenset(chunk.id for chunk in layout.chunks if chunk.dtype == WEIGHT_DTYPE)
 
 
-def assumed_state(layout: ChunkLayout, has_master: bool) -> StateBytes:
-    """State of the optimizer that is yet to come.
+def assumed_state(layout: ChunkLayout, *, master_weights: bool = True) -> StateBytes:
+    """State of the optimizer that is yet to come. master_weights: of `PrecisionPolicy`.
 
     Files and staging may be larger for masters that may be split: planes and weights are whole
     pages.
     """
+    has_master = master_weights and any(chunk.dtype != "float32" for chunk in layout.chunks)
     split = may_split(layout) if has_master else frozenset[ChunkId]()
     nbytes = ASSUMED_STATE_BYTES + (FP32_BYTES if has_master else 0)
     return StateBytes(nbytes, has_master, split_on_disk=split)
 
 
-def first_inputs(inputs: PlanInputs, policy: Placement, *, canonical: bool = False) -> PlanInputs:
-    """Inputs of a run's first plan, with what follows from its policy: whether activations may
-    leave the device, and the most elements of a block. canonical: gradients have fp32 sums."""
+def optimizer_state(
+    layout: StateLayout,
+    chunks: Iterable[ChunkSpec],
+    *,
+    in_files: Collection[ChunkId],
+    in_payloads: Collection[ChunkId],
+    num_versions: int = NUM_VERSIONS,
+    columns: Columns = ALL_COLUMNS,
+) -> StateBytes:
+    """Bytes of an optimizer's state, with the chunks whose masters are split (ADR 0002).
+
+    Masters on disk are split if the shard is in memory when its block is updated; files stay as
+    they were made. Masters in memory are split if what a user writes goes to another memory, the
+    payload: finding the elements that were written takes the weights of before, and on disk each
+    version has its own. in_files, in_payloads: chunks whose shards live there.
+    """
+    split = [chunk.id for chunk in chunks if layout.splits(chunk.dtype)]
+    return StateBytes(
+        layout.bytes_per_element, layout.has_master,
+        frozenset(i for i in split if i not in in_files),
+        frozenset(i for i in split if i not in in_payloads),
+        num_versions, columns, layout if columns.of_param else None,
+    )  # fmt: skip
+
+
+def first_inputs(
+    inputs: PlanInputs, policy: Placement, *, update: str, canonical: bool = False
+) -> PlanInputs:
+    """Inputs of a run's first plan, with what follows from its policy and its `update`: whether
+    activations may leave the device, the most elements of a block, buffers for blocks that are
+    updated after their step. canonical: gradients have fp32 sums."""
+    num_ahead = buffers_ahead(
+        update, has_masters=inputs.state.has_master, has_budgets=has_budgets(policy),
+        streams=inputs.has_host_tier and inputs.off_device is UpdatePath.STREAM,
+    )  # fmt: skip
+    inputs = replace(inputs, num_ahead=num_ahead, brings_params=is_early(update))
     if canonical:
         inputs = replace(inputs, budgets=with_sums(inputs.budgets, inputs.layout, MAX_UNDER_WAY))
     limited = inputs.budgets.device < UNLIMITED
@@ -109,10 +151,9 @@ def assume(inputs: PlanInputs, policy: Placement) -> PlanInputs:
 
 def _model_bytes(inputs: PlanInputs) -> int:
     """Bytes of parameters, gradients, state, originals and averages of one rank."""
-    chunks = chunk_bytes(inputs.layout, inputs.state, with_originals=inputs.with_originals)
     return sum(nbytes for _, nbytes in inputs.average) + sum(
         chunk.shard_bytes * (1 + chunk.trainable) + chunk.state_bytes + chunk.original_bytes
-        for chunk in chunks
+        for chunk in inputs.chunks
     )
 
 
@@ -241,15 +282,42 @@ class StateRequest:
         )
 
 
-def fit_state(
-    begun: tuple[PlanInputs, bool],
-    now: tuple[PlanInputs, PlanResult],
+def fit_request(
+    now: Fitted,
     policy: Placement,
     request: StateRequest,
+    num_ahead: int,
     *,
     is_measured: bool,
-) -> tuple[PlanInputs, PlanResult]:
+    least_block_numel: int = 0,
+) -> Fitted:
     """Make a plan with an optimizer's state, parameters where they are `now`.
+
+    num_ahead: buffers that were asked for; without masters none is of use. least_block_numel: of a
+    block, where the request has no more. Raises BudgetError for a state that does not fit so.
+    """
+
+    def fitted(extra_buffers: int) -> Fitted:
+        inputs, planned = replace(now[0], num_ahead=extra_buffers), now[1]
+        most, least = request.blocks(policy, inputs, planned)
+        return fit(
+            request.inputs(inputs, planned, most), policy, is_measured=is_measured,
+            least_block_numel=max(least, least_block_numel),
+        )  # fmt: skip
+
+    return with_ahead(fitted, num_ahead if request.state.has_master else 0)
+
+
+def fit_state(
+    begun: tuple[PlanInputs, bool],
+    now: Fitted,
+    policy: Placement,
+    request: StateRequest,
+    num_ahead: int = 0,
+    *,
+    is_measured: bool,
+) -> Fitted:
+    """Plan of `fit_request`, or the bytes that would do.
 
     begun: the inputs that the module was wrapped with, and whether they were measured. Raises
     BudgetError with the bytes that would do for the module and its optimizer: with more room,
@@ -257,7 +325,7 @@ def fit_state(
     """
     first, was_measured = begun
     try:
-        return _fit_request(now, policy, request, is_measured)
+        return fit_request(now, policy, request, num_ahead, is_measured=is_measured)
     except BudgetError as error:
         refused = last = error
     # The user would raise a budget and wrap the module again, which may choose other homes for its
@@ -270,7 +338,7 @@ def fit_state(
         inputs = inputs if was_measured else assume(inputs, policy)
         try:
             wrapped = fit(inputs, policy, is_measured=was_measured)
-            _fit_request(wrapped, policy, request, was_measured)
+            fit_request(wrapped, policy, request, 0, is_measured=was_measured)
             break
         except BudgetError as error:
             last = error
@@ -279,13 +347,6 @@ def fit_state(
     raise BudgetError.missing(
         refused.tier, missing, refused.budget_bytes, refused.what, refused.knob
     )
-
-
-def _fit_request(
-    now: tuple[PlanInputs, PlanResult], policy: Placement, request: StateRequest, is_measured: bool
-) -> tuple[PlanInputs, PlanResult]:
-    most, least = request.blocks(policy, *now)
-    return fit(request.inputs(*now, most), policy, is_measured=is_measured, least_block_numel=least)
 
 
 def _fit_assuming_less(

@@ -134,7 +134,7 @@ def plan_grown(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
     Their state goes to the highest tier that holds it, of those where state may live; a fraction of
     all state that must be on NVMe holds for them too. Raises BudgetError where none does.
     """
-    sizes = Draft(inputs, policy).problem.chunks
+    sizes = inputs.chunks
     new = [i for i, chunk in enumerate(sizes) if chunk.trainable and not plan.chunks[i].trainable]
     tiers = [Tier.NVME]
     if inputs.nvme_state_frac < 1:
@@ -164,7 +164,9 @@ def _draft_in(
     ceiling: Homes | None = None,
 ) -> Draft:
     """New draft; fp32 originals stay on the tier that `plan` gave them."""
-    return Draft(replace(inputs, original_home=plan.original_home), policy, floor, ceiling)
+    return Draft(
+        replace(inputs, original_home=plan.original_home, floor=floor, ceiling=ceiling), policy
+    )
 
 
 def _in_homes(draft: Draft, homes: Homes) -> PlanResult:

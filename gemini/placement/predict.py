@@ -9,8 +9,7 @@ from itertools import accumulate, pairwise
 from gemini.units import Bytes, Moment
 
 from .plan import MoveKind, Plan
-from .problem import nvme_blocks, store_overhead
-from .sizes import file_bytes
+from .problem import files_of, store_overhead
 from .tiers import Tier
 
 KINDS = ("parameters", "gradients", "state", "originals", "average", "staging", "non-model")
@@ -98,13 +97,15 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
     for tier, nbytes in plan.average:
         builder.add(tier, "average", nbytes)
 
-    num_blocks = 0
-    has_state = any(Tier.NVME in shard.state_homes for shard in plan.shards)
-    has_params = any(
-        shard.param_home is Tier.NVME
-        for sizes, shard in zip(plan.chunks, plan.shards, strict=True)
-        if sizes.trainable
+    files, num_blocks = files_of(
+        plan.chunks,
+        [shard.param_home for shard in plan.shards],
+        [shard.grad_home for shard in plan.shards],
+        [shard.state_homes for shard in plan.shards],
+        plan.original_home,
     )
+    for kind, nbytes in files.items():
+        builder.add(Tier.NVME, kind, nbytes)
     for sizes, shard in zip(plan.chunks, plan.shards, strict=True):
         if shard.in_payload:
             builder.add(Tier.DEVICE, "parameters", sizes.payload_bytes)
@@ -117,18 +118,6 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
         for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
             if home is not Tier.NVME:
                 builder.add(home, "state", block.state_bytes)
-        on_nvme = nvme_blocks(
-            sizes, shard.param_home, shard.grad_home, shard.state_homes,
-            plan.original_home,
-        )  # fmt: skip
-        for kind, nbytes in on_nvme:
-            row = "parameters" if kind == "frozen" else kind
-            builder.add(Tier.NVME, row, file_bytes(kind, nbytes, sizes.num_versions))
-        num_blocks += sum(kind in ("originals", "gradients") for kind, _ in on_nvme)
-        if has_state:
-            num_blocks += sum(1 + bool(block.undo_bytes) for block in sizes.blocks)
-        if has_params:
-            num_blocks += len(sizes.blocks)
         if shard.never_released and not shard.in_payload:
             builder.add(Tier.DEVICE, "parameters", sizes.payload_bytes)
     for gather in plan.gathers:

@@ -1,21 +1,23 @@
-"""Inputs of a plan; tiers of every shard and block, and the buffers and files that they take.
-Pure."""
+"""Problem that the planner solves; tiers of every shard and block, and the buffers and files that
+they take. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from math import inf
 
 from gemini.chunk.layout import ChunkLayout, ChunkSpec
 from gemini.memtracer.layers import recomputing, with_seconds
-from gemini.memtracer.trace import Trace
+from gemini.memtracer.trace import Phase, Trace
 from gemini.units import (
     BLOCK_NUMEL,
     FROZEN_BLOCK_BYTES,
     PAGE_BYTES,
     ChunkId,
+    ParamId,
     align_up,
     format_bytes,
 )
@@ -32,6 +34,7 @@ from .sizes import (
     ChunkBytes,
     StateBytes,
     Waiting,
+    chunk_bytes,
     file_bytes,
 )
 from .tiers import Tier
@@ -39,6 +42,8 @@ from .tiers import Tier
 DEVICE_BUFFERS = 3  # of a kind: one travels in, one is updated, one travels out
 _STORE_BYTES = 1 << 16  # header of a store
 _INDEX_BYTES = 64  # of a store, a block: both slots, and its place in the header
+# Problems of one run differ in trace and budgets, and ask for the same sizes: those of its plan
+_sizes_of = lru_cache(maxsize=1)(chunk_bytes)
 
 
 @dataclass(slots=True)
@@ -69,10 +74,10 @@ class Homes:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """Inputs that a plan follows from. The same on all ranks, which reduce them first (ADR
-    0003)."""
+    """Problem that the planner solves: all that a plan follows from. The same on all ranks, which
+    reduce it first (ADR 0003)."""
 
     layout: ChunkLayout
     trace: Trace
@@ -96,6 +101,19 @@ class PlanInputs:
     average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights: `average_bytes`
     spilling: Spilling | None = None  # how saved bytes leave the device; None: they stay
     recomputed: int | None = None  # layers computed again in backward; None: as many as is best
+    floor: Homes | None = None  # homes that exist already, below which nothing goes
+    ceiling: Homes | None = None  # the same, above which nothing goes but gradients
+    saved: SavedHomes | None = None  # of bytes saved for backward, as tried; None: all stay
+
+    @cached_property
+    def chunks(self) -> tuple[ChunkBytes, ...]:
+        """Sizes of every chunk."""
+        return _sizes_of(self.layout, self.state, self.block_numel, self.with_originals)
+
+    @property
+    def originals_on(self) -> Tier:
+        """Tier of the fp32 originals of frozen chunks, all of them."""
+        return self.original_home or self.memory
 
     @property
     def memory(self) -> Tier:
@@ -109,13 +127,16 @@ class PlanInputs:
         return next((i for i, m in enumerate(moments) if m.phase == "backward"), len(moments))
 
     def compute_weights(self) -> list[int]:
-        """Share of every moment of the trace in what a pass computes."""
+        """Share of every moment of the trace in what a pass computes: in backward, gradients of
+        inputs, and of the weights that are trained."""
         return [
-            sum(self.layout.params[p].numel for p in m.params) * (1 if m.phase == "forward" else 2)
-            if m.edge == "enter"
-            else 0
+            sum(self._products(p, m.phase) for p in m.params) if m.edge == "enter" else 0
             for m in self.trace.moments
         ]
+
+    def _products(self, param: ParamId, phase: Phase) -> int:
+        spec = self.layout.params[param]
+        return spec.numel * (1 if phase == "forward" else 1 + spec.trainable)
 
     def compute_seconds(self) -> list[float]:
         """Seconds of every moment of the trace: as it was timed, else as `flops` has it."""
@@ -135,32 +156,9 @@ class PlanInputs:
             trace = with_seconds(trace, self.compute_seconds())
         return replace(self, trace=recomputing(trace, number))
 
-
-@dataclass(frozen=True, slots=True)
-class PlacementProblem:
-    """Problem that the planner solves: chunks to place on tiers, and their budgets."""
-
-    chunks: tuple[ChunkBytes, ...]
-    state: StateBytes
-    budgets: Budgets
-    bandwidths: Bandwidths
-    has_host_tier: bool
-    depth: int  # blocks read ahead of their update
-    off_device: UpdatePath  # of blocks whose state is not on the device
-    nvme_state_frac: float = 0.0  # share of the state's bytes that must be on NVMe
-    fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
-    floor: Homes | None = None  # homes that exist already, below which nothing goes
-    ceiling: Homes | None = None  # the same, above which nothing goes but gradients
-    num_ahead: int = 0  # more buffers: blocks are updated after their step, or leave together
-    num_waiting: int = 0  # more buffers, for blocks that wait for others of their step
-    brings_params: bool = False  # updates make new weights apart from the old ones
-    original_home: Tier = Tier.HOST  # of the fp32 originals of frozen chunks, all of them
-    average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights
-    saved: SavedHomes | None = None  # of bytes saved for backward; None: all stay
-
     def original_bytes(self, tier: Tier) -> int:
         """Bytes of fp32 originals that stay on `tier`."""
-        if tier is not self.original_home:
+        if tier is not self.originals_on:
             return 0
         return sum(chunk.original_bytes for chunk in self.chunks)
 
@@ -172,11 +170,6 @@ class PlacementProblem:
             total += self.saved.host_bytes * (tier is Tier.HOST)
             total += self.saved.staging_bytes * (tier is self.memory)
         return total
-
-    @property
-    def memory(self) -> Tier:
-        """Tier of the RAM."""
-        return Tier.HOST if self.has_host_tier else Tier.DEVICE
 
     def fewer_originals(self, tier: Tier) -> str:
         """Remedy for a tier that is too small and holds originals; "" where it holds none."""
@@ -252,7 +245,7 @@ class PlacementProblem:
             param += align_up(frozen, PAGE_BYTES)
         # `depth` blocks are read, one is updated, one is written. Only those read before their step
         # keep parameters to undo it, so `depth` such pieces are spread over all buffers.
-        count = self.depth + 2 + self.num_ahead + self.num_waiting
+        count = self.depth + 2 + self.num_ahead + self.waiting.blocks(self.block_numel)
         undo = -(-early * self.depth // count)
         on_host = Staging(count, align_up(state + undo, PAGE_BYTES), param, grad)
         on_host = on_host if on_host.nbytes else Staging()
@@ -284,23 +277,13 @@ class PlacementProblem:
         """
         total = dict(self.average).get(Tier.NVME, 0)
         total += 0 if self.saved is None else self.saved.file_bytes
-        originals = sums = num_blocks = 0
-        has_state = any(Tier.NVME in states for states in homes.state)
-        has_params = any(
-            homes.param[chunk.id] is Tier.NVME for chunk in self.chunks if chunk.trainable
+        originals = sums = 0
+        files, num_blocks = files_of(
+            self.chunks, homes.param, homes.grad, homes.state, self.originals_on
         )
+        total += files.total()
         for chunk in self.chunks:
             i = chunk.id
-            sizes = nvme_blocks(
-                chunk, homes.param[i], homes.grad[i], homes.state[i],
-                self.original_home,
-            )  # fmt: skip
-            total += sum(file_bytes(kind, n, chunk.num_versions) for kind, n in sizes)
-            num_blocks += sum(kind in ("originals", "gradients") for kind, _ in sizes)
-            if has_state:  # its files have a place for all of it
-                num_blocks += sum(1 + bool(block.undo_bytes) for block in chunk.blocks)
-            if has_params:  # and theirs
-                num_blocks += len(chunk.blocks)
             wide = [align_up(b.numel * FP32_BYTES, PAGE_BYTES) for b in chunk.blocks
                     if b.param_bytes < b.numel * FP32_BYTES]  # fmt: skip
             if homes.grad[i] is Tier.NVME:
@@ -317,7 +300,7 @@ class PlacementProblem:
         return total + max(sums, originals - gradients) + store_overhead(num_blocks)
 
 
-def static_homes(policy: StaticPlacement, problem: PlacementProblem) -> Homes:
+def static_homes(policy: StaticPlacement, problem: PlanInputs) -> Homes:
     """Homes that the fractions say, whatever the machine has; `nvme_state_frac` of the state is on
     NVMe."""
     chunks = problem.chunks
@@ -373,6 +356,30 @@ def nvme_blocks(
             if block.undo_bytes:
                 blocks.append(("state", block.undo_bytes))
     return blocks
+
+
+def files_of(
+    chunks: Sequence[ChunkBytes],
+    params: Sequence[Tier],
+    grads: Sequence[Tier | None],
+    states: Sequence[Sequence[Tier]],
+    original: Tier,
+) -> tuple[Counter[str], int]:
+    """Bytes that files take in these homes, by kind, and the blocks that they have a place for."""
+    totals, num_blocks = Counter[str](), 0
+    has_state = any(Tier.NVME in row for row in states)
+    has_params = any(params[chunk.id] is Tier.NVME for chunk in chunks if chunk.trainable)
+    for chunk in chunks:
+        i = chunk.id
+        for kind, nbytes in nvme_blocks(chunk, params[i], grads[i], states[i], original):
+            row = "parameters" if kind == "frozen" else kind
+            totals[row] += file_bytes(kind, nbytes, chunk.num_versions)
+            num_blocks += kind in ("originals", "gradients")
+        if has_state:  # its files have a place for all of it
+            num_blocks += sum(1 + bool(block.undo_bytes) for block in chunk.blocks)
+        if has_params:  # and theirs
+            num_blocks += len(chunk.blocks)
+    return totals, num_blocks
 
 
 def average_bytes(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from gemini.memtracer.forecast import envelope
 from gemini.memtracer.trace import Trace
+from gemini.placement.cost import link_seconds
 from gemini.placement.plan import Plan
 from gemini.placement.problem import PlanInputs
 from gemini.placement.result import PlanResult
@@ -47,13 +48,8 @@ def _rising_by_chunk(low: Plan, high: Plan) -> dict[ChunkId, Counter[tuple[Tier,
 
 def price(moved: Moved, links: Bandwidths, *, has_host_tier: bool) -> float:
     """Seconds to bring these bytes up, and down again."""
-    seconds = 0.0
-    for (low, high), nbytes in moved.items():
-        if low is Tier.NVME:
-            seconds += nbytes * (1 / links.nvme_read + 1 / links.nvme_write)
-        if high is Tier.DEVICE and has_host_tier:
-            seconds += nbytes * (1 / links.host_to_device + 1 / links.device_to_host)
-    return seconds
+    ways = [(*way, nbytes) for pair, nbytes in moved.items() for way in (pair, pair[::-1])]
+    return sum(sum(link_seconds(*way, links, has_host_tier).values()) for way in ways)
 
 
 def named(trace: Trace) -> str:

@@ -3,7 +3,7 @@ traced."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,113 +16,23 @@ from gemini.dtypes import BYTES
 from gemini.memtracer.trace import sequential_trace
 from gemini.optim.adam import AdamRule
 from gemini.optim.adaptive import LionRule
-from gemini.optim.rules.state_layout import WEIGHT_DTYPE
 from gemini.optim.sgd import SGDRule
 from gemini.placement.homes.budgets import first_that_fits
-from gemini.placement.orders import BATCHES, LAYERS
-from gemini.placement.policy import AUTO, KEEP, SPILL, AutoPlacement
-from gemini.placement.sizes import BudgetError, StateBytes, wider_chunks
-from gemini.placement.timetable.updates import TAIL, current_update
+from gemini.placement.policy import SPILL, AutoPlacement
+from gemini.placement.sizes import BudgetError
+from gemini.placement.timetable.updates import current_update
 
 from . import models
 from .activations import Activations, activations_of, constant_activations
 from .machine import Hardware
-from .quantised import KINDS, QuantisedBase, name_experts, quantised_base
-from .question import AVERAGES, Question
+from .quantised import QuantisedBase, name_experts, quantised_base
+from .question import Question
+from .training import Training
 from .words import Answer, answer
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # planes that are no masters, by optimizer
 LAYOUTS = {"adamw": AdamRule.layout, "lion": LionRule.layout, "sgd": SGDRule.layout}
-QUANTISED = ("adamw",)  # whose state may be kept in fewer bits
-_GO = {
-    KEEP: "",
-    SPILL: ", the oldest below the device where it has no room",
-    AUTO: ", or below the device, or computed again, as the plan says",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """Training of a model.
-
-    batch, seq: sequences of a rank in one forward, and their tokens.
-    accumulate: forwards and backwards before a step, in the order of `gemini.accumulate`.
-    lora: rank of adapters; 0 trains the whole model. lora_targets: as `models.adapters_of`.
-    quantize: of the base under adapters: one of `quantised.KINDS`; None leaves it in 16 bits.
-    precision: of `DTYPES`. optimizer: of `LAYOUTS`. state: as `HybridAdam` takes it.
-    nvme_fraction: of the optimizer's state, at least, on NVMe.
-    activation_bytes: of one sample, where nothing can be traced.
-    update: of `GeminiDDP`.
-    by_trl: as `python -m gemini train` does it: with trl's loss, a frozen base in 16 bits.
-    ema: home of an average of the weights, as `gemini.EMA` has it; None: there is none.
-    trust_remote_code: whether the code of the model's own folder is run, which its config names.
-    lengths: of inputs that differ in a run, `seq` the longest: a CPU compiles products for each.
-    scores: whether a reward model is trained, with a head of one score.
-    loaded: whether the module has its values before it is wrapped, as `from_pretrained` leaves it.
-    keep_originals, canonical: of `GeminiDDP`.
-    activations: where they go: of `AutoPlacement`.
-    chunked: whether `chunk_loss` has changed the model: the logits of a few tokens exist at a time.
-    """
-
-    batch: int = 1
-    seq: int = 1024
-    lora: int = 0
-    checkpointing: bool = False
-    precision: str = "bf16"
-    optimizer: str = "adamw"
-    nvme_fraction: float = 0.0
-    activation_bytes: int | None = None
-    accumulate: int = 1
-    update: str = TAIL
-    by_trl: bool = False
-    ema: str | None = None
-    state: str = "fp32"
-    quantize: str | None = None
-    trust_remote_code: bool = False
-    lengths: int = 1
-    lora_targets: tuple[str, ...] | None = None
-    scores: bool = False
-    loaded: bool = False
-    keep_originals: bool = False
-    activations: str = KEEP
-    chunked: bool = False
-    accumulate_order: str = BATCHES
-    canonical: bool = False
-
-    def __post_init__(self) -> None:
-        if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
-            raise ValueError(
-                f"quantize={self.quantize!r} with lora={self.lora}; expected one of {KINDS}, of a "
-                "base that is frozen under adapters: give their rank"
-            )
-        if self.state != "fp32" and self.optimizer not in QUANTISED:
-            raise ValueError(
-                f"state={self.state!r} with {self.optimizer}; expected fp32, or one of {QUANTISED}"
-            )
-
-    @property
-    def by_layers(self) -> bool:
-        """Whether micro-batches run layer by layer."""
-        return self.accumulate > 1 and self.accumulate_order == LAYERS
-
-    def in_words(self) -> tuple[str, str]:
-        trained = f"LoRA of rank {self.lora}" if self.lora else "all parameters trained"
-        trained += f" on a base in {self.quantize}" if self.quantize else ""
-        kept = "computed again in backward" if self.checkpointing else "kept for backward"
-        kept += _GO[self.activations]
-        times = f", {self.accumulate} times a step" if self.accumulate > 1 else ""
-        if self.by_layers:
-            times += " layer by layer"
-        how = "traced" if self.activation_bytes is None else "given"
-        loss = "of a reward model" if self.scores else "with the loss of trl"
-        how += ", with the loss of chunk_loss" if self.chunked else ""
-        average = f", their average in {AVERAGES[self.ema]}" if self.ema else ""
-        return (
-            f"batch of a rank {self.batch}{times}, {self.seq} tokens, {self.precision}, "
-            f"{self.optimizer} with {self.state} state, {trained}{average} (as asked)",
-            f"activations: {kept} ({how}{f', {loss}' if self.by_trl else ''})",
-        )
 
 
 def plan_for(
@@ -194,18 +104,16 @@ def ask(
             model, specs, training.seq, training.batch, precision=training.precision,
             by_trl=training.by_trl, chunked=training.chunked, only=only,
         ).traces  # fmt: skip
-        activations = Activations({n: base.traced(t, model, specs) for n, t in traces.items()})
-        order = activations.at(training.batch).param_order(specs)
+        traced = Activations({n: base.traced(t, model, specs) for n, t in traces.items()})
+        order = traced.at(training.batch).param_order(specs)
     else:
-        activations = constant_activations(sequential_trace(specs), training.activation_bytes)
-    trained = sum(spec.numel for spec in specs if spec.trainable)
-    flops = models.flops_of(
-        model, training.seq, checkpointing=training.checkpointing,
-        trained=trained if training.lora else None,
-    )  # fmt: skip
+        traced = constant_activations(sequential_trace(specs), training.activation_bytes)
+    flops = models.flops_of(model, training.seq, checkpointing=training.checkpointing)
     has_master = training.precision != "fp32"
-    state = replace(LAYOUTS[training.optimizer], kind=training.state)
-    state = state.with_master() if has_master else state
+    planes = replace(LAYOUTS[training.optimizer], kind=training.state)
+    planes = planes.with_master() if has_master else planes
+    update = current_update(training.update, by_kernels=machine.device != "cpu")
+    run = {name: getattr(training, name) for name in Training.__slots__} | {"update": update}
 
     no_chain = _no_chain(model)
     may_ask = not isinstance(what, nn.Module) and training.activation_bytes is None
@@ -232,18 +140,12 @@ def ask(
 
     def asked(chunks: ChunkConfiguration) -> Question:
         layout = training_layout(specs, chunks.capacities, machine.world_size, order)
+        experts, share = models.experts_of(model)
         return Question(
-            layout, activations, machine, training.batch, training.seq, training.accumulate,
-            training.lora, training.checkpointing, training.nvme_fraction,
-            wider_chunks(layout, itemsizes),
-            StateBytes(state.bytes_per_element, has_master),
-            flops,
-            current_update(training.update, by_kernels=machine.device != "cpu"),
-            training.ema, *models.experts_of(model), other,
-            state.splits(WEIGHT_DTYPE), training.quantize,
-            models.products_of(model) if has_master else 0, training.lengths, training.loaded,
-            training.keep_originals, training.activations, training.chunked,
-            at if may_ask else None, training.accumulate_order, no_chain, training.canonical,
+            **run, layout=layout, traced=traced, machine=machine, itemsizes=itemsizes,
+            planes=planes, flops_per_token=flops, experts=experts, experts_share=share,
+            other=other, at=at if may_ask else None, no_chain=no_chain,
+            products=models.products_of(model) if has_master else 0,
         )  # fmt: skip
 
     def fitting(chunks: ChunkConfiguration) -> Question:

@@ -122,7 +122,7 @@ def _other(question: Question, **changed: Any) -> Question | None:
     other = question.other(*(changed.get(name, getattr(question, name)) for name in names))
     return other and replace(
         other, machine=question.machine, batch=question.batch, accumulate=question.accumulate,
-        nvme_frac=question.nvme_frac, update=question.update, lengths=question.lengths,
+        nvme_fraction=question.nvme_fraction, update=question.update, lengths=question.lengths,
         accumulate_order=question.accumulate_order,
     )  # fmt: skip
 

@@ -301,10 +301,11 @@ def products_of(model: nn.Module) -> int:
     return ATTENTION_PRODUCTS + sum(2 + is_trained for is_trained in trained.values())
 
 
-def used_numel(model: nn.Module) -> int:
+def used_numel(model: nn.Module, *, only_trained: bool = False) -> int:
     """Elements of matrices that a token is multiplied by: of experts, of as many as it is sent to.
 
-    Embeddings are looked up, but where the head multiplies by them too.
+    Embeddings are looked up, but where the head multiplies by them too. only_trained: of matrices
+    whose gradients are computed.
     """
     _, share = experts_of(model)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -313,20 +314,17 @@ def used_numel(model: nn.Module) -> int:
     return sum(
         round(param.numel() * (share if ".experts." in name else 1))
         for name, param in model.named_parameters()
-        if param.dim() > 1 and id(param) not in tables
+        if param.dim() > 1 and id(param) not in tables and (param.requires_grad or not only_trained)
     )
 
 
-def flops_of(model: nn.Module, seq: int, *, checkpointing: bool, trained: int | None) -> float:
-    """Operations of one token, in forward and backward of a sequence of `seq`.
-
-    trained: elements of matrices whose gradients are computed; None: of all.
-    """
+def flops_of(model: nn.Module, seq: int, *, checkpointing: bool) -> float:
+    """Operations of one token, in forward and backward of a sequence of `seq`."""
     used, attention = used_numel(model), _attention_flops(model, seq)
     is_eager = getattr(getattr(model, "config", None), "_attn_implementation", "eager") == "eager"
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     again = 2 * used + attention - (0 if head is None else 2 * head.weight.numel())
-    weights = used if trained is None else trained
+    weights = used_numel(model, only_trained=True)
     # two products more for each of forward; a kernel computes the scores again
     backward = 2 * used + 2 * weights + attention * (2 if is_eager else 2.5)
     return 2 * used + attention + checkpointing * again + backward

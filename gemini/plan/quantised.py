@@ -14,7 +14,6 @@ from gemini.dtypes import BYTES
 from gemini.memtracer.trace import Trace, model_digest
 from gemini.units import PARAM_ALIGN_NUMEL, Bytes, align_up
 
-KINDS = ("nf4", "int8")
 _BLOCK, _OUTER_BLOCK, _CODES, _OUTER_CODES = 64, 256, 16, 256  # of NF4 with quantised statistics
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from math import expm1, sqrt
 from typing import TYPE_CHECKING
 
-from gemini.chunk.layout import ITEMSIZE, ChunkLayout
+from gemini.chunk.layout import ChunkLayout
 from gemini.memtracer.trace import Trace
-from gemini.placement.cost import link_seconds
+from gemini.optim.rules.state_layout import StateLayout
 from gemini.placement.fit import (
     Fitted,
     StateRequest,
@@ -18,7 +18,8 @@ from gemini.placement.fit import (
     few_blocks_numel,
     first_inputs,
     fit_ahead,
-    may_split,
+    fit_request,
+    optimizer_state,
 )
 from gemini.placement.orders import (
     BATCHES,
@@ -31,13 +32,13 @@ from gemini.placement.orders import (
     layered,
 )
 from gemini.placement.planner import PlanInputs, PlanResult, plan_within
-from gemini.placement.policy import AUTO, KEEP, AutoPlacement, has_budgets
+from gemini.placement.policy import AUTO, KEEP, AutoPlacement
 from gemini.placement.problem import average_bytes
-from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
+from gemini.placement.sizes import FP32_BYTES, BudgetError, wider_chunks
 from gemini.placement.speeds import usual_speeds
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.allowed import allowed, buffers_ahead, kept_for_updates
-from gemini.placement.timetable.updates import SERIAL, TAIL, goes_on
+from gemini.placement.timetable.allowed import allowed, kept_for_updates
+from gemini.placement.timetable.updates import SERIAL, goes_on
 from gemini.units import (
     BLOCK_NUMEL,
     ORIGINAL_BLOCK_NUMEL,
@@ -48,18 +49,17 @@ from gemini.units import (
 )
 
 from .machine import Hardware
+from .training import Training
 
 if TYPE_CHECKING:  # which needs torch
     from .activations import Activations
 
-ADAM = StateBytes(per_element=12, has_master=True)
 SLACK_BYTES, SLACK_SHARE = 4 << 20, 0.005  # margin of what is measured, and of RAM that is planned
 # oneDNN compiles a product in 16 bits for each number of rows, and keeps the last 1024 of them. An
 # expert has two products forward, as many for gradients of inputs, and of weights where they are
 # trained.
 KEPT_PRODUCTS, EXPERT_PRODUCTS = 1024, 2
 SPREAD = 15.0  # distinct batch sizes that an expert sees, divided by sqrt(mean): as measured
-AVERAGES = {"host": "RAM", "nvme": "disk"}  # homes of `gemini.EMA`, in words
 MAX_BATCH = 1 << 16
 MAX_TOKENS, LENGTHS = 1 << 24, 64  # of a forward; parts of a length to which it is told
 BLOCKS_OF_ORIGINALS = 4  # in memory: of values that come, compared, and on their way to a file
@@ -106,24 +106,16 @@ class ProcessBytes:
         return self.above_floor + (self.floor or 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """Question: a model, a machine and a batch of each rank, all that an answer depends on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question(Training):
+    """Question: a training of a model on a machine, all that an answer depends on."""
 
     layout: ChunkLayout
-    activations: Activations
+    traced: Activations
     machine: Hardware
-    batch: int
-    seq: int
-    accumulate: int = 1  # forwards and backwards before a step
-    lora: int = 0
-    checkpointing: bool = False
-    nvme_frac: float = 0.0  # of the optimizer's state, at least, on NVMe
-    in_fp32: frozenset[ChunkId] = frozenset()  # chunks of 16 bits whose parameters come in fp32
-    state: StateBytes = ADAM
+    itemsizes: Sequence[int]  # bytes of an element of every parameter as it comes
+    planes: StateLayout  # of the state, with masters if parameters have fewer bits
     flops_per_token: float = 0.0
-    update: str = TAIL
-    ema: str | None = None  # where an average of the weights is: `AVERAGES`
     experts: int = 0  # of all layers
     experts_share: float = 1.0  # of a token's rows that one of them gets, on average
     # the same with or without checkpointing, with adapters of a rank, on a base of a kind, with a
@@ -131,24 +123,10 @@ class Question:
     other: Callable[[bool, int, str | None, bool], Question | None] | None = field(
         default=None, compare=False
     )
-    splits: bool = True  # masters of bf16 parameters may be what those lack of them
-    quantize: str | None = None  # the kind of the base under adapters: `quantised.KINDS`
     products: int = 0  # of matrices in 16 bits that an iteration computes, each shape once
-    lengths: int = 1  # of inputs that differ in a run, `seq` the longest
-    loaded: bool = False  # the module has its values before it is wrapped
-    keep_originals: bool = False  # of frozen weights, as `GeminiDDP` takes it
-    activations_go: str = KEEP  # `activations` of `AutoPlacement`
-    chunked: bool = False  # logits of a few tokens at a time, as `chunk_loss` has them
     # the same with sequences of another length; None where nobody can say
     at: Callable[[int], Question] | None = field(default=None, compare=False)
-    accumulate_order: str = BATCHES  # of `placement.orders`
     no_chain: str = ""  # why micro-batches cannot run layer by layer, if its modules show that
-    canonical: bool = False  # gradients are summed in the order of micro-batches
-
-    @property
-    def by_layers(self) -> bool:
-        """Whether all micro-batches of a step are one iteration."""
-        return self.accumulate > 1 and self.accumulate_order == LAYERS
 
     @property
     def has_trace(self) -> bool:
@@ -177,7 +155,7 @@ class Question:
     @property
     def spills(self) -> bool:
         """Whether activations may leave the device."""
-        return self.activations_go != KEEP
+        return self.activations != KEEP
 
     @property
     def policy(self) -> AutoPlacement:
@@ -185,14 +163,13 @@ class Question:
         machine = self.machine
         return AutoPlacement(
             f"{machine.device_mem}B", f"{machine.host_mem}B", f"{machine.nvme}B", machine.folder,
-            activations=self.activations_go,
+            activations=self.activations,
         )  # fmt: skip
 
     @property
     def with_originals(self) -> frozenset[ChunkId]:
         """Chunks whose fp32 values are kept: until masters have them, or for good."""
-        chunks = self.layout.chunks
-        return frozenset(c for c in self.in_fp32 if self.keep_originals or chunks[c].trainable)
+        return wider_chunks(self.layout, self.itemsizes, frozen=self.keep_originals)
 
     @property
     def trace(self) -> Trace:
@@ -205,8 +182,8 @@ class Question:
                 slot.param: FP32_BYTES * slot.numel
                 for chunk in self.layout.chunks if chunk.trainable for slot in chunk.slots
             }  # fmt: skip
-            return layered(self._recomputing.activations.at(self.batch), self.accumulate, sums_of)
-        traced = self.activations.at(self.batch)
+            return layered(self._recomputing.traced.at(self.batch), self.accumulate, sums_of)
+        traced = self.traced.at(self.batch)
         if self.accumulate == 1:
             return traced
         sums = sum(FP32_BYTES * c.shard_numel for c in self.layout.chunks if c.trainable)
@@ -234,28 +211,33 @@ class Question:
 
     def wrapped(self) -> Fitted:
         """Plan as `GeminiDDP` makes it with this trace. Raises BudgetError if it does not fit."""
+        return self._wrapped(self._begun())
+
+    def _wrapped(self, begun: PlanInputs) -> Fitted:
         # staging of a few takes 1 % of such a model; a run may use smaller ones where it must
-        return self._fit(self._begun(), few_blocks_numel(self.layout))
+        return fit_ahead(
+            begun, self.policy, begun.num_ahead, is_measured=True,
+            least_block_numel=few_blocks_numel(self.layout),
+        )  # fmt: skip
 
     def fitted(self) -> Fitted:
         """Plan as `GeminiDDP` makes it with this trace, and then its optimizer.
 
         Raises BudgetError where it does not fit.
         """
-        now = self.wrapped()
-        request = StateRequest(self._state(now[1]), self.nvme_frac, None, DEPTH)
-        most, own = request.blocks(self.policy, *now)
-        return self._fit(request.inputs(*now, most), max(own, few_blocks_numel(self.layout)))
-
-    def _fit(self, inputs: PlanInputs, least_block_numel: int) -> Fitted:
-        policy = self.policy
-        num_ahead = buffers_ahead(
-            self.update, has_masters=self.state.has_master, has_budgets=has_budgets(policy),
-            streams=inputs.has_host_tier,
+        begun = self._begun()
+        now = self._wrapped(begun)
+        shards = now[1].plan.shards
+        alone = {chunk.id for chunk in self.layout.chunks if chunk.num_shards == 1}
+        state = optimizer_state(
+            self.planes, self.layout.chunks,
+            in_files={shard.chunk for shard in shards if shard.param_home is Tier.NVME},
+            in_payloads=alone | {shard.chunk for shard in shards if shard.in_payload},
         )  # fmt: skip
-        return fit_ahead(
-            inputs, policy, num_ahead, is_measured=True, least_block_numel=least_block_numel
-        )
+        return fit_request(
+            now, self.policy, StateRequest(state, self.nvme_fraction, None, DEPTH), begun.num_ahead,
+            is_measured=True, least_block_numel=few_blocks_numel(self.layout),
+        )  # fmt: skip
 
     def _begun(self) -> PlanInputs:
         """Inputs of the plan when the module is wrapped."""
@@ -263,16 +245,16 @@ class Question:
         inputs = PlanInputs(
             layout=self.layout,
             trace=self.trace,
-            state=assumed_state(self.layout, self.state.has_master),
+            state=assumed_state(self.layout),
             budgets=self.machine.budgets(),
             bandwidths=self.machine.run_speeds or usual_speeds(has_host_tier),
             has_host_tier=has_host_tier,
             with_originals=self.with_originals,
         )
-        if self.activations_go == AUTO:  # what a layer takes has a part in its choice
+        if self.activations == AUTO:  # what a layer takes has a part in its choice
             links = replace(inputs.bandwidths, flops=self.machine.bandwidths.flops)
             inputs = replace(inputs, bandwidths=links, flops=self._flops)
-        inputs = first_inputs(inputs, self.policy, canonical=self.canonical)
+        inputs = first_inputs(inputs, self.policy, update=self.update, canonical=self.canonical)
         average: tuple[tuple[Tier, int], ...] = ()
         if self.ema is not None:
             home = Tier.NVME if self.ema == "nvme" else inputs.memory
@@ -280,15 +262,6 @@ class Question:
             homes = {chunk.id: home for chunk in trained}
             average = average_bytes(trained, homes, inputs.block_numel)
         return replace(inputs, average=average)
-
-    def _state(self, wrapped: PlanResult) -> StateBytes:
-        """Sizes of the state, with the chunks whose masters are split, as the optimizer says."""
-        if not (self.splits and self.state.has_master):
-            return self.state
-        split = may_split(self.layout)
-        in_files = {s.chunk for s in wrapped.plan.shards if s.param_home is Tier.NVME}
-        apart = frozenset(c.id for c in self.layout.chunks if c.num_shards > 1)
-        return replace(self.state, split_on_disk=split - in_files, split_in_memory=split & apart)
 
     def fits(self) -> bool:
         try:
@@ -333,7 +306,9 @@ class Question:
         pairs = zip(result.plan.chunks, result.plan.shards, strict=True)
         blocks = [one for c, s in pairs for one in zip(c.blocks, s.state_homes, strict=True)]
         numel = sum(block.numel for block, _ in blocks)
-        is_split = self.state.has_master and not all(b.gives_parameters(home) for b, home in blocks)
+        is_split = self.planes.has_master and not all(
+            b.gives_parameters(home) for b, home in blocks
+        )
         return (1 + SPLIT_TILES * is_split) * min(self.machine.process.thread, FP32_BYTES * numel)
 
     def _block_objects(self, result: PlanResult) -> int:
@@ -389,8 +364,7 @@ class Question:
     def _value_bytes(self) -> dict[ParamId, int]:
         """Bytes of each parameter in the dtype that it comes in."""
         return {
-            slot.param: slot.numel
-            * (FP32_BYTES if chunk.id in self.in_fp32 else ITEMSIZE[chunk.dtype])
+            slot.param: slot.numel * self.itemsizes[slot.param]
             for chunk in self.layout.chunks
             for slot in chunk.slots
         }
@@ -420,17 +394,8 @@ class Question:
     def seconds(self, result: PlanResult) -> float:
         """Seconds of a step, with all its forwards and backwards."""
         times, update = result.seconds_by_update, self.runs(result)
-        more = 0.0 if self.by_layers else (self.accumulate - 1) * self._pass_seconds(result)
+        more = 0.0 if self.by_layers else (self.accumulate - 1) * result.cost.pass_seconds
         return times.get(update, result.cost.seconds) + more
-
-    def _pass_seconds(self, result: PlanResult) -> float:
-        """Seconds of a forward and backward without a step, where links and device overlap."""
-        plan, busy = result.plan, Counter({"compute": result.cost.busy["compute"]})
-        for move in plan.forecast.moves:
-            if move.block is None:
-                links, has_host = self.machine.bandwidths, plan.has_host_tier
-                busy.update(link_seconds(move.src, move.dst, move.nbytes, links, has_host))
-        return max(busy.values())
 
     def orders(self) -> OrderPrices | None:
         """Prices of both orders of micro-batches, each planned by itself; None for one of them."""

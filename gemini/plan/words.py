@@ -215,7 +215,7 @@ def train_arguments(plan: Answer, optim: str) -> str:
         f"--accumulate {asked.accumulate}", f"--accumulate-order {asked.accumulate_order}",
         f"--optim {optim}",
         f"--update {plan.best_update}",
-        f"--activations {asked.activations_go}",
+        f"--activations {asked.activations}",
         "--checkpointing" if asked.checkpointing else "--no-checkpointing",
     ]  # fmt: skip
     return " ".join(given)

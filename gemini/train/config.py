@@ -13,7 +13,7 @@ from gemini.arguments import Parser, by_name
 from gemini.placement.orders import BATCHES, LAYERS, ORDERS
 from gemini.placement.policy import ACTIVATIONS, AUTO
 from gemini.placement.timetable.updates import ASKED, RETIRED, TAIL
-from gemini.plan.quantised import KINDS as QUANTISED
+from gemini.plan.training import KINDS as QUANTISED
 from gemini.plan.words import OPTIMIZERS
 from gemini.settings import Settings, flag, setting
 

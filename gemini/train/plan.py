@@ -13,8 +13,8 @@ from gemini.memtracer.monitor import resident_bytes
 from gemini.nvme.files.file import free_bytes
 from gemini.placement.homes.budgets import USABLE
 from gemini.placement.speeds import FOLDER, agreed
-from gemini.plan.ask import Training
 from gemini.plan.machine import TYPICAL_PROCESS, Hardware
+from gemini.plan.training import Training
 from gemini.plan.words import OPTIMIZERS
 from gemini.runtime.memory.backend import make_backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here

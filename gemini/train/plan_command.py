@@ -22,10 +22,10 @@ from gemini.optim.rules.state_layout import KINDS
 from gemini.placement.picture import write_timeline
 from gemini.placement.timeline import planned_timeline
 from gemini.plan import table, words
-from gemini.plan.ask import DTYPES, Training, ask, plan_for
+from gemini.plan.ask import DTYPES, ask, plan_for
 from gemini.plan.machine import CARDS, TYPICAL, Hardware, machine_of
 from gemini.plan.models import MODELS, build, is_trained_by_trl
-from gemini.plan.question import AVERAGES
+from gemini.plan.training import AVERAGES, Training
 from gemini.settings import flag, setting
 from gemini.units import format_bytes, parse_bytes
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gemini.placement.plan import Staging, UpdatePath
-from gemini.placement.problem import Homes, PlacementProblem
+from gemini.placement.problem import Homes, PlanInputs
 from gemini.placement.sizes import SMALLER_CHUNKS, BudgetError, ChunkBytes
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.room import Demand, DeviceRoom
 from gemini.units import MIN_BLOCK_NUMEL, ChunkId
 
 
-def fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
+def fill(problem: PlanInputs, demand: Demand, order: str) -> Homes:
     """Fill the device in `order` (a word of `p`, `g` and `s`), then the host, then NVMe.
 
     Raises BudgetError with the bytes that are missing.
@@ -36,7 +36,7 @@ def fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
     return _fill(problem, demand, order.replace("p", ""))
 
 
-def _fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
+def _fill(problem: PlanInputs, demand: Demand, order: str) -> Homes:
     below = problem.below()
     lowest = problem.lowest(below)
     if problem.has_host_tier and host_overflows(problem, lowest):
@@ -93,7 +93,7 @@ def _fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
     return homes
 
 
-def _in_order(problem: PlacementProblem) -> Sequence[ChunkBytes]:
+def _in_order(problem: PlanInputs) -> Sequence[ChunkBytes]:
     """Chunks in the order in which they take room.
 
     Where nothing is trained, each is read once an iteration, so that what rises saves its own bytes
@@ -105,7 +105,7 @@ def _in_order(problem: PlacementProblem) -> Sequence[ChunkBytes]:
     return sorted(problem.chunks, key=lambda chunk: (-chunk.payload_bytes, chunk.id))
 
 
-def check_nvme(problem: PlacementProblem, homes: Homes) -> None:
+def check_nvme(problem: PlanInputs, homes: Homes) -> None:
     """Raises BudgetError where files would take more than there is for them."""
     used = problem.nvme_bytes(homes)
     if used > problem.budgets.nvme:
@@ -116,7 +116,7 @@ def check_nvme(problem: PlacementProblem, homes: Homes) -> None:
         )  # fmt: skip
 
 
-def _take_what_is_there(problem: PlacementProblem, homes: Homes, room: DeviceRoom) -> None:
+def _take_what_is_there(problem: PlanInputs, homes: Homes, room: DeviceRoom) -> None:
     """Take the room of what is on the device already. Raises BudgetError."""
     if problem.fixed_params is None and problem.floor is None:
         return
@@ -142,7 +142,7 @@ def _take_what_is_there(problem: PlacementProblem, homes: Homes, room: DeviceRoo
 
 
 def _join_on_nvme(
-    problem: PlacementProblem, homes: Homes, room: DeviceRoom, params_may_move: bool
+    problem: PlanInputs, homes: Homes, room: DeviceRoom, params_may_move: bool
 ) -> None:
     """A chunk with parameters or gradients on NVMe has its state there too.
 
@@ -181,7 +181,7 @@ def _join_on_nvme(
         tried = True
 
 
-def _forced_blocks(problem: PlacementProblem) -> list[int]:
+def _forced_blocks(problem: PlanInputs) -> list[int]:
     """Number of leading blocks of every chunk that `nvme_state_frac` puts on NVMe."""
     wanted = problem.nvme_state_frac * sum(b.numel for c in problem.chunks for b in c.blocks)
     counts, taken = [0] * len(problem.chunks), 0.0
@@ -194,13 +194,13 @@ def _forced_blocks(problem: PlacementProblem) -> list[int]:
     return counts
 
 
-def _force_onto_nvme(problem: PlacementProblem, homes: Homes) -> None:
+def _force_onto_nvme(problem: PlanInputs, homes: Homes) -> None:
     """Put the share of state on NVMe that `nvme_state_frac` asks for."""
     for i, count in enumerate(_forced_blocks(problem)):
         homes.state[i][:count] = [Tier.NVME] * count
 
 
-def missing_for_everything(problem: PlacementProblem, demand: Demand) -> int | None:
+def missing_for_everything(problem: PlanInputs, demand: Demand) -> int | None:
     """Bytes that the device lacks to hold all model data; None where some must be on NVMe."""
     if any(_forced_blocks(problem)):
         return None
@@ -213,7 +213,7 @@ def missing_for_everything(problem: PlacementProblem, demand: Demand) -> int | N
     return max(0, -int(room.left.min()))
 
 
-def host_bytes(problem: PlacementProblem, homes: Homes) -> int:
+def host_bytes(problem: PlanInputs, homes: Homes) -> int:
     """Bytes that these homes take of the host, without staging."""
     total = problem.kept_bytes(Tier.HOST)
     for chunk in problem.chunks:
@@ -225,12 +225,12 @@ def host_bytes(problem: PlacementProblem, homes: Homes) -> int:
     return total
 
 
-def host_overflows(problem: PlacementProblem, homes: Homes) -> bool:
+def host_overflows(problem: PlanInputs, homes: Homes) -> bool:
     """Whether these homes take more of the host than its budget, without staging."""
     return host_bytes(problem, homes) > problem.budgets.host
 
 
-def _spill_host(problem: PlacementProblem, homes: Homes) -> None:
+def _spill_host(problem: PlanInputs, homes: Homes) -> None:
     """Move to NVMe what the host has no room for: state first, then gradients, then parameters.
 
     A byte of a parameter is read twice an iteration and written once, a byte of the others once
@@ -266,7 +266,7 @@ def _spill_host(problem: PlacementProblem, homes: Homes) -> None:
 
 
 def _rows_on_host(
-    problem: PlacementProblem, homes: Homes, kind: str
+    problem: PlanInputs, homes: Homes, kind: str
 ) -> Iterator[tuple[list[Tier], int, int]]:
     """(row, index into it, bytes) of what the host holds of a kind and may give up, in order."""
     for chunk in problem.chunks:
@@ -281,9 +281,7 @@ def _rows_on_host(
                 yield row, i, chunk.shard_bytes
 
 
-def _check_floor(
-    problem: PlacementProblem, demand: Demand, room: DeviceRoom, staging: Staging
-) -> None:
+def _check_floor(problem: PlanInputs, demand: Demand, room: DeviceRoom, staging: Staging) -> None:
     """Raises BudgetError where the device cannot hold what must be there at some moment."""
     least = int(room.left.argmin())
     moment, missing = int(room.moments[least]), -int(room.left[least])

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from gemini.placement.cost import update_transfers
 from gemini.placement.plan import Gather, Move, MoveKind, Reduction, UpdatePath
-from gemini.placement.problem import Homes, PlacementProblem
+from gemini.placement.problem import Homes, PlanInputs
 from gemini.placement.tiers import Tier
 from gemini.units import Bytes, ChunkId, Moment
 
@@ -16,7 +16,7 @@ EVICT_MOMENTS = 2  # from the end of a reduction until the gradient has left the
 
 def moves_of(
     homes: Homes,
-    problem: PlacementProblem,
+    problem: PlanInputs,
     gathers: Sequence[Gather],
     reductions: Mapping[ChunkId, Reduction],
     num_trace_moments: int,
@@ -52,7 +52,7 @@ def moves_of(
 
 
 def evicted_at(
-    problem: PlacementProblem, reduction: Reduction, num_trace_moments: int
+    problem: PlanInputs, reduction: Reduction, num_trace_moments: int
 ) -> tuple[Moment, Moment]:
     """Moments at which a gradient begins to leave the device for its home, and has left it."""
     if not problem.chunks[reduction.chunk].reduces:  # the buffer is the gradient
@@ -63,7 +63,7 @@ def evicted_at(
 
 def leaving_bytes(
     homes: Homes,
-    problem: PlacementProblem,
+    problem: PlanInputs,
     reductions: Mapping[ChunkId, Reduction],
     num_trace_moments: int,
 ) -> dict[ChunkId, int]:

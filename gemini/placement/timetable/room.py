@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gemini.placement.plan import Reduction
-from gemini.placement.problem import PlacementProblem
+from gemini.placement.problem import PlanInputs
 from gemini.placement.sizes import ChunkBytes
 from gemini.placement.tiers import Tier
 from gemini.units import ChunkId
@@ -27,11 +27,9 @@ class Demand:
     needs: tuple[tuple[ChunkId, ...], ...]  # by moment of the trace
     reductions: dict[ChunkId, Reduction]  # of trainable chunks
     prefetched: tuple[tuple[ChunkId, ...], ...]  # at every moment, if there is room
-    _rooms: dict[bool, tuple[PlacementProblem, DeviceRoom]] = field(
-        default_factory=dict, compare=False
-    )
+    _rooms: dict[bool, tuple[PlanInputs, DeviceRoom]] = field(default_factory=dict, compare=False)
 
-    def room(self, problem: PlacementProblem, *, prefetch: bool) -> DeviceRoom:
+    def room(self, problem: PlanInputs, *, prefetch: bool) -> DeviceRoom:
         """Room of the device with nothing placed yet, to be filled. Computed once."""
         known = self._rooms.get(prefetch)
         if known is None or known[0] is not problem:
@@ -49,7 +47,7 @@ class DeviceRoom:
 
     left: Vector  # at `moments`
 
-    def __init__(self, problem: PlacementProblem, demand: Demand, *, prefetch: bool) -> None:
+    def __init__(self, problem: PlanInputs, demand: Demand, *, prefetch: bool) -> None:
         self._chunks = problem.chunks
         always = problem.kept_bytes(Tier.DEVICE)
         left: Vector = problem.budgets.device - demand.non_model - always

@@ -33,6 +33,11 @@ class StepCost:
     kept_bytes: tuple[int, ...]  # of gradients that blocks still need, at every moment of forward
 
     @property
+    def pass_seconds(self) -> float:
+        """Seconds of forward and backward, without a step."""
+        return self.seconds - self.waited_seconds
+
+    @property
     def stall_seconds(self) -> float:
         """Seconds of a serial iteration in which nothing computes nor updates: a link is waited
         for."""

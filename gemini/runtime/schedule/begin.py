@@ -34,8 +34,6 @@ from gemini.placement.sizes import (
 )
 from gemini.placement.speeds import agreed
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.allowed import buffers_ahead
-from gemini.placement.timetable.updates import is_early
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
 
@@ -63,12 +61,7 @@ def begin_planning(
     parameter as it came, in registration order. trace: of this model. ranks_per_node: None where
     `comm` has all ranks. Raises BudgetError for budgets that cannot hold the model.
     """
-    has_master = master_weights and any(chunk.dtype != "float32" for chunk in layout.chunks)
     with_originals = wider_chunks(layout, itemsizes, trained=master_weights, frozen=keep_originals)
-    num_ahead = buffers_ahead(
-        update, has_masters=has_master, has_budgets=has_budgets(policy),
-        streams=backend.has_host_tier and backend.updates_by_triton,
-    )  # fmt: skip
     folder = policy.nvme_dir if isinstance(policy, AutoPlacement) else None
     machine = look_at_machine(backend, ranks_per_node or ranks_here(comm), folder)
     budgets = resolve(policy, machine)
@@ -88,13 +81,13 @@ def begin_planning(
         used = reduce_traces(traces)
     updates_on_host = backend.has_host_tier and not backend.updates_by_triton
     inputs = PlanInputs(
-        layout=layout, trace=used, state=assumed_state(layout, has_master),
+        layout=layout, trace=used, state=assumed_state(layout, master_weights=master_weights),
         budgets=budgets, bandwidths=machine.speeds.links,
         has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch,
         off_device=UpdatePath.CPU if updates_on_host else UpdatePath.STREAM, fixed_params=fixed,
-        with_originals=with_originals, num_ahead=num_ahead, brings_params=is_early(update),
+        with_originals=with_originals,
     )  # fmt: skip
-    inputs = first_inputs(inputs, policy, canonical=canonical)
+    inputs = first_inputs(inputs, policy, update=update, canonical=canonical)
     if trace is None:
         inputs = assume(inputs, policy)
     return Planning(comm, policy, inputs, trace is not None, machine)

@@ -19,14 +19,7 @@ from gemini.memtracer.trace import (
     TraceError,
     reduce_traces,
 )
-from gemini.placement.fit import (
-    Fitted,
-    StateRequest,
-    fit_ahead,
-    fit_state,
-    fit_within,
-    with_ahead,
-)
+from gemini.placement.fit import StateRequest, fit_ahead, fit_state, fit_within
 from gemini.placement.homes.budgets import Machine, in_words_of
 from gemini.placement.overruns import BudgetWarning, Overruns, user_stacklevel
 from gemini.placement.plan import Plan, Recomputed
@@ -144,13 +137,12 @@ class Planning:
         Raises BudgetError, and ValueError for a wish that is not the policy's; then nothing has
         changed.
         """
-
-        def fitted(num_ahead: int) -> Fitted:
-            now = replace(self.inputs, num_ahead=num_ahead), self.result
-            return fit_state(self._begun, now, self.policy, request, is_measured=self.has_trace)
-
-        num_ahead = self._num_ahead if request.state.has_master else 0
-        self._take(lambda: with_ahead(fitted, num_ahead))
+        now = self.inputs, self.result
+        self._take(
+            lambda: fit_state(
+                self._begun, now, self.policy, request, self._num_ahead, is_measured=self.has_trace
+            )
+        )
 
     def keep_originals(self, chunks: Collection[ChunkId]) -> None:
         """Plan originals for `chunks`, which were rounded on this rank.

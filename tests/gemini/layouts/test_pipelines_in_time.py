@@ -11,6 +11,7 @@ from gemini.layouts.cluster import Cluster, Link
 from gemini.layouts.layout import INTERLEAVED, ONE, ZBV, GlobalBatch, ParallelLayout
 from gemini.layouts.price import Pricing
 from gemini.layouts.shape import decoder
+from gemini.placement.sizes import Bandwidths
 
 FAST = Link(0.0, 1e18)
 CLASSES = {INTERLEAVED: schedules.ScheduleInterleaved1F1B, ZBV: schedules.ScheduleZBVZeroBubble}
@@ -81,7 +82,10 @@ def test_the_closed_form_is_what_torchs_order_takes(style, places, more):
     # no head, and memory and links that take no time: forward 1, backward 2, all of it products
     shape = decoder("", hidden=64, layers=2 * places, heads=1, vocab=0, mlp=64)
     flops = 2 * shape.used_numel * 2  # of two layers' token: a place's forward takes 1 s
-    cluster = Cluster(places, 8, 1 << 60, 0, flops, 1e30, 1e30, 1e30, 1e30, FAST, FAST, None, 1e30)
+    speeds = Bandwidths(flops=flops, device_memory=1e30)
+    cluster = Cluster(
+        places, 8, 1 << 60, 0, speeds, 1e30, 1e30, 1e30, FAST, FAST, has_host_tier=False
+    )
     layout = ParallelLayout(pp=places, style=style, chunks=chunks, batch=1, micro_batches=times)
     price = Pricing(shape, cluster, GlobalBatch(times, 1), layout).price()
     assert price.total == pytest.approx(makespan(actions(style, places, times), 1.0, 2.0, chunks))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.layouts.cluster import Cluster, Link
 from gemini.layouts.layout import (
     PLANNED,
@@ -17,13 +18,17 @@ from gemini.layouts.layout import (
 from gemini.layouts.price import STATE_BYTES, Pricing
 from gemini.layouts.search import search
 from gemini.layouts.shape import decoder
+from gemini.memtracer.trace import sequential_trace
 from gemini.optim.adam import AdamRule
 from gemini.optim.rules.state_layout import KINDS, StateLayout
+from gemini.placement.planner import PlanInputs, make_plan
+from gemini.placement.sizes import Bandwidths, StateBytes
 from gemini.units import GIB
 
 SHAPE = decoder("", hidden=1024, layers=8, heads=16, kv_heads=8, mlp=4096, vocab=32000)
 INSIDE, ACROSS = Link(1e-5, 300e9), Link(2e-5, 25e9)
-CARDS = Cluster(16, 8, 64 * GIB, 64 * GIB, 3e14, 1e14, 2e13, 2e12, 2e12, INSIDE, ACROSS, 24e9, 2e10)
+SPEEDS = Bandwidths(flops=3e14, device_memory=2e12, host_to_device=24e9, device_to_host=24e9)
+CARDS = Cluster(16, 8, 64 * GIB, 64 * GIB, SPEEDS, 1e14, 2e13, 2e12, INSIDE, ACROSS)
 STEP = GlobalBatch(32, 2048)
 
 
@@ -99,6 +104,43 @@ def test_bytes_of_state_are_those_of_the_optimizer(kind):
         search(SHAPE, CARDS, STEP, state="4bit")
 
 
+@pytest.mark.parametrize("zero", ["1", "2", "3"])
+def test_frozen_weights_have_no_state_and_no_gradients(zero):
+    """Nor what reduces these, or gathers what a step has changed."""
+    layout = ParallelLayout(data=16, zero=zero, batch=1, micro_batches=2)
+    whole, half, none = (
+        price(layout, shape=replace(SHAPE, trained=share)) for share in (1.0, 0.5, 0.0)
+    )
+    for name in ("state", "gradients", "sums"):
+        assert half.nbytes[name] == pytest.approx(whole.nbytes[name] / 2) and none.nbytes[name] == 0
+    assert half.nbytes["parameters"] == whole.nbytes["parameters"] == none.nbytes["parameters"]
+    assert half.seconds["update"] == pytest.approx(whole.seconds["update"] / 2)
+    assert none.seconds["update"] == 0
+    # in each of two micro-batches of 2048 tokens, gradients of the weights of layers and head
+    flops = 2048 * (8 * SHAPE.layer_flops(2048)[0] + SHAPE.head_flops)
+    read = 2 * (8 * SHAPE.layer_numel + SHAPE.hidden * SHAPE.vocab) / CARDS.weights
+    more = whole.seconds["compute"] - none.seconds["compute"]
+    assert more == pytest.approx(2 * (flops / 3e14 + read))
+    assert (none.seconds["shards"] == 0) == (zero != "3")
+
+
+def test_an_update_has_the_price_that_the_planner_gives_it():
+    spec = ParamSpec("weights", (SHAPE.numel,), "bfloat16", trainable=True)
+    inputs = PlanInputs(
+        layout=ChunkLayout.build([spec], SHAPE.numel), trace=sequential_trace([spec]),
+        state=StateBytes(per_element=12, has_master=True), bandwidths=SPEEDS,
+    )  # fmt: skip
+    planned, one = make_plan(inputs).cost, replace(CARDS, ranks=1, per_node=1)
+    found = Pricing(SHAPE, one, STEP, ParallelLayout(batch=32))
+    assert planned.busy["update"] > 0
+    updated = found.price().seconds["update"]
+    assert updated == pytest.approx(planned.busy["update"], rel=1e-9)
+    # below the device, state goes both ways at once, and parameters come twice
+    state = 12 * SHAPE.numel
+    assert found.away(state) == pytest.approx(state / 24e9)
+    assert found.away(state + 24e9) == pytest.approx(state / 24e9 + 2)
+
+
 def test_layers_that_are_split_send_four_reductions_a_layer():
     layout = ParallelLayout(data=2, tp=8, batch=16)
     nbytes = 16 * 2048 * 1024 * 2
@@ -143,8 +185,9 @@ def test_faster_links_and_products_are_never_slower():
     for layout in [one.layout for one in search(SHAPE, CARDS, STEP).distinct(40)]:
         now = price(layout).total
         for name, better in (
-            ("flops", 6e14), ("attention", 2e14), ("exact_attention", 4e13), ("memory", 4e12),
-            ("weights", 4e12),
+            ("speeds", replace(SPEEDS, flops=6e14)),
+            ("speeds", replace(SPEEDS, device_memory=4e12)),
+            ("attention", 2e14), ("exact_attention", 4e13), ("weights", 4e12),
             ("inside", Link(1e-6, 600e9)), ("across", Link(1e-6, 50e9)),
         ):  # fmt: skip
             assert price(layout, replace(CARDS, **{name: better})).total <= now * (1 + 1e-12)

@@ -88,7 +88,7 @@ def drawn(seed):
 
 def seconds(made, homes):
     """Price by which homes are chosen."""
-    uses, before = num_uses(made.needs, len(made.problem.chunks)), made.inputs.backward
+    uses, before = num_uses(made.needs, len(made.problem.chunks)), made.problem.backward
     compute = made.compute
     return sum(
         bounds(homes, made.problem, uses, sum(compute), made.reductions, sum(compute[:before]))

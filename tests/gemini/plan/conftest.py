@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from gemini.plan.ask import Training, ask
+from gemini.plan.ask import ask
 from gemini.plan.machine import machine_of
+from gemini.plan.training import Training
 
 FIELDS = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 512,

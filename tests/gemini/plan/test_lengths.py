@@ -10,9 +10,10 @@ from gemini import trace
 from gemini.integrations import chunk_loss
 from gemini.plan import words
 from gemini.plan.activations import example_inputs
-from gemini.plan.ask import Training, ask
+from gemini.plan.ask import ask
 from gemini.plan.machine import machine_of
 from gemini.plan.question import longest_seq
+from gemini.plan.training import Training
 from gemini.train import plan_command as command
 
 MIB = 1 << 20

@@ -21,15 +21,17 @@ from gemini.__main__ import main
 from gemini.chunk.layout import specs_of
 from gemini.memtracer.collector import trace
 from gemini.placement.sizes import with_sums
+from gemini.placement.timetable.clock import StepClock, Work
 from gemini.placement.timetable.steps import MAX_UNDER_WAY
-from gemini.placement.timetable.updates import best_update
+from gemini.placement.timetable.updates import SERIAL, best_update
 from gemini.plan import models, table, words
 from gemini.plan.activations import activations_of, example_inputs
-from gemini.plan.ask import Training, ask, plan_for
+from gemini.plan.ask import ask, plan_for
 from gemini.plan.machine import CARDS, TYPICAL, machine_of
 from gemini.plan.question import (
     homes,
 )
+from gemini.plan.training import Training
 from gemini.plan.words import answer
 from gemini.train import plan_command as command
 from gemini.units import GIB, format_bytes, parse_bytes
@@ -146,6 +148,22 @@ def test_sums_of_gradients_are_planned_in_fp32(question):
     assert seconds[1] > seconds[0]
 
 
+def test_forwards_without_a_step_are_priced_as_an_iteration_is(config):
+    """By the clock: reads wait for the disk, and ranks for what they gather and reduce."""
+    given = {"device_mem": 210 << 20, "host_mem": 80 << 20, **DISK}
+    machine = machine_of(given, world_size=2, ranks_per_node=2)
+    slow = replace(machine, bandwidths=replace(machine.bandwidths, collective=1e9))
+    few = replace(ask(str(config), machine, Training(seq=64)), accumulate=3)
+    for asked in (few, replace(few, machine=slow)):
+        inputs, result = asked.priced()
+        clock = StepClock(Work(result.plan, inputs).without_updates(), SERIAL)
+        clock.run()
+        once = result.seconds_by_update[asked.runs(result)]
+        assert asked.seconds(result) - once == pytest.approx(2 * clock.seconds, rel=1e-9)
+        assert clock.seconds > clock.links.busy["nvme"] + clock.links.busy["collective"] > 0
+    assert clock.links.busy["collective"] > 8 * clock.links.busy["nvme"] > 0
+
+
 def test_what_is_faster_is_said_and_planned(config):
     """Activations that are kept, and RAM in place of a disk."""
     machine = machine_of({"device_mem": 200 << 20, "host_mem": 100 << 20, **DISK})
@@ -182,7 +200,7 @@ def test_what_a_tail_hides_is_said_or_what_is_against_one(question):
     """On a CPU whose disk and processor take about as long: all that the forward has time for."""
     links = replace(TYPICAL["cpu"], nvme_read=1e9, nvme_write=1e9)
     here = replace(on(question, device="cpu", device_mem=900, bandwidths=links), batch=16)
-    plan = answer(replace(here, nvme_frac=1.0))
+    plan = answer(replace(here, nvme_fraction=1.0))
     result = words.as_json(plan)
     tail = result["tail"]
     assert result["homes"]["state"].keys() == {"nvme"}
@@ -201,7 +219,7 @@ def test_what_a_tail_hides_is_said_or_what_is_against_one(question):
     plan = answer(here)
     assert not plan.result.overlapped
     assert "update: serial, as all state is on the device" in report(plan)
-    plan = answer(replace(question, nvme_frac=1.0))
+    plan = answer(replace(question, nvme_fraction=1.0))
     assert plan.result.overlapped and plan.homes["state"].keys() == {"nvme"}
     assert "hidden during the next forward" in report(plan)
 
@@ -209,9 +227,24 @@ def test_what_a_tail_hides_is_said_or_what_is_against_one(question):
 def test_computing_is_priced_by_operations_at_every_batch(question):
     """And not by how long fake tensors took, which depends on the machine that asks."""
     for batch in (1, 2):
-        assert all(m.seconds == 0 for m in question.activations.at(batch).moments)
+        assert all(m.seconds == 0 for m in question.traced.at(batch).moments)
     one, two = (answer(replace(question, batch=b)).result.cost.busy for b in (1, 2))
     assert two["compute"] == pytest.approx(2 * one["compute"])
+
+
+def test_frozen_weights_have_no_gradient_to_compute(config):
+    """In backward a base under adapters takes what it takes in forward, for gradients of inputs."""
+    for lora, times in ((0, 2.0), (1, 1.0)):
+        asked = ask(str(config), machine_of(DISK), Training(seq=64, lora=lora))
+        inputs, _ = asked.priced()
+        weights, seconds = inputs.compute_weights(), inputs.compute_seconds()
+        first = inputs.backward
+        used = sum(weights[:first]) - 4000 * 512 * bool(lora)  # a table that nobody trains
+        # 2 % more: what the first layer multiplies, of which nobody asks for a gradient of inputs
+        assert sum(weights[first:]) == pytest.approx(times * used, rel=0.03)
+        assert sum(seconds[first:]) / sum(seconds) == pytest.approx(
+            sum(weights[first:]) / sum(weights)
+        )
 
 
 TINY = {
@@ -221,24 +254,28 @@ TINY = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "fields"),
-    [("Llama", "CausalLM", {**TINY, "num_key_value_heads": 2}),
-     ("GPT2", "LMHeadModel", {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64}),
-     ("Bert", "MaskedLM", TINY)],
+    ("name", "kind", "fields", "frozen"),
+    [("Llama", "CausalLM", {**TINY, "num_key_value_heads": 2}, None),
+     ("Llama", "CausalLM", {**TINY, "num_key_value_heads": 2}, "down_proj"),
+     ("GPT2", "LMHeadModel", {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64}, None),
+     ("Bert", "MaskedLM", TINY, None)],
 )  # fmt: skip
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_operations_are_those_that_torch_counts(name, kind, fields, checkpointing):
-    """An embedding that is looked up has none; keys of the whole sequence count."""
+def test_operations_are_those_that_torch_counts(name, kind, fields, frozen, checkpointing):
+    """An embedding that is looked up has none, a frozen weight has no gradient; keys of the whole
+    sequence count."""
     config = getattr(transformers, f"{name}Config")(**fields, attn_implementation="eager")
     cls = getattr(transformers, f"{name}{kind}" if name == "GPT2" else f"{name}For{kind}")
     model = cls(config)
+    for path, param in model.named_parameters():
+        param.requires_grad_(frozen is None or frozen not in path)
     if checkpointing:
         model = models.checkpointed(model)
     ids = torch.zeros(2, 48, dtype=torch.int64)
     more = {"use_cache": False} if hasattr(config, "use_cache") else {}
     with FlopCounterMode(display=False) as counted, set_checkpoint_early_stop(False):
         model(input_ids=ids, labels=ids, **more).loss.backward()
-    said = 2 * 48 * models.flops_of(model, 48, checkpointing=checkpointing, trained=None)
+    said = 2 * 48 * models.flops_of(model, 48, checkpointing=checkpointing)
     # the head of Bert has a layer before its product, which is not computed again
     assert said == pytest.approx(counted.get_total_flops(), rel=0.011 if name == "Bert" else 1e-9)
 
@@ -256,10 +293,10 @@ def test_a_kernel_of_attention_computes_half_of_a_causal_mask_and_the_scores_aga
     forward = sdpa_flop_count(shape, shape, shape)
     backward = sdpa_backward_flop_count(shape, shape, shape, shape)
     counted = 2 * (forward + backward) / 2 / seq  # of two layers
-    of_both = [models.flops_of(m, seq, checkpointing=False, trained=None) for m in (kernel, eager)]
+    of_both = [models.flops_of(m, seq, checkpointing=False) for m in (kernel, eager)]
     assert of_both[0] - counted == of_both[1] - 2 * 3 * forward / seq
     kernel.config.sliding_window = seq - 1  # its mask is given to the kernel
-    windowed = models.flops_of(kernel, seq, checkpointing=False, trained=None)
+    windowed = models.flops_of(kernel, seq, checkpointing=False)
     assert windowed - 2 * counted == of_both[0] - counted
 
 
@@ -331,7 +368,7 @@ def check_grown(model, seq, *batches):
 def test_trace_of_few_layers_grows_into_the_trace_of_all(config, question):
     """Also of what was done to a model, as checkpointing and adapters are no configuration's."""
     plain = check_grown(models.build(str(config)), 64, 3)
-    assert plain.moments == question.activations.at(3).moments
+    assert plain.moments == question.traced.at(3).moments
     model = models.build(str(config))
     model.gradient_checkpointing_enable()
     assert check_grown(model, 64, 3).peak_non_model_bytes < plain.peak_non_model_bytes

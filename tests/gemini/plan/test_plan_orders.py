@@ -6,8 +6,9 @@ import pytest
 
 from gemini.placement.orders import LAYERS, NoLayersError
 from gemini.plan import changes, words
-from gemini.plan.ask import Training, ask, plan_for
+from gemini.plan.ask import ask, plan_for
 from gemini.plan.machine import machine_of
+from gemini.plan.training import Training
 
 MIB = 1 << 20
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from gemini.placement.tiers import Tier
 from gemini.plan import words
-from gemini.plan.ask import Training, ask
+from gemini.plan.ask import ask
 from gemini.plan.machine import machine_of
+from gemini.plan.training import Training
 
 MIB = 1 << 20
 
@@ -16,7 +17,7 @@ def test_activations_that_may_leave_the_device_are_planned_and_said(config):
     machine = machine_of({"device_mem": 600 * MIB, "host_mem": 8192 * MIB}, gpu="rtx4090")
     training = Training(seq=512, batch=8, activations="spill")
     asked = ask(str(config), machine, training)
-    assert not replace(asked, activations_go="keep").fits()
+    assert not replace(asked, activations="keep").fits()
     plan = words.answer(asked, training.in_words())
     saved, profile = plan.result.plan.saved, plan.result.profile
     assert plan.fits and saved.host_bytes > 300 * MIB and not saved.nvme_bytes
@@ -26,7 +27,7 @@ def test_activations_that_may_leave_the_device_are_planned_and_said(config):
     assert "the oldest below the device where it has no room" in "".join(said)
     assert 2 * saved.host_bytes <= sum(plan.result.plan.bytes_moved().values())
     roomy = replace(asked, machine=machine_of({}, gpu="rtx4090"))
-    assert roomy.planned().plan == replace(roomy, activations_go="keep").planned().plan
+    assert roomy.planned().plan == replace(roomy, activations="keep").planned().plan
 
 
 def test_layers_are_computed_again_where_nothing_else_fits_or_is_faster(config):
@@ -40,4 +41,4 @@ def test_layers_are_computed_again_where_nothing_else_fits_or_is_faster(config):
     assert f"{planned} a step" in words.five_lines("llama", plan)
     assert "--activations auto" in words.train_arguments(plan, "adamw_torch")
     roomy = replace(asked, machine=machine_of({}, gpu="rtx4090"))
-    assert roomy.planned().plan == replace(roomy, activations_go="keep").planned().plan
+    assert roomy.planned().plan == replace(roomy, activations="keep").planned().plan

@@ -14,7 +14,7 @@ from gemini.optim import HybridAdam
 from gemini.optim.update.cpu_update import CpuWorkers
 from gemini.placement.tiers import Tier
 from gemini.plan import models
-from gemini.plan.ask import Training, ask
+from gemini.plan.ask import ask
 from gemini.plan.machine import ProcessCosts, machine_of
 from gemini.plan.question import (
     BLOCK_OBJECTS,
@@ -28,6 +28,7 @@ from gemini.plan.question import (
     TAIL_OBJECTS,
     homes,
 )
+from gemini.plan.training import Training
 from gemini.plan.words import process_in_words
 from gemini.units import BLOCK_NUMEL
 

@@ -19,9 +19,10 @@ from gemini.checkpoint.pretrained import load_pretrained
 from gemini.checkpoint.quantise import quantised
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors
 from gemini.placement.tiers import Tier
-from gemini.plan.ask import Training, ask
+from gemini.plan.ask import ask
 from gemini.plan.machine import machine_of
 from gemini.plan.models import adapters_of, build
+from gemini.plan.training import Training
 from optim import HybridAdam
 from tests.support.model_folder import make_folder
 from tests.support.quantised import same

@@ -16,16 +16,16 @@ from gemini.chunk.storage import Chunk
 from gemini.nvme import NvmeError
 from gemini.optim.rules.config import NvmeConfig, StateConfig
 from gemini.optim.rules.rule import UpdateRule, Works
-from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Columns, StateLayout
+from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block, Segment, StateSpace
 from gemini.optim.state.state_stream import BlockFiller
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.step.target import Target
 from gemini.optim.target import Group, owner_of
-from gemini.placement.fit import StateRequest
+from gemini.placement.fit import StateRequest, optimizer_state
 from gemini.placement.plan import Plan
-from gemini.placement.sizes import UNLIMITED, BudgetError, StateBytes
+from gemini.placement.sizes import UNLIMITED, BudgetError
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import is_early
 from gemini.runtime.events import EngineEvents
@@ -121,11 +121,16 @@ class ShardState(Target):
 
     def _make_state(self, nvme: NvmeConfig, fraction: float) -> None:
         """Make the state where the engine's plan has it."""
-        layout, columns = self._rule.layout, self._columns
+        layout, columns, chunks = self._rule.layout, self._columns, self._sharding.chunks
         master_weights = self._sharding.precision_settings.master_weights
         if master_weights and any(c.dtype != torch.float32 for c in self._chunks):
             layout = layout.with_master()
-        state = _state_bytes(self._sharding.chunks, layout, nvme.num_versions, columns)
+        state = optimizer_state(
+            layout, [chunk.spec for chunk in chunks],
+            in_files={chunk.spec.id for chunk in chunks if chunk.files is not None},
+            in_payloads={chunk.spec.id for chunk in chunks if chunk.may_be_payload},
+            num_versions=nvme.num_versions, columns=columns,
+        )  # fmt: skip
         planning = self._planning
         request = StateRequest(state, fraction, nvme.block_numel, nvme.depth)
         if columns.of_param:
@@ -496,27 +501,6 @@ def _masters(look: Callable[[Block, Tensor], object]) -> BlockFiller:
 def _follow(master: Tensor, shard: Tensor) -> None:
     """Make a master round to its part of a shard, which may be in other memory."""
     follow_shard(master, shard.to(master.device))
-
-
-def _state_bytes(
-    chunks: Sequence[Chunk],
-    layout: StateLayout,
-    num_versions: int,
-    columns: Columns = ALL_COLUMNS,
-) -> StateBytes:
-    """Bytes of state for the planner, with the chunks whose masters are split (ADR 0002).
-
-    Masters on disk are split if the shard is in memory when its block is updated; files stay as
-    they were made. Masters in memory are split if what a user writes goes to another memory, the
-    payload: finding the elements that were written takes the weights of before, and on disk each
-    version has its own.
-    """
-    on_disk = {c.spec.id for c in chunks if c.files is None and layout.splits(c.spec.dtype)}
-    apart = {c.spec.id for c in chunks if not c.may_be_payload and layout.splits(c.spec.dtype)}
-    return StateBytes(
-        layout.bytes_per_element, layout.has_master, frozenset(on_disk), frozenset(apart),
-        num_versions, columns, layout if columns.of_param else None,
-    )  # fmt: skip
 
 
 def param_groups_of(params: Sequence[Tensor], groups: Sequence[Group]) -> list[int | None]:
