@@ -17,6 +17,7 @@ import nvme
 from gemini import HybridAdam
 from gemini.plan import table
 from tests.support.model_folder import make_folder
+from tests.support.one_thread import one_thread as one_thread
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -56,17 +57,7 @@ def on_disk(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def one_thread():
-    """Tiny operators wait for each other's threads on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.ci
-@pytest.mark.usefixtures("one_thread")
 def test_the_tutorial_runs_from_top_to_bottom(on_disk, capsys):
     names = run_blocks("docs/tutorial.md", {"__name__": "tutorial"})
     assert names["on_disk"] == names["resident"] == names["under_budget"]
@@ -77,7 +68,6 @@ def test_the_tutorial_runs_from_top_to_bottom(on_disk, capsys):
     assert list(on_disk.glob("*.blocks")) == []
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("page", ["docs/reports.md", "docs/extending.md", "docs/from-colossal.md"])
 def test_the_blocks_of_a_page_run(page, on_disk):
     names = run_blocks(page, {"__name__": "page"})
@@ -87,7 +77,6 @@ def test_the_blocks_of_a_page_run(page, on_disk):
 
 
 @pytest.mark.ci
-@pytest.mark.usefixtures("one_thread")
 def test_blocks_that_need_a_model_run_with_a_small_one(on_disk):
     """Of pages whose models are the hub's or a folder's; Lightning's has tests of its own."""
     for package in ("bitsandbytes", "peft", "transformers"):

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TEXT = (Path(__file__).resolve().parents[2] / "docs/glossary.md").read_text(encoding="utf-8")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
@@ -33,20 +35,25 @@ def make_tokenizer(*, template: str | None = TEMPLATE) -> Any:
     return made
 
 
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
 def make_folder(folder: Path, **sizes: int) -> Path:
     """A Llama of two layers, or of other sizes, with its tokenizer, in bf16."""
     import torch
     import transformers
 
-    tokenizer = make_tokenizer()
+    pieces = make_tokenizer()
     config = transformers.LlamaConfig(
-        num_attention_heads=2, num_key_value_heads=2, vocab_size=len(tokenizer),
+        num_attention_heads=2, num_key_value_heads=2, vocab_size=len(pieces),
         max_position_embeddings=64, bos_token_id=0, eos_token_id=1, pad_token_id=1,
         **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, **sizes},
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    pieces.save_pretrained(folder)
     return folder
 
 

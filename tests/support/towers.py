@@ -42,3 +42,9 @@ def weights(model: GeminiDDP) -> Tensor:
     """fp32, of everything."""
     state = model.state_dict()
     return flat([state[name] for name, _ in model.module.named_parameters()])
+
+
+def weights_of(model: GeminiDDP) -> dict[str, Tensor]:
+    """Copies of all weights, as modules see them. Collective."""
+    with model.summon_full_params(writeback=False):
+        return {name: param.detach().clone() for name, param in model.module.named_parameters()}

@@ -47,7 +47,8 @@ def _counting(owner: Any, name: str, kind: str | Callable[..., str]) -> None:
 
 
 def _kind_of_process(process: object, args: Any, *_: Any, **__: Any) -> str:
-    first = args if isinstance(args, str) else str(next(iter(args), ""))
+    words = args.split() if isinstance(args, str) else args  # a compiler's may name Python's folder
+    first = str(next(iter(words), ""))
     return "process" if "python" in Path(first).name else "command"
 
 

@@ -1,15 +1,14 @@
 """Threads that read beside one that trains, a hundred times a place: the bits of no reader."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.lines import PLACES, made, step
 from tests.support.loops.readers import INTERVALS, readers
 from tests.support.loops.tails import differences, everything
+from tests.support.one_thread import one_thread as one_thread
 
 pytestmark = pytest.mark.timeout(0)
 RUNS, STEPS = 100, 4
@@ -30,14 +29,6 @@ def trained(place: str, **beside: Any) -> tuple[dict[str, Any], list[Any]]:
     values = everything(pair.model, pair.optimizer)
     pair.optimizer.close(keep_masters=False)
     return values, found.errors
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("place", ONE_RANK)

@@ -21,7 +21,8 @@ from gemini.serving.waiting import (
     Sampling,
 )
 from gemini.serving.worker import DecodeWorker
-from tests.support.model_folder import make_folder, make_tokenizer
+from tests.support.model_folder import make_folder
+from tests.support.model_folder import tokenizer as tokenizer
 from tests.support.until import until
 
 TEXTS = ["A chunk", "The planner keeps every shard of it", "x", "gradients and state"]
@@ -38,11 +39,6 @@ def model(folder):
     return gemini.load_pretrained(
         folder, serve=True, dtype=torch.float32, precision="fp32", max_tokens=ROOM, max_sequences=4
     )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
 
 
 class Served:

@@ -1,9 +1,10 @@
-"""Whatever goes on behind the next forward, the bits are those of serial steps.
+"""Whatever goes on behind the next forward, the bits are those of serial steps on the device.
 
-One matrix: what a loop does, when blocks are updated, where model data is, and its precision.
+One matrix: what a loop does, where model data is, who updates it, and its precision. Updates in
+backward: test_early.py; several ranks: test_two_ranks.py.
 """
 
-from itertools import islice, product
+from itertools import cycle, islice, product
 from typing import NamedTuple
 
 import pytest
@@ -16,17 +17,22 @@ from bench.shared.models import Tower, token_loss
 from gemini import AutoPlacement, trace
 from gemini.placement.timetable.allowed import NO_BUFFERS
 from gemini.placement.timetable.updates import priced_in_words, said
+from optim.rules.state_layout import KINDS
 from tests.support.loops.schedules import (
     BEHIND,
     BETWEEN,
-    HOMES,
+    KERNELS,
+    MEMORY,
+    ON_HOST,
     Iteration,
+    Narrow,
     Sometimes,
     interrupted,
     iterations,
     program,
     same,
     second_backwards,
+    short,
 )
 from tests.support.loops.tails import (
     PRECISIONS,
@@ -71,59 +77,96 @@ def is_possible(row):
 def rows():
     """Every schedule everywhere, and precisions so that there are all pairs of two."""
     for i, what in enumerate(WHAT):
-        for j, home in enumerate(HOMES):
+        for j, home in enumerate(MEMORY):
             tried = (Row(what, home, IN_TURN[(i + 2 * j + k) % 7]) for k in range(7))
             yield from islice(filter(is_possible, tried), 1)
     yield from (Row("clips", "disk", "fp16"), Row("plain", "files", "rounded"))
     yield Row("evaluates", "disk", "fp32")
 
 
-ROWS = list(rows())
+def rows_of_kernels():
+    """In the interpreter: one schedule everywhere, and every other one somewhere."""
+    yield from (Row("absent", home, "bf16") for home in KERNELS)
+    for what, home, precision in zip(SCHEDULES, cycle(KERNELS), cycle(PRECISIONS), strict=False):
+        yield Row(what, home, precision)
+
+
+ROWS, BY_KERNELS = list(rows()), list(rows_of_kernels())
 FEW = ROWS[::7]
+FEW_BY_KERNELS = [BY_KERNELS[i] for i in (1, 6, 7)]  # parameters, and on disk
+
+
+def each(rows, few):
+    """A case of each row; of all but a few at `make ci` alone."""
+    for row in rows:
+        name = f"{row.what}, {row.precision}, {row.home}"
+        yield pytest.param(row, id=name, marks=[pytest.mark.ci] * (row not in few))
 
 
 def check(row):
-    options = dict(PRECISIONS[row.precision])
+    options, schedule = dict(PRECISIONS[row.precision]), WHAT[row.what]
     if row.what == "absent":
-        options["module"] = Sometimes
-    found = same(WHAT[row.what], "tail", row.home, **options)
-    if row.home == "rising":
-        return  # steps change with their plan
+        options["module"] = Narrow if row.home in KERNELS else Sometimes
+    if row.home in KERNELS:  # what is kept is added to
+        schedule = short(schedule, 3 if row.what in ("absent", "keeps_gradients") else 2)
+    found = same(schedule, "tail", row.home, **options)
+    if row.home == "rising":  # steps change with their plan; gradients in files have no tail
+        assert any(found.tails) or row.what not in ("clips", "skips", "accumulates")
+        return
     # where the host updates, a step that is skipped has none
-    has_tails = row.home in BEHIND
-    assert sum(found.tails) == has_tails * (len(found.tails) - found.skipped_steps)
+    skipped = 0 if row.home in KERNELS else found.skipped_steps
+    assert sum(found.tails) == (row.home in BEHIND) * (len(found.tails) - skipped)
 
 
-@pytest.mark.parametrize("row", FEW, ids=" | ".join)
-def test_every_schedule_has_the_bits_of_serial_steps(row):
+@pytest.mark.parametrize("row", list(each(ROWS, FEW)))
+def test_loops(row):
     check(row)
 
 
-@pytest.mark.ci
-def test_all_pairs_of_schedule_home_and_precision():
-    for row in (row for row in ROWS if row not in FEW):
-        print(row, flush=True)
-        check(row)
+@pytest.mark.parametrize("row", list(each(BY_KERNELS, FEW_BY_KERNELS)))
+def test_loops_by_kernels(row):
+    check(row)
 
 
-@pytest.mark.ci  # `deep` draws new ones
-@given(
-    st.lists(iterations, min_size=3, max_size=9), st.sampled_from(["disk", "files", "some files"])
-)
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
-def test_every_program_has_the_bits_of_serial_steps(drawn, home):
+def drawn_programs(max_examples, homes, most=9, **options):
+    """`deep` draws new ones."""
+
+    def drawn(test):
+        programs = st.lists(iterations, min_size=2, max_size=most)
+        drawing = given(drawn=programs, home=st.sampled_from(sorted(homes)), **options)
+        return settings(max_examples=max_examples, suppress_health_check=[HealthCheck.too_slow])(
+            drawing(test)
+        )
+
+    return drawn
+
+
+@drawn_programs(6, ON_HOST, most=5)
+def test_drawn_programs_beside_a_device(drawn, home):
     same(program([Iteration(), *drawn]), "tail", home)
 
 
+@pytest.mark.ci
+@drawn_programs(15, ("disk", "files", "some files"))
+def test_drawn_programs_on_disk(drawn, home):
+    same(program([Iteration(), *drawn]), "tail", home)
+
+
+@pytest.mark.ci
+@drawn_programs(2, KERNELS, most=3, state=st.sampled_from(KINDS))
+def test_drawn_programs_by_kernels(drawn, home, state):
+    same(program([Iteration(), *drawn]), "tail", home, state=state)
+
+
 def test_the_rows_have_all_pairs_and_a_few_of_them_every_value():
-    factors = [WHAT, HOMES, PRECISIONS]
+    factors = [WHAT, MEMORY, PRECISIONS]
     for i, values in enumerate(factors):
         assert {row[i] for row in FEW} == set(values)
         for j in range(i):
             missing = set(product(factors[j], values)) - {(row[j], row[i]) for row in ROWS}
             impossible = {("clips", "clipped"), ("interrupted", "clipped")}
-            impossible |= {("absent", home) for home in HOMES if "files" in home}
-            impossible |= {(home, "fp32") for home in HOMES if "files" in home}
+            impossible |= {("absent", home) for home in MEMORY if "files" in home}
+            impossible |= {(home, "fp32") for home in MEMORY if "files" in home}
             assert missing <= impossible
 
 

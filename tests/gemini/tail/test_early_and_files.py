@@ -1,17 +1,14 @@
 """Updates in backward, and a tail for what is left, beside files of state that fail."""
 
 import errno
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
 
 import nvme
+from bench.shared.models import token_loss
 from bench.shared.workers import run_ranks
-from gemini import GeminiDDP, StaticPlacement
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.allowed import (
     EARLY_RULES,
@@ -23,43 +20,28 @@ from gemini.placement.timetable.allowed import (
 )
 from gemini.placement.timetable.updates import BOTH, SERIAL, SPECULATE, TAIL, current_update
 from gemini.runtime.inspect.reports import when_updated
-from optim import HybridAdam, NvmeConfig
-from tests.support.apart import Apart
-from tests.support.device.placed import SpareLayer, batch, device
 from tests.support.disks.faults import failing
-from tests.support.loops.tails import differences, everything, has_tail
+from tests.support.loops.schedules import Iteration, by_kernels, program, serial
+from tests.support.loops.tails import (
+    batches,
+    differences,
+    everything,
+    has_tail,
+    one_step,
+    wrapped,
+)
 
-PARTLY = 0.5  # of the state is on NVMe, the rest in host memory
+PLAIN = {steps: program((Iteration(),) * steps) for steps in (3, 4)}
 
 
 @contextmanager
-def training(update, fraction=PARTLY, params=0.0):
-    backend = device(by_triton=True)
-    # what splits masters of files at several ranks is given memory of both
-    with nullcontext() if dist.is_initialized() else Apart(backend):
-        torch.manual_seed(0)
-        module = nn.Sequential(*[SpareLayer() for _ in range(3)])
-        model = GeminiDDP(
-            module, backend, StaticPlacement(1.0, 1.0, params), update=update,
-            min_chunk_size_m=1500 / 2**20,
-        )  # fmt: skip
-        optimizer = HybridAdam(
-            model.parameters(), lr=1e-2, eps=1e-3, nvme_offload_fraction=fraction,
-            nvme=NvmeConfig(block_numel=1024),
-        )  # fmt: skip
-        yield model, optimizer
-        optimizer.close(keep_masters=False)
-        backend.check()
-
-
-def backward(model, number):
-    model(batch(number)).float().pow(2).mean().backward()
-
-
-def step(model, optimizer, number):
-    backward(model, number)
-    optimizer.step()
-    optimizer.zero_grad()
+def training(update, disk=0.5, params=0.0):
+    """A part of the state is on NVMe, the rest in host memory."""
+    where = by_kernels(disk=disk, params=params)
+    model, optimizer = wrapped(update, **where)
+    yield model, optimizer
+    optimizer.close(keep_masters=False)
+    where["device"].check()
 
 
 def begun_in(optimizer):
@@ -68,38 +50,36 @@ def begun_in(optimizer):
     return [b for slab in state.host_slabs for b in slab.blocks if slab.has_begun(b)]
 
 
-def stepped(update, steps, **options):
-    with training(update, **options) as (model, optimizer):
-        for number in range(steps):
-            step(model, optimizer, number)
-        return everything(model, optimizer)
+def wrong(model, optimizer, steps):
+    """What differs from so many serial steps on the device."""
+    want = serial(PLAIN[steps], "kernels, resident").values
+    return differences(everything(model, optimizer), want)
 
 
 @pytest.mark.parametrize("params", [0.0, pytest.param(1.0, marks=pytest.mark.ci)])
 def test_spans_in_host_memory_are_early_and_those_on_nvme_are_updated_by_the_tail(params):
     with training(BOTH, params=params) as (model, optimizer):
-        for number in range(3):
-            backward(model, number)
-            early = begun_in(optimizer)
-            assert bool(early) == (number > 0)  # the first step expects nothing
+        for number, batch in enumerate(batches(3)):
+            token_loss(model, batch).backward()
+            assert bool(begun_in(optimizer)) == (number > 0)  # the first step expects nothing
             optimizer.step()
             assert has_tail(optimizer)
             optimizer.zero_grad()
         homes = {home for s in model.engine.planning.plan.shards for home in s.state_homes}
-        found = everything(model, optimizer)
+        assert homes == {Tier.HOST, Tier.NVME}
+        assert wrong(model, optimizer, 3) == []
         assert begun_in(optimizer) == []
-    assert homes == {Tier.HOST, Tier.NVME}
-    assert differences(found, stepped(SERIAL, 3, params=params)) == []
 
 
 @pytest.mark.parametrize("update", [BOTH, pytest.param(SPECULATE, marks=pytest.mark.ci)])
 def test_a_disk_that_fails_undoes_the_step_and_what_was_updated_early_with_it(update):
+    first, second, third, last = batches(4)
     with training(update) as (model, optimizer):
-        for number in range(2):
-            step(model, optimizer, number)
+        for batch in (first, second):
+            one_step(model, optimizer, batch)
         before = everything(model, optimizer)
         name = optimizer.targets[0].tiered_state.nvme.store.paths[0].name
-        backward(model, 2)
+        token_loss(model, third).backward()
         assert begun_in(optimizer)
         fails = failing("pwritev", errno.EIO, name, after=3, times=1)
         with fails, pytest.raises(nvme.TransferError):
@@ -109,18 +89,18 @@ def test_a_disk_that_fails_undoes_the_step_and_what_was_updated_early_with_it(up
         assert differences(everything(model, optimizer), before) == []
         optimizer.step()  # again, with the gradients that are still there
         optimizer.zero_grad()
-        step(model, optimizer, 3)
-        found = everything(model, optimizer)
-    assert differences(found, stepped(SERIAL, 4)) == []
+        one_step(model, optimizer, last)
+        assert wrong(model, optimizer, 4) == []
 
 
 def failing_on_one(rank):
+    first, second, third = batches(3)
     with training(BOTH) as (model, optimizer):
-        for number in range(2):
-            step(model, optimizer, number)
+        for batch in (first, second):
+            one_step(model, optimizer, batch)
         before = everything(model, optimizer)
         name = optimizer.targets[0].tiered_state.nvme.store.paths[0].name
-        backward(model, 2)
+        token_loss(model, third).backward()
         early, said = len(begun_in(optimizer)), ""
         with failing("pwritev", errno.EIO, name if rank else "no file", after=2, times=1):
             try:
@@ -131,20 +111,12 @@ def failing_on_one(rank):
         undone = differences(everything(model, optimizer), before), len(begun_in(optimizer))
         optimizer.step()
         optimizer.zero_grad()
-        return early, said, undone, everything(model, optimizer)
-
-
-def serial_of_two(rank):
-    return stepped(SERIAL, 3)
+        return early > 0 and bool(said), undone, wrong(model, optimizer, 3)
 
 
 @pytest.mark.ci
 def test_a_disk_that_fails_on_one_of_two_ranks_undoes_the_step_on_both():
-    expected = run_ranks(serial_of_two, 2, processes=True)
-    found = run_ranks(failing_on_one, 2, processes=True)
-    for (early, said, undone, again), want in zip(found, expected, strict=True):
-        assert early > 0 and said and undone == ([], 0)
-        assert differences(again, want) == []
+    assert run_ranks(failing_on_one, 2, processes=True) == [(True, ([], 0), [])] * 2
 
 
 # -- rules --
@@ -195,8 +167,8 @@ def test_both_on_a_cpu_is_a_tail_and_says_so():
 
 
 def test_explain_says_which_part_no_rule_is_against():
-    with training(BOTH, fraction=1.0) as (model, optimizer):
-        step(model, optimizer, 0)
+    with training(BOTH, disk=1.0) as (model, optimizer):
+        one_step(model, optimizer, batches(1)[0])
         assert model.engine.overlap.in_use() == TAIL
         said = when_updated(model.engine)
     assert said == 'behind the next forward; no update="both", as no state is in host memory'

@@ -8,11 +8,12 @@ import torch
 
 import nvme
 from bench.shared.models import token_loss
+from gemini import AutoPlacement
 from gemini.runtime.step import tail
 from optim import LossScale
 from tests.support.disks.faults import failing, spoil_block
 from tests.support.disks.waiting import waiting, when_waited
-from tests.support.loops.endings import behind_steps, faults
+from tests.support.loops.endings import behind_steps, faults, transfers
 from tests.support.loops.tails import batches, differences, everything, stepped
 
 
@@ -25,6 +26,24 @@ def check_told(found, home):
 def test_a_transfer_that_fails_undoes_the_step_and_the_next_backward_says_so(home):
     """Some of the reads and writes of a step that has a tail, one by one."""
     check_told(faults("tail", home, every=7), home)
+
+
+def first_and_last(model, optimizer):
+    """Writes of each file, and what makes them durable."""
+    found = transfers(model, optimizer)
+    last = {(part, call): at for part, call, at in found}  # they come in their order
+    return [
+        (part, call, at) for part, call, at in found
+        if call != "preadv" and at in (0, last[part, call])
+    ]  # fmt: skip
+
+
+def test_a_serial_step_fails_before_anything_counts_whichever_file_fails():
+    """Nobody has counted it when the disk says no to its last write."""
+    less = {"placement_policy": AutoPlacement("252KiB")}  # than a tail takes: no buffers ahead
+    found = faults("serial", "files", cases=first_and_last, max_norm=0.5, **less)
+    check_told(found, "files")
+    assert len(found.told_by) == 6 and set(found.told_by) == {"step"}
 
 
 @pytest.mark.ci

@@ -10,13 +10,13 @@ import torch
 
 import nvme
 from bench.shared.models import token_loss
-from gemini import BudgetWarning
+from gemini import AutoPlacement, BudgetWarning
 from gemini.placement.tiers import Tier
 from nvme import BlockStore
 from tests.support.disks.faults import failing
 from tests.support.disks.waiting import when_waited
 from tests.support.loops.budgets import stores, within
-from tests.support.loops.schedules import same
+from tests.support.loops.schedules import ENOUGH, RISING, same
 from tests.support.loops.tails import (
     SCHEDULES,
     batches,
@@ -168,6 +168,23 @@ def test_its_buffers_are_in_the_plan_and_pass_no_budget():
     serial = model.engine.planning.plan.device_staging
     assert serial.count == planned.count - plan.inputs.num_ahead
     assert model.engine.storage.staging_bytes == serial.count * one_set(serial) > 0
+    optimizer.close()
+
+
+@pytest.mark.parametrize("budget", [RISING, ENOUGH])
+def test_held_gradients_count_and_pass_no_budget(budget):
+    """No block is updated before a forward waits for the first."""
+    model, optimizer = wrapped("tail", placement_policy=AutoPlacement(budget))
+    ledger, budget_bytes = model.engine.manager.ledger, model.engine.planning.plan.budgets.device
+    gradient_bytes = sum(chunk.spec.payload_bytes for chunk in model.engine.chunks)
+    held = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)  # in forward, too
+        for _ in late_updates(model, optimizer):
+            held.append(ledger.kept_bytes)
+            assert ledger.totals()[Tier.DEVICE] <= budget_bytes
+    assert held[1:] == [gradient_bytes] * 3
+    assert optimizer.last_report.behind.wait().committed
     optimizer.close()
 
 

@@ -4,34 +4,32 @@ By a thread, whoever updates: the host, or the kernels of the device.
 """
 
 import gc
-import tempfile
 import weakref
-from itertools import cycle, islice
-from pathlib import Path
-from unittest import mock
+from functools import partial
+from itertools import islice
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch import nn
 
 import gemini
 from bench.shared.models import token_batches, token_loss
-from gemini import StaticPlacement
-from optim import NvmeConfig
-from optim.rules.state_layout import KINDS
-from tests.support.apart import Apart
 from tests.support.disks.waiting import when_waited
-from tests.support.loops.schedules import BETWEEN, Iteration, Sometimes, program
+from tests.support.loops.schedules import (
+    HOMES,
+    Little,
+    Narrow,
+    Sometimes,
+    outcome,
+    same,
+    serial,
+    short,
+)
 from tests.support.loops.tails import (
-    PRECISIONS,
     SCHEDULES,
     absent,
     batches,
     differences,
     everything,
-    has_tail,
     held_updates,
     late_updates,
     on_host,
@@ -40,181 +38,45 @@ from tests.support.loops.tails import (
 )
 from tests.support.loops.tails import stepped as behind
 
-HOMES = {
-    "state": {},
-    "state and parameters": {"params": 1.0},
-    "state and some parameters": {"params": 0.5},
-    "state and gradients": {"grads": True},
-    "state, parameters and gradients": {"params": 1.0, "grads": True},
-    "a part of the state": {"state": 0.6},
-    "and a part on disk": {"state": 0.8, "disk": 0.4},
-    "all on disk": {"disk": 1.0},
-    "all on disk, and parameters and gradients": {"disk": 1.0, "params": 1.0, "grads": True},
-}
+DEVICES = ["host", "kernels"]  # who updates: the host, or the kernels of the device
 
 
-class Little(nn.Module):
-    """As `Tower`, with a quarter of its elements: for kernels in the interpreter."""
-
-    def __init__(self, depth=1):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(97, 9)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(9), nn.Linear(9, 37), nn.GELU(), nn.Linear(37, 9))
-            for _ in range(depth)
-        )
-        self.head = nn.Linear(9, 97, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
-
-
-class Narrow(Sometimes):
-    def __init__(self):
-        super().__init__(65)
-
-
-def deep():
-    return Little(3)
-
-
-def placed(path, homes="state", **options):
-    """Options of `wrapped`; with kernels a small module in small chunks of a block."""
-    found = on_host(path, **HOMES[homes])
-    if path == "stream":
-        small = {"min_chunk_size_m": 900 / 2**20, "nvme": NvmeConfig(block_numel=1024)}
-        found |= {"module": Little, **small}
-    return found | options
-
-
-def sometimes(path):
+def sometimes(home):
     """One whose parameters are not all used in every call."""
-    return {"module": Narrow if path == "stream" else Sometimes}
-
-
-def found(schedule, update, path, homes="state", **options):
-    """What a schedule comes to; it had tails, and no copy was lost."""
-    where = {**placed(path, homes), **options}
-    with run(schedule, update, **where) as (model, optimizer, tails):
-        # where a device decides, a step that it skips has a tail all the same
-        skipped = optimizer.skipped_steps if path == "cpu" else 0
-        assert sum(tails) == (len(tails) - skipped if update == "tail" else 0)
-        values = everything(model, optimizer)
-        where["device"].check()
-        return values
-
-
-def check_bits(schedule, path, homes="state", **options):
-    serial = found(schedule, "serial", path, homes, **options)
-    assert differences(found(schedule, "tail", path, homes, **options), serial) == []
-
-
-def short(schedule, count=2):
-    return lambda model, optimizer: islice(schedule(model, optimizer), count)
-
-
-FEW = ["state and parameters", "and a part on disk", "all on disk"]
-
-
-@pytest.mark.parametrize("homes", [h if h in FEW else pytest.param(h, marks=pytest.mark.ci)
-                                   for h in HOMES])  # fmt: skip
-def test_updates_by_kernels_have_the_bits_of_serial_steps(homes):
-    check_bits(short(absent, 3), "stream", homes, module=Narrow)
+    return {**HOMES[home](), "module": Narrow if home == "kernels" else Sometimes}
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "name, homes, precision", list(zip(SCHEDULES, cycle(HOMES), cycle(PRECISIONS), strict=False))
-)
-def test_whatever_happens_between_updates_by_kernels(name, homes, precision):
-    count = 3 if name == "keeps_gradients" else 2  # what is kept is added to
-    check_bits(short(SCHEDULES[name], count), "stream", homes, module=deep, **PRECISIONS[precision])
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("path", ["cpu", "stream"])
-def test_a_call_waits_for_parameters_that_are_there_beside_others_that_come(path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_call_waits_for_parameters_that_are_there_beside_others_that_come(device):
     """Nothing is gathered for those on the device."""
-    homes = "state and some parameters"
-    model, optimizer = wrapped("tail", **placed(path, homes))
-    for _ in late_updates(model, optimizer, 3):
-        assert has_tail(optimizer)
-    got = everything(model, optimizer)
-    optimizer.close()
-    assert differences(got, found(short(SCHEDULES["plain"], 3), "serial", path, homes)) == []
-
-
-iterations = st.builds(
-    Iteration,
-    backwards=st.integers(1, 3),
-    synced=st.booleans(),
-    between=st.sampled_from([None, "clips", "scales one", "evaluates", "reads masters",
-                             "reads state", "writes a weight", "drops one", "changes a rate",
-                             "saves"]),
-    skipped=st.booleans(),
-    stepless=st.booleans(),
-    broken=st.sampled_from([None, None, "forward", "backward"]),
-)  # fmt: skip
-
-
-def saves(model, optimizer):
-    with tempfile.TemporaryDirectory() as folder:
-        gemini.save_checkpoint(Path(folder) / "saved", model, optimizer)
-
-
-def check_program(drawn, path, homes, state="fp32"):
-    """A tail beside serial steps; where kernels update, with all state on the device."""
-    got = []
-    with mock.patch.dict(BETWEEN, saves=saves):
-        for update in ("serial", "tail"):
-            where = placed(path, homes, **({"module": deep} if path == "stream" else {}))
-            where["state"] = state
-            if path == "stream" and update == "serial":
-                where |= {"placement_policy": StaticPlacement(), "fraction": 0.0}
-            with run(program([Iteration(), *drawn]), update, **where) as (model, optimizer, _):
-                got.append(everything(model, optimizer))
-    assert differences(got[1], got[0]) == []
-
-
-@given(st.lists(iterations, min_size=2, max_size=5), st.sampled_from(list(HOMES)))
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_drawn_programs_have_the_bits_of_serial_steps(drawn, homes):
-    check_program(drawn, "cpu", homes)
-
-
-@pytest.mark.ci
-@given(st.lists(iterations, min_size=2, max_size=3), st.sampled_from(list(HOMES)),
-       st.sampled_from(KINDS))  # fmt: skip
-@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_drawn_programs_on_a_device_whose_kernels_update(drawn, homes, state):
-    check_program(drawn, "stream", homes, state)
+    plain = short(SCHEDULES["plain"], 3)
+    found = same(short(late_updates, 3), "tail", f"{device}, some parameters", serially=plain)
+    assert found.tails == [True] * 3
 
 
 # -- who waits, and for what --
 
 
-def stepped(update, path, homes="state"):
+def stepped(update, home):
     """One step has ended; the second is begun, and nothing of it is done, where it has a tail."""
-    where = placed(path, homes)
+    where = HOMES[home]()
+    if home.startswith("kernels"):
+        where["module"] = partial(Little, 1)
     model, optimizer = behind(update, 1, **where)
     token_loss(model, batches(2)[1]).backward()
     return model, optimizer
 
 
 @pytest.mark.parametrize(
-    "path, homes",
-    [("cpu", "state"), ("cpu", "state and parameters"), ("stream", "state and parameters"),
-     pytest.param("stream", "state", marks=pytest.mark.ci)],
+    "home",
+    ["host", "host, parameters", "kernels, parameters",
+     pytest.param("kernels", marks=pytest.mark.ci)],
 )  # fmt: skip
-def test_a_forward_waits_for_what_it_reads_and_for_no_more(path, homes):
+def test_a_forward_waits_for_what_it_reads_and_for_no_more(home):
     losses = []
     for update in ("serial", "tail"):
-        model, optimizer = stepped(update, path, homes)
+        model, optimizer = stepped(update, home)
         with held_updates() as updates:
             if update == "serial":
                 updates.go_on()
@@ -259,9 +121,9 @@ LOOKS = {
 }
 
 
-def check_looks(path, names):
+def check_looks(home, names):
     """Each behind a step of its own."""
-    pairs = [stepped(update, path) for update in ("serial", "tail")]
+    pairs = [stepped(update, home) for update in ("serial", "tail")]
     for name in names:
         seen = []
         for model, optimizer in pairs:
@@ -273,30 +135,30 @@ def check_looks(path, names):
                 seen.append([*found, *everything(model, optimizer).values()])
             optimizer.zero_grad()
             token_loss(model, batches(1)[0]).backward()
-        for serial, tail in zip(*seen, strict=True):
-            assert torch.equal(serial, tail) if torch.is_tensor(serial) else serial == tail, name
+        for want, got in zip(*seen, strict=True):
+            assert torch.equal(want, got) if torch.is_tensor(want) else want == got, name
     for _, optimizer in pairs:
         optimizer.close()
 
 
 def test_who_looks_behind_a_step_sees_what_it_made():
-    check_looks("cpu", LOOKS)
+    check_looks("host", LOOKS)
 
 
 @pytest.mark.ci
 def test_who_looks_at_what_kernels_update_sees_what_the_step_made():
-    check_looks("stream", ["gradients"])
+    check_looks("kernels", ["gradients"])
 
 
 @pytest.mark.ci
 def test_whoever_looks_at_what_kernels_update():
-    check_looks("stream", ["data", "optimizer's", "evaluation"])
+    check_looks("kernels", ["data", "optimizer's", "evaluation"])
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("path", ["cpu", "stream"])
-def test_gradients_live_until_their_blocks_are_updated_and_are_counted(path):
-    model, optimizer = stepped("tail", path)
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_live_until_their_blocks_are_updated_and_are_counted(device):
+    model, optimizer = stepped("tail", device)
     ledger = model.engine.manager.ledger
     with held_updates() as updates:
         optimizer.step()
@@ -312,7 +174,7 @@ def test_gradients_live_until_their_blocks_are_updated_and_are_counted(path):
 
 
 def test_a_report_that_is_kept_keeps_nothing_of_its_step():
-    model, optimizer = stepped("tail", "stream")
+    model, optimizer = stepped("tail", "kernels")
     optimizer.step()
     report = optimizer.last_report
     everything(model, optimizer)
@@ -325,17 +187,14 @@ def test_a_report_that_is_kept_keeps_nothing_of_its_step():
 
 
 def test_host_and_device_are_different_memory_to_a_step_behind_the_next_forward():
-    where = placed("stream", "state, parameters and gradients")
-    with Apart(where["device"]), run(short(SCHEDULES["plain"]), "tail", **where) as (_, o, tails):
-        assert tails == [True] * 2
-        o.last_report.behind.wait()
-    where["device"].check()
+    found = outcome(short(SCHEDULES["plain"]), "tail", "kernels, all", apart=True)
+    assert found.tails == [True] * 2
 
 
 def test_what_was_moved_behind_a_step_is_in_its_report():
     reports = []
     for update in ("serial", "tail"):
-        with run(short(absent, 2), update, **placed("stream", module=Narrow)) as (_, o, _):
+        with run(short(absent, 2), update, **sometimes("kernels")) as (_, o, _):
             reports.append((o.last_report, o.last_report.behind.wait()))
     (serial, _), (tail, behind) = reports
     assert serial.traffic.host_to_device == behind.traffic.host_to_device > 0
@@ -347,13 +206,13 @@ def test_what_was_moved_behind_a_step_is_in_its_report():
 
 
 @pytest.mark.parametrize(
-    "path, update",
-    [("cpu", "serial"), ("cpu", "tail"), ("stream", "tail"),
-     pytest.param("stream", "serial", marks=pytest.mark.ci)],
+    "device, update",
+    [("host", "serial"), ("host", "tail"), ("kernels", "tail"),
+     pytest.param("kernels", "serial", marks=pytest.mark.ci)],
 )  # fmt: skip
-def test_an_update_that_ends_in_its_middle_is_told_and_no_step_follows_it(path, update, tmp_path):
+def test_an_update_that_ends_in_its_middle_is_told_and_no_step_follows_it(device, update, tmp_path):
     """Out of memory, say: of that a checkpoint helps."""
-    model, optimizer = wrapped(update, **placed(path, **sometimes(path)))
+    model, optimizer = wrapped(update, **sometimes(device))
     list(short(absent, 1)(model, optimizer))
     gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
     before = everything(model, optimizer)
@@ -370,15 +229,14 @@ def test_an_update_that_ends_in_its_middle_is_told_and_no_step_follows_it(path, 
     gemini.load_checkpoint(tmp_path / "saved", model, optimizer)
     assert differences(everything(model, optimizer), before) == []
     list(islice(absent(model, optimizer, first=1), 1))
-    want = found(short(absent, 2), "serial", path, **sometimes(path))
-    assert differences(everything(model, optimizer), want) == []
+    want = serial(short(absent, 2), device, module=sometimes(device)["module"])
+    assert differences(everything(model, optimizer), want.values) == []
     optimizer.close()
 
 
 def test_a_tail_is_said_where_there_is_one():
-    for path in ("cpu", "stream"):
-        where = placed(path, **sometimes(path))
-        with run(short(absent, 1), "tail", **where) as (model, optimizer, _):
+    for device in DEVICES:
+        with run(short(absent, 1), "tail", **sometimes(device)) as (model, optimizer, _):
             optimizer.last_report.behind.wait()
             said = model.explain("first.weight")
         assert "update: behind the next forward" in said

@@ -4,21 +4,22 @@ import errno
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
+import gemini
 from bench.shared.models import token_loss
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement
 from tests.support.disks.faults import failing
 from tests.support.disks.waiting import waiting
-from tests.support.loops.budgets import SHARED, within
 from tests.support.loops.endings import check_told, faults
 from tests.support.loops.schedules import (
+    KERNELS,
     Iteration,
     Sometimes,
     interrupted,
     program,
     same,
+    short,
 )
 from tests.support.loops.tails import (
     SCHEDULES,
@@ -26,6 +27,8 @@ from tests.support.loops.tails import (
     batches,
     differences,
     everything,
+    held_updates,
+    on_host,
     stepped,
     wrapped,
 )
@@ -45,36 +48,22 @@ WHAT = {
 }
 
 
-def placed(home):
-    """Options of `outcome`."""
-    if home == "files":  # of a budget that ranks share
-        return within(SHARED)
-    if home == "budget":
-        return {"placement_policy": AutoPlacement("4MiB")}
-    if home == "replicas":
-        names = ("replicate", "shard")
-        return {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=names)}
-    if home == "untimed":
-        return {"placement_policy": "zero3"}
-    return {"home": home}
-
-
 def rows():
     """Every schedule on a disk, and in files or elsewhere. All pairs at one rank: test_bits.py."""
     others = ("partly on disk", "host", "budget", "host, parameters", "host, gradients")
     for i, what in enumerate(WHAT):
-        for home in ("disk", "files" if i % 2 else others[i // 2 % len(others)]):
-            if not (home == "files" and what == "absent"):
+        for home in ("disk", "shared files" if i % 2 else others[i // 2 % len(others)]):
+            if not ("files" in home and what == "absent"):
                 yield what, home
-    yield "plain", "replicas"
-    yield "plain", "untimed"  # passes that no plan has seen
+    yield from (("plain", "replicas"), ("plain", "untimed"))
+    yield from (("absent", "kernels, parameters"), ("absent", "kernels and disk"))
 
 
 def every_schedule(rank):
     found = {}
     for what, home in rows():
-        options = {**placed(home), **({"module": Sometimes} if what == "absent" else {})}
-        got = same(WHAT[what], "tail", **options)
+        schedule = short(WHAT[what], 3) if home in KERNELS else WHAT[what]
+        got = same(schedule, "tail", home, **({"module": Sometimes} if what == "absent" else {}))
         found[what, home] = any(got.tails), got.in_files[0]
     precise = {"fp32": {"precision": "fp32", "max_norm": 0.1}, "rounded": {"master_weights": False}}
     for name, options in precise.items():
@@ -87,18 +76,17 @@ def test_every_schedule_has_the_bits_of_serial_steps_on_every_rank():
     for found in ranks:
         for (what, home), (has_tail, in_files) in found.items():
             assert has_tail or home in ("budget", "untimed"), (what, home)
-            assert (in_files > 0) == (home == "files"), (what, home)
+            assert (in_files > 0) == (home == "shared files"), (what, home)
 
 
 def disks_fail(rank, home, every, options):
     """Transfers of a step fail on each rank in turn."""
-    where = {**placed(home), **options}
-    return faults("tail", every=every, guilty=lambda number: number % 2 == rank, **where)
+    return faults("tail", home, every=every, guilty=lambda number: number % 2 == rank, **options)
 
 
 @pytest.mark.parametrize("home, every, options", [
-    ("disk", 2, {}), ("partly on disk", 1, {"precision": "fp32"}), ("files", 3, {}),
-    ("files", 3, {"placement_policy": AutoPlacement("420KiB")}),
+    ("disk", 2, {}), ("partly on disk", 1, {"precision": "fp32"}), ("shared files", 3, {}),
+    ("shared files", 3, {"placement_policy": AutoPlacement("420KiB")}),
 ])  # fmt: skip
 def test_a_disk_that_fails_on_one_rank_undoes_the_step_on_all(home, every, options):
     ranks = run_ranks(disks_fail, 2, home, every, options, processes=True)
@@ -156,6 +144,50 @@ def asks(rank):
 
 def test_all_ranks_are_told_by_what_they_ask_first():
     assert run_ranks(asks, 2, processes=True) == [["TransferError"] * 5, ["RuntimeError"] * 5]
+
+
+def tears(rank, folder):
+    """An update ends in its middle on rank 0, behind a step of all."""
+    first, second = batches(2)
+    model, optimizer = stepped("tail", 1, **on_host("cpu"))
+    gemini.save_checkpoint(folder, model, optimizer)
+    before, said = everything(model, optimizer), []
+
+    def step(batch):
+        try:
+            token_loss(model, batch).backward()
+            optimizer.step()
+            said.append("stepped")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    step(second)
+    everything(model, optimizer)
+    with held_updates(fails_at=3 if rank == 0 else 1000):
+        step(first)
+        step(second)  # its backward asks first
+    step(second)
+    optimizer.zero_grad()
+    gemini.load_checkpoint(folder, model, optimizer)
+    wrong = differences(everything(model, optimizer), before)
+    step(second)
+    wrong += [] if everything(model, optimizer) else ["nothing"]
+    optimizer.close()
+    return said, wrong
+
+
+def test_an_update_that_ends_in_its_middle_is_told_to_all_ranks(tmp_path):
+    (torn, wrong), (other, wrong_there) = run_ranks(tears, 2, tmp_path / "saved", processes=True)
+    assert wrong == wrong_there == []
+    assert [said.split(":")[0] for said in torn] == [
+        "stepped", "stepped", "MemoryError", "RuntimeError", "stepped"
+    ]  # fmt: skip
+    assert [said.split(":")[0] for said in other] == [
+        "stepped", "stepped", "RuntimeError", "RuntimeError", "stepped"
+    ]  # fmt: skip
+    assert "updates on ranks [0] ended in their middle" in other[2] and "no room" in other[2]
+    for said in (torn[3], other[3]):
+        assert "of two steps; load a checkpoint" in said
 
 
 def zero_stages(rank):

@@ -33,34 +33,6 @@ def files_of(model):
 
 
 @pytest.mark.parametrize("file", ["parameters", "state"])
-@pytest.mark.parametrize("call", ["the first write", "the last write", "fdatasync"])
-def test_a_step_fails_before_anything_counts_whichever_file_fails(call, file):
-    """A step waits for its writes: nobody has counted it when the disk says no to the last one."""
-    model, optimizer = trained(1)
-    before = model.state_dict()
-    store, name = files_of(model)[file]
-    token_loss(model, BATCHES[1][0]).backward()
-    writes = store.layout.num_blocks
-    fault = {
-        "the first write": ("pwritev", 0),
-        "the last write": ("pwritev", writes - 1),
-        "fdatasync": ("fdatasync", 0),
-    }[call]
-    with (
-        failing(fault[0], errno.EIO, name, after=fault[1], times=1) as failed,
-        pytest.raises(nvme.TransferError, match=rf"{name}.*EIO"),
-    ):
-        optimizer.step()
-    assert len(failed) == 1
-    assert [store.committed_step for store, _ in files_of(model).values()] == [1, 1]
-    after = model.state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
-    optimizer.step()  # the gradients are still there
-    optimizer.zero_grad()
-    assert_same((model, optimizer), trained(2))
-
-
-@pytest.mark.parametrize("file", ["parameters", "state"])
 def test_what_a_failed_step_has_written_does_not_count_with_what_is_written_next(file):
     """A weight that the user changes is committed by itself."""
     model, optimizer = trained(1)

@@ -17,16 +17,12 @@ from gemini.train.sources import sources_of
 from gemini.train.tokens import MASK, Answers
 from gemini.train.trainer import PackedRows, PaddedRows
 from tests.support.model_folder import TEMPLATE, make_tokenizer, rows, write_rows
+from tests.support.model_folder import tokenizer as tokenizer
 
 
 @pytest.fixture(autouse=True)
 def cached_here(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
 
 
 @pytest.mark.parametrize("kind", ["text", "prompt", "chat"])

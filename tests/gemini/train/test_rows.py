@@ -13,16 +13,12 @@ from gemini.train.rows import RowForm, RowsWanted, converted, look_at, read
 from gemini.train.sources import files_of
 from gemini.train.tokens import Answers
 from tests.support.model_folder import make_tokenizer
+from tests.support.model_folder import tokenizer as tokenizer
 
 GOOD = {"text": "a"}
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 PAIR = {"prompt": "a", "completion": "b"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
 
 
 def written(tmp_path, given):

@@ -12,15 +12,9 @@ from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
 from tests.support.loops.cases import LOOPS, HalfFrozen
-from tests.support.loops.sides import ADAM, FILES_DEPTH, SMALL, Net, loss_of, wrapped
+from tests.support.loops.sides import ADAM, FILES_DEPTH, SMALL, Net, full_step, loss_of, wrapped
 
 BLOCKS = NvmeConfig(block_numel=1024)
-
-
-def step(model, optimizer, seed=0):
-    loss_of(model, seed).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def budgeted(budget, build=HalfFrozen, **options):
@@ -57,16 +51,16 @@ def test_state_of_thawed_weights_goes_where_a_budget_leaves_room():
 
 def test_all_of_a_model_is_thawed_under_a_budget_that_sends_it_to_files():
     model, optimizer = budgeted("100KiB")
-    step(model, optimizer)
+    full_step(model, optimizer)
     model.module.requires_grad_(True)
-    step(model, optimizer, 1)
+    full_step(model, optimizer, 1)
     homes = set().union(*state_homes(model))
     assert Tier.NVME in homes
     plain = HalfFrozen(FILES_DEPTH)
     torch_optimizer = torch.optim.AdamW(plain.parameters(), foreach=False, **ADAM)
-    step(plain, torch_optimizer)
+    full_step(plain, torch_optimizer)
     plain.requires_grad_(True)
-    step(plain, torch_optimizer, 1)
+    full_step(plain, torch_optimizer, 1)
     for name, value in plain.state_dict().items():
         assert torch.allclose(model.state_dict()[name], value, rtol=1e-5, atol=1e-7), name
 
@@ -74,10 +68,10 @@ def test_all_of_a_model_is_thawed_under_a_budget_that_sends_it_to_files():
 @pytest.mark.parametrize("place", ["resident", "host", "nvme"])
 def test_masters_of_thawed_weights_start_from_what_they_were_before_wrapping(place):
     model, optimizer = wrapped(HalfFrozen, place, precision="bf16", keep_originals=True)
-    step(model, optimizer)
+    full_step(model, optimizer)
     model.module.requires_grad_(True)
     model.layers[0].weight.register_hook(torch.zeros_like)  # no gradient moves it
-    step(model, optimizer, 1)
+    full_step(model, optimizer, 1)
     state = model.state_dict()
     assert torch.equal(state["layers.0.weight"], Net().layers[0].weight)
     assert not torch.equal(state["layers.1.weight"], Net().layers[1].weight)
@@ -91,28 +85,28 @@ def test_what_fits_nowhere_is_refused_and_changes_nothing():
         **SMALL,
     )
     optimizer = HybridAdam(model.parameters(), nvme=BLOCKS, **ADAM)
-    step(model, optimizer)
+    full_step(model, optimizer)
     before = model.state_dict()
     model.module.requires_grad_(True)
     for _ in range(2):
         with pytest.raises(BudgetError):
-            step(model, optimizer, 1)
+            full_step(model, optimizer, 1)
     model.layers[:-1].requires_grad_(False)
     after = model.state_dict()
     assert all(torch.equal(before[name], value) for name, value in after.items())
-    step(model, optimizer, 1)
+    full_step(model, optimizer, 1)
 
 
 def test_a_checkpoint_behind_a_thaw_is_read_by_a_module_that_never_froze(tmp_path):
     model, optimizer = wrapped(HalfFrozen, precision="bf16")
-    step(model, optimizer)
+    full_step(model, optimizer)
     model.module.requires_grad_(True)
-    step(model, optimizer, 1)
+    full_step(model, optimizer, 1)
     gemini.save_checkpoint(tmp_path / "c", model, optimizer)
     other, other_optimizer = wrapped(Net, precision="bf16")
     gemini.load_checkpoint(tmp_path / "c", other, other_optimizer)
     for each, its in ((model, optimizer), (other, other_optimizer)):
-        step(each, its, 2)
+        full_step(each, its, 2)
     want = model.state_dict()
     assert all(torch.equal(want[name], value) for name, value in other.state_dict().items())
 

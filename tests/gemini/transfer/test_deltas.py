@@ -22,6 +22,7 @@ from nvme import TransferError
 from optim import HybridAdam, NvmeConfig
 from tests.support.disks.faults import failing
 from tests.support.spilled import SMALL
+from tests.support.towers import weights_of
 
 BUCKET = 3000  # bytes
 STEPS = 20
@@ -77,12 +78,6 @@ class Receiver:
         found, wanted = (digest_of(dict(sorted(d.items()))) for d in (self.have, want))
         assert found == wanted
         return found
-
-
-def weights_of(model):
-    """Weights as modules see them."""
-    with model.summon_full_params(writeback=False):
-        return {name: param.detach().clone() for name, param in model.module.named_parameters()}
 
 
 def check_deltas(found, before, after):

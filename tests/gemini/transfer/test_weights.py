@@ -14,6 +14,7 @@ from gemini.transfer.buckets import ranges_of
 from gemini.units import PAGE_BYTES, align_up
 from optim import HybridAdam, NvmeConfig
 from tests.support.spilled import BLOCKS, SMALL
+from tests.support.towers import weights_of
 
 SMALL_BUCKET = 3000  # bytes
 HOMES = {
@@ -53,12 +54,6 @@ def received(model, **asked):
     return found, most
 
 
-def computed_with(model):
-    """Weights as modules see them."""
-    with model.summon_full_params(writeback=False):
-        return {name: param.detach().clone() for name, param in model.module.named_parameters()}
-
-
 def assert_same(found, wanted):
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -67,7 +62,7 @@ def assert_same(found, wanted):
 
 def sent(rank, home, folder, precision, world_size):
     model, optimizer = made(home, folder, precision)
-    largest = max(param.nbytes for param in computed_with(model).values())
+    largest = max(param.nbytes for param in weights_of(model).values())
     for parts in token_batches(3, world_size):
         token_loss(model, parts[rank]).backward()
         optimizer.step()
@@ -76,7 +71,7 @@ def sent(rank, home, folder, precision, world_size):
         assert bool(in_files) == (home == "files")
         found, most = received(model, bytes=SMALL_BUCKET)
         assert most <= max(SMALL_BUCKET, largest)
-        assert_same(found, computed_with(model))
+        assert_same(found, weights_of(model))
     whole, _ = received(model)
     assert_same(whole, found)
     optimizer.close()
@@ -96,19 +91,19 @@ def differences(rank, home, folder, update):
     model, optimizer = made(home, folder, "fp16", update=update)
     (ids,) = token_batches(1, 1)[0]
     *_, bucket = model.weights()
-    version, before = bucket.version, computed_with(model)
+    version, before = bucket.version, weights_of(model)
     assert received(model, since=version) == ({}, 0)
     token_loss(model, ids).backward()
     model.module.layers[0][0].weight.grad.fill_(float("inf"))
     optimizer.step()  # skipped
     optimizer.zero_grad()
     found, _ = received(model, since=version)
-    assert_same(computed_with(model), before)
+    assert_same(weights_of(model), before)
     assert all(torch.equal(before[name], value) for name, value in found.items())
     token_loss(model, ids).backward()
     optimizer.step()
     optimizer.zero_grad()
-    after = computed_with(model)
+    after = weights_of(model)
     found, _ = received(model, since=version)
     assert_same(before | found, after)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
@@ -141,7 +136,7 @@ def blocks_read(rank, folder):
     assert max(chunk.spec.shard_numel for chunk in chunks) > 4 * block_numel
     in_memory = block_numel * chunks[0].dtype.itemsize
     in_file = align_up(in_memory, PAGE_BYTES)
-    largest = max(param.nbytes for param in computed_with(model).values())
+    largest = max(param.nbytes for param in weights_of(model).values())
     found, before = [], engine.storage.traffic().nvme_read
     for _ in model.weights(bytes=SMALL_BUCKET):
         read = engine.storage.traffic().nvme_read - before
@@ -195,7 +190,7 @@ def test_what_is_rewound_is_another_version(tmp_path):
     have, _ = received(model)
     model.rewind(1)
     found, _ = received(model, since=bucket.version)
-    assert_same(have | found, computed_with(model))
+    assert_same(have | found, weights_of(model))
     assert not torch.equal(have["embed.weight"], found["embed.weight"])
     optimizer.close()
 

@@ -23,6 +23,7 @@ from gemini.transfer.outgoing import digest_of
 from optim import HybridAdam
 from tests.support.disks.faults import failing
 from tests.support.spilled import SMALL
+from tests.support.towers import weights_of
 
 BUCKET = 3000
 
@@ -36,11 +37,6 @@ def stepped(model, optimizer, ids):
     token_loss(model, ids).backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def weights_of(model):
-    with model.summon_full_params(writeback=False):
-        return {name: param.detach().clone() for name, param in model.module.named_parameters()}
 
 
 def sorted_digest(weights):

@@ -40,13 +40,6 @@ def compiled():
     return CompiledUpdate(AdamRule(), [(BF16, BF16, True), (BF16, torch.float32, True)])
 
 
-@pytest.fixture(scope="module")
-def workers():
-    workers = CpuWorkers(2)
-    yield workers
-    workers.close()
-
-
 def make_piece(numel, grad_dtype=BF16, first=0):
     """Tensors that begin `first` elements into their memory."""
     generator = torch.Generator().manual_seed(numel)

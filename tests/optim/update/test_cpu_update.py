@@ -15,13 +15,6 @@ from optim.update.cpu_update import TILE_NUMEL, CpuWorkers, StepInputs, grad_sum
 SIZES = [1, 3, 17, 1023, 1025, TILE_NUMEL - 1, TILE_NUMEL + 1, 1_000_007]
 
 
-@pytest.fixture(scope="module")
-def workers():
-    workers = CpuWorkers(2)
-    yield workers
-    workers.close()
-
-
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 2.5, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sums_of_powers_are_those_of_fp64(workers, dtype, norm_type):

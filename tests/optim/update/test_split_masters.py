@@ -11,7 +11,7 @@ from optim.state.pieces import Piece
 from optim.update import cpu_update, kernel_specs
 from optim.update.built_kernels import compiler
 from optim.update.compiled_update import CompiledUpdate
-from optim.update.cpu_update import CpuWorkers, StepInputs
+from optim.update.cpu_update import StepInputs
 from optim.update.triton_update import TritonUpdater
 
 BF16 = torch.bfloat16
@@ -125,13 +125,6 @@ def assert_same(whole, halved):
     assert torch.equal(join(halved.param, halved.master, keeper), whole.master)
     shown_planes = [halved.planes[0], keeper.abs(), *halved.planes[2:]]
     assert all(torch.equal(a, b) for a, b in zip(whole.planes, shown_planes, strict=True))
-
-
-@pytest.fixture(scope="module")
-def workers():
-    workers = CpuWorkers(2)
-    yield workers
-    workers.close()
 
 
 RULES = pytest.mark.parametrize(

@@ -6,21 +6,33 @@ iteration does, as a value.
 
 from __future__ import annotations
 
+import copy
 import functools
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
+import gemini
 from bench.shared.models import seeded, token_loss
 from gemini import AutoPlacement
-from tests.support.loops.budgets import MIXED, in_files, within
+from gemini.runtime.step.early import Committing, EarlySpans
+from optim import NvmeConfig
+from optim.step.triton_step import TritonStep
+from tests.support.apart import Apart
+from tests.support.loops.budgets import MIXED, SHARED, in_files, within
 from tests.support.loops.tails import (
     Schedule,
     batches,
@@ -28,14 +40,59 @@ from tests.support.loops.tails import (
     everything,
     has_tail,
     on_host,
+    one_step,
     rank,
     run,
 )
 
 ENOUGH, RISING = "2MiB", "400KiB"  # with the second, parameters rise from files when traced
 
+
+class Little(nn.Module):
+    """`Tower` with a quarter of its elements, for kernels in the interpreter."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        with seeded():
+            self.embed = nn.Embedding(97, 9)
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.LayerNorm(9), nn.Linear(9, 37), nn.GELU(), nn.Linear(37, 9))
+                for _ in range(depth)
+            )
+            self.head = nn.Linear(9, 97, bias=False)
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def by_kernels(**placed: Any) -> dict[str, Any]:
+    """`on_host` beside a device whose kernels update: a small module in chunks of one block."""
+    small = {"min_chunk_size_m": 900 / 2**20, "nvme": NvmeConfig(block_numel=1024)}
+    return {"module": Little, **small, **on_host("stream", **placed)}
+
+
+# Beside a device: what is there too, and what is on disk
+PLACED: dict[str, dict[str, Any]] = {
+    "": {},
+    ", parameters": {"params": 1.0},
+    ", some parameters": {"params": 0.5},
+    ", gradients": {"grads": True},
+    ", all": {"params": 1.0, "grads": True},
+    ", partly": {"state": 0.6},
+    " and disk": {"state": 0.8, "disk": 0.4},
+    ", disk": {"disk": 1.0},
+    ", disk, all": {"disk": 1.0, "params": 1.0, "grads": True},
+}
+ON_HOST: Homes = {f"host{where}": partial(on_host, "cpu", **how) for where, how in PLACED.items()}
+KERNELS: Homes = {f"kernels{where}": partial(by_kernels, **how) for where, how in PLACED.items()}
+Homes = dict[str, Callable[[], dict[str, Any]]]
 # Where model data is: by name, the options of `tests.support.loops.tails.wrapped`
-HOMES: dict[str, Callable[[], dict[str, Any]]] = {
+MEMORY: Homes = {
     "resident": lambda: {"fraction": 0.0},
     "disk": dict,
     "partly on disk": lambda: {"fraction": 0.4},
@@ -43,28 +100,70 @@ HOMES: dict[str, Callable[[], dict[str, Any]]] = {
     "rising": lambda: {"placement_policy": AutoPlacement(RISING)},
     "files": within,
     "some files": lambda: within(MIXED),
-    "host": lambda: on_host("cpu"),
-    "host, parameters": lambda: on_host("cpu", params=1.0),
-    "host, some parameters": lambda: on_host("cpu", params=0.5),
-    "host, gradients": lambda: on_host("cpu", grads=True),
-    "partly host": lambda: on_host("cpu", state=0.6),
-    "host and disk": lambda: on_host("cpu", state=0.8, disk=0.4),
+    **ON_HOST,
 }
-ON_HOST = frozenset(home for home in HOMES if "host" in home)
-BEHIND = frozenset(HOMES) - {"resident"}  # where a tail goes on behind the next forward
+HOMES: Homes = {
+    **MEMORY,
+    **KERNELS,
+    "kernels, resident": lambda: by_kernels(state=0.0),
+    # of several ranks
+    "shared files": lambda: within(SHARED),
+    "budget": lambda: {"placement_policy": AutoPlacement("4MiB")},
+    "untimed": lambda: {"placement_policy": "zero3"},  # passes that no plan has seen
+    "replicas": lambda: {
+        "mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    },
+}
+BEHIND = frozenset(HOMES) - {
+    "resident",
+    "kernels, resident",
+}  # where a tail goes on behind the next forward
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a schedule comes to. tails: of its steps, which had one."""
+    """What a schedule comes to. tails: of its steps, which had one; early: see `counting`."""
 
     values: dict[str, Any]
     tails: list[bool]
     skipped_steps: int
     in_files: tuple[int, int]
+    early: Counter[str]
 
 
-def outcome(schedule: Schedule, update: str, home: str = "disk", **options: Any) -> Outcome:
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Spans that backward begins to update, that a step commits, and steps that are as backward
+    expected them, or otherwise."""
+    counts: Counter[str] = Counter()
+    update, decided, commit = EarlySpans.update, TritonStep.decided_as, Committing.update_block
+
+    def updated(self: Any, block: Any, gradient: Any, changes: Any) -> None:
+        before = self._early.get(block.id)
+        update(self, block, gradient, changes)
+        counts["begun"] += self._early.get(block.id) is not before
+
+    def decided_as(self: Any, expected: Any) -> Any:
+        found = decided(self, expected)
+        counts["as expected" if found else "otherwise"] += 1
+        return found
+
+    def update_block(self: Any, block: Any, planes: Any, views: Any) -> Any:
+        counts["committed"] += block.id in self._early
+        return commit(self, block, planes, views)
+
+    with (
+        mock.patch.object(EarlySpans, "update", updated),
+        mock.patch.object(TritonStep, "decided_as", decided_as),
+        mock.patch.object(Committing, "update_block", update_block),
+    ):
+        yield counts
+
+
+def outcome(
+    schedule: Schedule, update: str, home: str = "disk", *, apart: bool = False, **options: Any
+) -> Outcome:
+    """apart: no operator may be given memory of the device and of the host."""
     tails: list[bool] = []
     placed = {**HOMES[home](), **options}
 
@@ -73,11 +172,22 @@ def outcome(schedule: Schedule, update: str, home: str = "disk", **options: Any)
             tails.append(has_tail(optimizer))
             yield
 
-    with run(told, update, **placed) as (model, optimizer, _):
+    with (
+        Apart(placed["device"]) if apart else nullcontext(),
+        counting() as early,
+        run(told, update, **placed) as (model, optimizer, _),
+    ):
         values = everything(model, optimizer)
         if "device" in placed:
             placed["device"].check()
-        return Outcome(values, tails, optimizer.skipped_steps, in_files(model))
+        return Outcome(values, tails, optimizer.skipped_steps, in_files(model), early)
+
+
+def reference(home: str) -> str:
+    """Where serial steps have the bits that those of a home should have."""
+    if home == "replicas":  # its shards are others
+        return home
+    return "kernels, resident" if home in KERNELS else "resident"
 
 
 def serial(schedule: Schedule, home: str = "disk", **options: Any) -> Outcome:
@@ -97,11 +207,15 @@ def same(
     home: str = "disk",
     *,
     serially: Schedule | None = None,
+    apart: bool = False,
     **options: Any,
 ) -> Outcome:
-    """The bits are those of serial steps. serially: the schedule of these, where it is another."""
-    want = serial(serially or schedule, home, **options)
-    got = outcome(schedule, update, home, **options)
+    """The bits are those of serial steps whose model data never leaves the device.
+
+    serially: the schedule of these, where it is another.
+    """
+    want = serial(serially or schedule, reference(home), **options)
+    got = outcome(schedule, update, home, apart=apart, **options)
     assert differences(got.values, want.values) == []
     return got
 
@@ -120,6 +234,19 @@ class Sometimes(nn.Module):
         x = self.last(self.first(x))
         out: Tensor = self.norm(x) if call % 3 else x
         return out
+
+
+class Narrow(Sometimes):
+    """`Sometimes` for kernels in the interpreter."""
+
+    def __init__(self) -> None:
+        super().__init__(65)
+
+
+@functools.cache
+def short(schedule: Schedule, count: int = 2) -> Schedule:
+    """Its first steps."""
+    return lambda model, optimizer: islice(schedule(model, optimizer), count)
 
 
 # -- what a user may do between backward and step --
@@ -157,6 +284,17 @@ def _assigns(model: Any, optimizer: Any) -> None:
     weight.grad = torch.linspace(-1, 1, weight.numel()).view(weight.shape)
 
 
+def _reads_gradients(model: Any, optimizer: Any) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.clone()
+
+
+def _saves(model: Any, optimizer: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        gemini.save_checkpoint(f"{folder}/saved", model, optimizer)
+
+
 BETWEEN = {
     "scales one": lambda m, o: _weight(m).grad.mul_(0.5),
     "scales all": _scales_all,
@@ -170,8 +308,10 @@ BETWEEN = {
     "writes a weight": _writes,
     "evaluates": _evaluates,
     "reads weights": lambda m, o: [param.detach().sum() for param in m.parameters()],
+    "reads gradients": _reads_gradients,
     "reads masters": lambda m, o: m.state_dict(),
     "reads state": lambda m, o: o.state_dict(),
+    "saves": _saves,
 }
 
 
@@ -203,6 +343,30 @@ def second_backwards(model: Any, optimizer: Any) -> Iterator[None]:
         yield
 
 
+def loads(model: Any, optimizer: Any) -> Iterator[None]:
+    """State of an earlier step, between a backward and its step."""
+    data = batches(5)
+    for batch in data[:3]:
+        one_step(model, optimizer, batch)
+        yield
+    saved = copy.deepcopy(optimizer.state_dict())
+    one_step(model, optimizer, data[3])
+    token_loss(model, data[4]).backward()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    optimizer.zero_grad()
+    yield
+
+
+def ends_in_backward(model: Any, optimizer: Any) -> Iterator[None]:
+    """No step follows the last one."""
+    data = batches(4)
+    for batch in data[:3]:
+        one_step(model, optimizer, batch)
+        yield
+    token_loss(model, data[3]).backward()
+
+
 # -- drawn programs --
 
 
@@ -225,7 +389,7 @@ class Iteration:
 
 iterations = st.builds(
     Iteration,
-    backwards=st.sampled_from([1, 1, 1, 2]),
+    backwards=st.sampled_from([1, 1, 1, 2, 3]),
     synced=st.booleans(),
     between=st.sampled_from([None, None, None, *BETWEEN]),
     skipped=st.sampled_from([False, False, False, True]),
@@ -236,9 +400,9 @@ iterations = st.builds(
 
 def program(iterations: Sequence[Iteration]) -> Schedule:
     """They, one after the other."""
-    data = batches(sum(iteration.backwards for iteration in iterations))
 
     def schedule(model: Any, optimizer: Any) -> Iterator[None]:
+        data = batches(sum(iteration.backwards for iteration in iterations))
         coming = iter(data)
         for iteration in iterations:
             if iteration.broken == "forward":
