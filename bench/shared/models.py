@@ -28,15 +28,17 @@ def seeded(seed: int = 0) -> Iterator[None]:
 class Tower(nn.Module):
     """Linear layers, a norm, a tied head: several chunks when chunks are small."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, depth: int = 4, width: int = 33, wide: int = 77) -> None:
         super().__init__()
         with seeded(seed):
-            self.embed = nn.Embedding(97, 33)
+            self.embed = nn.Embedding(97, width)
             self.layers = nn.ModuleList(
-                nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 77), nn.GELU(), nn.Linear(77, 33))
-                for _ in range(4)
+                nn.Sequential(
+                    nn.LayerNorm(width), nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width)
+                )
+                for _ in range(depth)
             )
-            self.head = nn.Linear(33, 97, bias=False)
+            self.head = nn.Linear(width, 97, bias=False)
             self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 import gemini
-from bench.shared.models import seeded, token_loss
+from bench.shared.models import Tower, seeded, token_loss
 from gemini import AutoPlacement
 from gemini.runtime.step.early import Committing, EarlySpans
 from optim import NvmeConfig
@@ -48,26 +48,11 @@ from tests.support.loops.tails import (
 ENOUGH, RISING = "2MiB", "400KiB"  # with the second, parameters rise from files when traced
 
 
-class Little(nn.Module):
+class Little(Tower):
     """`Tower` with a quarter of its elements, for kernels in the interpreter."""
 
     def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        with seeded():
-            self.embed = nn.Embedding(97, 9)
-            self.layers = nn.ModuleList(
-                nn.Sequential(nn.LayerNorm(9), nn.Linear(9, 37), nn.GELU(), nn.Linear(37, 9))
-                for _ in range(depth)
-            )
-            self.head = nn.Linear(9, 97, bias=False)
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = x + layer(x)
-        logits: Tensor = self.head(x)
-        return logits
+        super().__init__(depth=depth, width=9, wide=37)
 
 
 def by_kernels(**placed: Any) -> dict[str, Any]:
