@@ -14,8 +14,6 @@ from tests.support.cards import CARDS, HOMES, planned, prices
 KEPT = json.loads(Path("bench/results/cuda-prices.json").read_text(encoding="utf-8"))["cases"]
 MOST = 0.05  # of a replay
 TOLD = 0.005  # of it, by which errors of two prices differ where these are nearly alike
-# docs/log.md: what weights of early updates cost where both links bring them back
-MOST_OF = {"all on the host, speculate": 0.08}
 CASES = [(name, card) for name in KEPT for card in KEPT[name]]
 
 
@@ -32,8 +30,7 @@ def test_a_price_is_what_its_calls_take(home):
         priced = prices(result, CARDS[card])
         for update in priced:
             row = KEPT[f"{home}, {update}"]
-            most = MOST_OF.get(f"{home}, {update}", MOST)
-            assert priced[update] == pytest.approx(row[card]["replay"], rel=most), (card, update)
+            assert priced[update] == pytest.approx(row[card]["replay"], rel=MOST), (card, update)
             assert priced[update] == pytest.approx(row[card]["price"], rel=0.01), (card, update)
 
 
