@@ -218,7 +218,7 @@ def test_wrapping_takes_a_chunk_and_its_values_beside_what_was_wrapped(config):
     own = asked.process(result)
     most = there + last.payload_bytes + 4 * numel + blocks
     assert most > peak and own.products + own.scratch + own.set_up == most - peak
-    in_16_bits = replace(asked, in_fp32=frozenset())
+    in_16_bits = replace(asked, itemsizes=[2] * len(asked.itemsizes))
     assert in_16_bits.process(in_16_bits.planned()).set_up < 4 << 20
 
 
