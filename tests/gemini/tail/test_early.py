@@ -186,7 +186,7 @@ def test_where_nothing_can_be_early_a_step_is_serial_and_says_why(kind, policy, 
     model(batch(0)).float().pow(2).mean().backward()
     optimizer.step()
     assert model.engine.overlap.in_use() == "serial"
-    assert words in when_updated(model.engine)
+    assert words in when_updated(model.engine.overlap)
     optimizer.close()
 
 

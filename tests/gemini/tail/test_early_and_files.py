@@ -170,5 +170,5 @@ def test_explain_says_which_part_no_rule_is_against():
     with training(BOTH, disk=1.0) as (model, optimizer):
         one_step(model, optimizer, batches(1)[0])
         assert model.engine.overlap.in_use() == TAIL
-        said = when_updated(model.engine)
+        said = when_updated(model.engine.overlap)
     assert said == 'behind the next forward; no update="both", as no state is in host memory'
