@@ -25,7 +25,7 @@ class Attempt:
         module: nn.Module,
         inputs: Any,
     ) -> None:
-        self._world_size, self._sampler = sharding.comm.world_size, sampler
+        self._comm, self._sampler = sharding.comm, sampler
         self._homes = homes
         self._buffers = Versions(module.buffers())
         self._inputs = Versions(tensors_in(inputs))
@@ -53,7 +53,7 @@ class Attempt:
         What Python of the module did besides, in counters or logs, nobody can see: it happens
         twice.
         """
-        if self._world_size > 1:
+        if self._comm.world_size > 1:
             return "other ranks are in the same one, and may have memory for it"
         if self._graph_was_open:
             return "an earlier one waits for its backward"
