@@ -27,6 +27,7 @@ from gemini.layouts.machines import cluster_here, cluster_named
 from gemini.layouts.models import shape_of
 from gemini.layouts.search import search
 from gemini.placement.policy import StaticPlacement
+from gemini.placement.sizes import Bandwidths
 from gemini.units import GIB
 from optim import HybridAdam
 from tests.integrations.cases.hybrid_runs import Run, check_trained, made
@@ -34,7 +35,8 @@ from tests.integrations.cases.hybrid_runs import Run, check_trained, made
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.ci
 LINK = Link(1e-5, 1e10)
-CLUSTER = Cluster(4, 8, 8 * GIB, 8 * GIB, 1e12, 5e11, 1e11, 1e10, 1e10, LINK, LINK, 1e10, 1e10)
+SPEEDS = Bandwidths(flops=1e12, device_memory=1e10, host_to_device=1e10, device_to_host=1e10)
+CLUSTER = Cluster(4, 8, 8 * GIB, 8 * GIB, SPEEDS, 5e11, 1e11, 1e10, LINK, LINK)
 LAYERS = 4  # of the kind that is shared
 OF_RUN = ("tp_size", "pp_size", "sp_size")
 
@@ -270,7 +272,7 @@ def measured(rank):
 def test_ranks_agree_on_what_they_measured():
     one, two = run_ranks(measured, 2)
     assert one == two and one.ranks == 2
-    assert one.flops > 0 and one.inside.bytes_per_s > 0 and one.scatter == 2
+    assert one.speeds.flops > 0 and one.inside.bytes_per_s > 0 and one.scatter == 2
 
 
 def test_the_best_of_equal_layouts_has_the_fewest_dimensions():
