@@ -33,8 +33,15 @@ class Watched(SimBackend):
         self.copies = []
 
     def copy(self, dst, src, behind=()):
-        self.copies.append((dst.data_ptr(), src.data_ptr(), src.nbytes))
+        self._note([(dst, src)])
         return super().copy(dst, src, behind)
+
+    def copy_all(self, pairs, after=()):
+        self._note(pairs)
+        return super().copy_all(pairs, after)
+
+    def _note(self, pairs):
+        self.copies += [(dst.data_ptr(), src.data_ptr(), src.nbytes) for dst, src in pairs]
 
 
 def made(placement, precision="bf16"):
