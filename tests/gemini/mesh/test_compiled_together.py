@@ -13,7 +13,7 @@ from optim import HybridAdam
 MINE, LARGEST = 3 * 64, 5 * 64
 
 
-def elements_decided_by(monkeypatch, *, links=("world",), stage=None):
+def elements_decided_by(monkeypatch, *, links=("world",), is_stage=False):
     """Of the model that this rank compiles for, where another rank has LARGEST."""
     found, asked = [], []
 
@@ -28,21 +28,23 @@ def elements_decided_by(monkeypatch, *, links=("world",), stage=None):
     monkeypatch.setattr("optim.step.executors.CpuStep", lambda *_: None)
     param = torch.nn.Parameter(torch.zeros(1))
     rule = HybridAdam([param]).rule_for([])
-    parts = SimpleNamespace(
+    sharding = SimpleNamespace(
         layout=ChunkLayout.build([ParamSpec("weight", (MINE,), "bfloat16")], 1024),
         precision_settings=SimpleNamespace(master_weights=True, rounding_seed=0),
-        planning=SimpleNamespace(plan=SimpleNamespace(off_device=UpdatePath.STREAM)),
         backend=SimpleNamespace(updates_by_triton=False),
         comm=SimpleNamespace(gather_objects=gathered),
         links=dict.fromkeys(links),
-        stage=stage,
-        control_vector=None,
     )
-    executors.make_shard_executor(parts, rule, rule.layout, [0], [], "auto")
+    plan = SimpleNamespace(off_device=UpdatePath.STREAM)
+    executors.make_shard_executor(
+        sharding, plan, None, rule, rule.layout, [0], [], "auto", is_stage=is_stage
+    )
     return found, asked
 
 
-@pytest.mark.parametrize("how", [{"links": ("world", "tp")}, {"links": ("tp",)}, {"stage": 0}])
+@pytest.mark.parametrize(
+    "how", [{"links": ("world", "tp")}, {"links": ("tp",)}, {"is_stage": True}]
+)
 def test_ranks_with_other_parts_go_by_the_largest(how, monkeypatch):
     """Else one rank would build, and vote on it, and another would not hear of the vote."""
     assert elements_decided_by(monkeypatch, **how) == ([LARGEST], [MINE])
