@@ -114,7 +114,7 @@ def bounds(
             reduction |= link_seconds(Tier.DEVICE, grad, chunk.shard_bytes, links, has_host_tier)
         _add(in_pass, reduction)
         most += sum(reduction.values())
-        if has_host_tier and problem.off_device is UpdatePath.STREAM:
+        if problem.streams:
             _add(in_step, {"update": chunk.shard_bytes / links.device_memory})  # for their norm
         for home, block in _parts(chunk, states):
             path = UpdatePath.RESIDENT if home is Tier.DEVICE else problem.off_device

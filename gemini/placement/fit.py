@@ -9,7 +9,7 @@ from gemini.chunk.layout import ChunkLayout, ChunkSpec
 from gemini.memtracer.forecast import without_saved
 from gemini.optim.rules.state_layout import ALL_COLUMNS, WEIGHT_DTYPE, Columns, StateLayout
 from gemini.placement.homes.budgets import given_budgets
-from gemini.placement.plan import Plan, UpdatePath
+from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, PlanResult, make_plan, plan_within
 from gemini.placement.policy import AutoPlacement, Placement, has_budgets, spills
 from gemini.placement.problem import DEVICE_BUFFERS
@@ -56,9 +56,8 @@ def usual_block_numel(inputs: PlanInputs) -> int:
     staging: 2^20 elements of Adam with a master take 0.25 ms over PCIe each way, and the host up to
     0.2 ms to begin them, so it would be the host that sets the pace.
     """
-    streams = inputs.has_host_tier and inputs.off_device is UpdatePath.STREAM
     staging = DEVICE_BUFFERS * STREAMED_BLOCK_NUMEL * inputs.state.per_element
-    if streams and _STAGING_SHARE * staging <= inputs.budgets.device:
+    if inputs.streams and _STAGING_SHARE * staging <= inputs.budgets.device:
         return STREAMED_BLOCK_NUMEL
     return BLOCK_NUMEL
 
@@ -119,7 +118,7 @@ def first_inputs(
     updated after their step. canonical: gradients have fp32 sums."""
     num_ahead = buffers_ahead(
         update, has_masters=inputs.state.has_master, has_budgets=has_budgets(policy),
-        streams=inputs.has_host_tier and inputs.off_device is UpdatePath.STREAM,
+        streams=inputs.streams,
     )  # fmt: skip
     inputs = replace(inputs, num_ahead=num_ahead, brings_params=is_early(update))
     if canonical:

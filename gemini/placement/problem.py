@@ -156,6 +156,11 @@ class PlanInputs:
             trace = with_seconds(trace, self.compute_seconds())
         return replace(self, trace=recomputing(trace, number))
 
+    @property
+    def streams(self) -> bool:
+        """Whether a device updates blocks that live elsewhere, and so travel to it and back."""
+        return self.has_host_tier and self.off_device is UpdatePath.STREAM
+
     def original_bytes(self, tier: Tier) -> int:
         """Bytes of fp32 originals that stay on `tier`."""
         if tier is not self.originals_on:

@@ -16,7 +16,7 @@ from gemini.placement.timetable.updates import (
     best_update,
 )
 
-from .plan import Plan, UpdatePath
+from .plan import Plan
 from .predict import Profile
 from .problem import PlanInputs
 
@@ -41,8 +41,8 @@ class PlanResult:
         """Facts with what a plan knows of updates: a device's kernels, where no host updates, of
         every element alike."""
         inputs = self.inputs
-        by_kernels = inputs.has_host_tier and self.plan.off_device is UpdatePath.STREAM
-        return replace(self.facts, by_kernels=by_kernels, has_masters=inputs.state.has_master)
+        has_masters = inputs.state.has_master
+        return replace(self.facts, by_kernels=inputs.streams, has_masters=has_masters)
 
     @property
     def against_early(self) -> str | None:

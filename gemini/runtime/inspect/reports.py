@@ -330,18 +330,8 @@ def say_start(
 
     config: of the optimizer. update_path: name of its executor. decays: of its groups.
     """
-    if log.level <= logging.INFO:
-        _say(_start_of(sharding, planning, overlap, config, update_path, decays).lines())
-
-
-def _start_of(
-    sharding: Sharding,
-    planning: Planning,
-    overlap: UpdateOverlap,
-    config: StateConfig,
-    update_path: str,
-    decays: tuple[float, ...],
-) -> Start:
+    if log.level > logging.INFO:
+        return
     settings = sharding.precision_settings
     plan = planning.plan
     homes = [home for shard in plan.shards for home in shard.state_homes]
@@ -349,7 +339,7 @@ def _start_of(
     is_static = isinstance(planning.policy, StaticPlacement)
     moved = plan.bytes_moved().items()
     written = sum(nbytes for (_, target), nbytes in moved if target is Tier.NVME)
-    return Start(
+    start = Start(
         device=str(sharding.backend.device),
         peaks=planning.result.profile.peaks(),
         budgets=plan.budgets,
@@ -366,6 +356,7 @@ def _start_of(
         precision=settings.precision + (masters if settings.master_weights else ""),
         num_ranks=sharding.comm.world_size,
     )
+    _say(start.lines())
 
 
 def _folders_of(given: str | None, config: StateConfig) -> str:
