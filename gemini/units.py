@@ -32,6 +32,7 @@ BLOCK_NUMEL = 1 << 20  # unit of transfer, staging, update, checksum and version
 STREAMED_BLOCK_NUMEL = 1 << 22  # the same, where a device streams: see `gemini.placement.fit`
 BUFFERS_AHEAD = 2  # extra buffers of files, for updates behind a step
 WINDOW = 8  # blocks of files that leave a device before a host waits for them, all at once
+SERIAL_NUMEL = 1 << 15  # elements at most for which torch wakes no other threads of a CPU
 MIN_BLOCK_NUMEL = 1024  # blocks are multiples of it
 NUM_VERSIONS = 2  # of a block on disk: the one that counts, and the one that is written
 PAGE_BYTES = 4096  # alignment of direct I/O

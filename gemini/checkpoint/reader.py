@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemini.optim.state.memory import copy_alone
 from gemini.saved_names import renamed
 
 from .format.boxes import Box, Overlap, PartsOf, StreamedRuns, in_box, in_run
@@ -127,7 +128,7 @@ class Reader:
     def _copy(self, key: str, entry: SavedValue, overlap: Overlap, there: Tensor) -> None:
         item = self._items.tensor(key, entry, overlap.part)
         there = in_box(there, overlap.in_box, overlap.sizes)
-        there.copy_(in_box(item, overlap.in_part, overlap.sizes))
+        copy_alone(there, in_box(item, overlap.in_part, overlap.sizes))
 
 
 class _OurItems:

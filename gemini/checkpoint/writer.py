@@ -170,10 +170,13 @@ class Save:
         flat, paths = flattened(self.state)
         every: dict[str, StatePath] = {}  # paths of all ranks, on rank 0
 
+        index: dict[str, SavedValue] = {}  # of this rank; its parts have no place yet
+
         def mine() -> tuple[Index, dict[str, StatePath]]:
             if failure is not None:
                 raise failure
-            return described(flat), paths
+            index.update(described(flat))
+            return index, paths
 
         def shared(found: list[tuple[Index, dict[str, StatePath]]]) -> list[set[Item]]:
             for _, theirs in reversed(found):  # of two ranks the first counts
@@ -187,7 +190,7 @@ class Save:
         own = ranks.through_first(mine, shared, group)
         # Rank 0 commits only when all ranks have written and synced: one failure keeps all of them
         # from a checkpoint with a hole.
-        ranks.through_first(lambda: _written(file, stream, flat, own), commit, group)
+        ranks.through_first(lambda: _written(file, stream, flat, index, own), commit, group)
         self.done()
 
     def _commit(self, written: list[_Written], paths: dict[str, StatePath]) -> None:
@@ -303,12 +306,16 @@ def joined(every: Sequence[Index]) -> dict[str, SavedValue]:
 
 @torch.no_grad()
 def _written(
-    file: RankFile, stream: Callable[[RankFile], None], flat: Mapping[str, Any], own: set[Item]
+    file: RankFile,
+    stream: Callable[[RankFile], None],
+    flat: Mapping[str, Any],
+    entries: Index,
+    own: set[Item],
 ) -> _Written:
-    """Write this rank's items, `own`, and sync the file."""
+    """Write this rank's items, `own` of `entries`, and sync the file."""
     stream(file)
     index: dict[str, SavedValue] = {}
-    for key, entry in described(flat).items():
+    for key, entry in entries.items():
         value = flat[key]
         places = [part.offsets if entry.dtype is not None else None for part in entry.parts]
         mine = [place for place in places if (key, place) in own]

@@ -14,14 +14,17 @@ moves such a master by its last bit (`untied`), whether it is split or whole.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+from gemini.units import SERIAL_NUMEL
 
 from .state_layout import MASTER, REMAINDER, WEIGHT, StateLayout
 
 TIE_MASK, TIE = 0x1FFFF, 0x8000  # of a master's bits: an even upper half, and half a step
 SIGN = -(1 << 31)  # of fp32, as int32
-_TILE_NUMEL = 1 << 16  # what is joined or split at once stays in cache
 
 Planes = dict[str, Tensor]
 
@@ -60,9 +63,8 @@ def join_masters(
     """
     keeper = planes[layout.tie_keeper]
     master, plain = torch.empty_like(keeper), keeper if in_place else torch.empty_like(keeper)
-    weight = torch.empty_like(keeper, dtype=weight.dtype).copy_(weight)  # may be elsewhere
-    columns = (weight, planes[REMAINDER], keeper, master, plain)
-    for part, low, kept, whole, bare in zip(*(c.split(_TILE_NUMEL) for c in columns), strict=True):
+    weight = weight.to(keeper.device)
+    for part, low, kept, whole, bare in _tiles(weight, planes[REMAINDER], keeper, master, plain):
         whole.copy_(join(part, low, kept))
         torch.abs(kept, out=bare)
     others = {name: planes[name] for name in layout.names if name != REMAINDER}
@@ -79,9 +81,18 @@ def split_masters(planes: Planes, values: Planes, layout: StateLayout) -> None:
         if name not in (REMAINDER, layout.tie_keeper) and planes[name] is not values[name]:
             planes[name].copy_(values[name])
     keeper = planes[layout.tie_keeper]
-    columns = (values[MASTER], values[layout.tie_keeper], planes[REMAINDER], keeper)
-    for master, bare, low, kept in zip(*(c.split(_TILE_NUMEL) for c in columns), strict=True):
-        low.copy_(remainder_of(master))
+    remainder = planes[REMAINDER]
+    new_weight = planes.get(WEIGHT, remainder)  # where there is none, nobody writes to it
+    columns = (values[MASTER], values[layout.tie_keeper], remainder, keeper, new_weight)
+    for master, bare, low, kept, weight in _tiles(*columns):
+        low.copy_(master.view(torch.int32))
         torch.abs(bare, out=kept).view(torch.int32).bitwise_or_(tie_sign(master))
-    if WEIGHT in planes:
-        planes[WEIGHT].copy_(values[MASTER])
+        if WEIGHT in planes:
+            weight.copy_(master)
+
+
+def _tiles(*columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of tiles of columns [n] side by side: on a CPU so few elements that they stay in cache
+    and no team of threads spins on the cores of those that feed a disk."""
+    numel = SERIAL_NUMEL if columns[0].device.type == "cpu" else max(1, columns[0].numel())
+    return zip(*(column.split(numel) for column in columns), strict=True)

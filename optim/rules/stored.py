@@ -42,14 +42,14 @@ def shown(
     return {**found, **dict(zip(names, layout.codec.decoded(columns, layout), strict=True))}
 
 
-def zeros(planes: Planes, layout: StateLayout, numel: int) -> Planes:
-    """Shown planes of a block of `numel` elements whose stored planes are all zero: views where
-    the two are the same. layout: as of `shown`."""
+def unset(planes: Planes, layout: StateLayout, numel: int) -> Planes:
+    """Shown planes of a block of `numel` elements, for values that come: views of the stored ones
+    where the two are the same, else memory of their own. layout: as of `shown`."""
     same = [MASTER] if layout.is_quantised else layout.names
     return {
         plane.name: planes[plane.name]
         if plane.name in planes and plane.name in same
-        else torch.zeros(numel, dtype=DTYPES[plane.dtype])
+        else torch.empty(numel, dtype=DTYPES[plane.dtype])
         for plane in layout.planes
     }
 

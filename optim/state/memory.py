@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gemini.pages import advise_huge_pages, zeros
 from gemini.tickets import Copied, CopyTicket
+from gemini.units import SERIAL_NUMEL
 
 if TYPE_CHECKING:
     from .pinning import Pin
@@ -30,19 +31,20 @@ def copy_alone(dst: Tensor, values: Tensor) -> None:
     While threads feed a disk: a team of torch's would go on spinning on their cores for
     milliseconds (docs/log.md). It holds no lock of Python's.
     """
-    same = dst.dtype == values.dtype and dst.shape == values.shape
-    if not (same and _is_plain(dst) and _is_plain(values)):
+    is_plain = dst.shape == values.shape
+    for tensor in (dst, values):
+        special = tensor.is_conj() or tensor.is_neg() or tensor.requires_grad
+        is_plain &= tensor.device.type == "cpu" and tensor.is_contiguous() and not special
+    if not is_plain:
         dst.copy_(values)
-        return
-    # not by numpy: a storage that it has seen can never be resized
-    _memcpy(dst.data_ptr(), values.data_ptr(), values.nbytes)
-    torch.autograd.graph.increment_version(dst)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether its values are its bytes, in order, in the host's memory."""
-    special = tensor.is_conj() or tensor.is_neg() or tensor.requires_grad
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not special
+    elif dst.dtype != values.dtype:
+        tiles = dst.view(-1).split(SERIAL_NUMEL), values.view(-1).split(SERIAL_NUMEL)
+        for tile, source in zip(*tiles, strict=True):
+            tile.copy_(source)
+    else:
+        # not by numpy: a storage that it has seen can never be resized
+        _memcpy(dst.data_ptr(), values.data_ptr(), values.nbytes)
+        torch.autograd.graph.increment_version(dst)
 
 
 Mover = Callable[[Tensor, Tensor], None]  # fills the first with the second

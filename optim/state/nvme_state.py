@@ -39,7 +39,7 @@ from gemini.ranges import named
 from gemini.units import BlockId, format_bytes
 
 from .deferred_signals import DeferredSignals
-from .disk.records import Filed, Records, open_store
+from .disk.records import Before, Filed, Records, open_store
 from .flow import Flow, Span, num_buffers
 from .pieces import BlockViews, Planes
 from .space import Block, StateSpace
@@ -162,22 +162,21 @@ class NvmeState:
 
     def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
         """Write every block's first version. `fill` gets zeroed planes."""
-        self._write_all(self.blocks, fill, 0, is_new=True)
+        self._write_all(self.blocks, fill, 0, "zero")
 
     def _write_all(
         self,
         blocks: Sequence[Block],
         fill: Callable[[Block, Planes], None],
         step: int,
-        *,
-        is_new: bool,
+        before: Before,
     ) -> None:
         """Write the next version of blocks, and commit it as that of `step`."""
         with self._lent() as writes:
             try:
                 for block in blocks:
                     with DeferredSignals():  # Ctrl-C comes between two blocks
-                        self._rewrite(block, fill, writes, is_new=is_new)
+                        self._rewrite(block, fill, writes, before)
                 with DeferredSignals():
                     self._count(step, writes)
             except BaseException:
@@ -455,29 +454,27 @@ class NvmeState:
         *,
         whole: bool = False,
     ) -> None:
-        """Overwrite blocks; `fill` gets the committed planes and changes them, or zeros where it
-        sets the `whole` of them.
+        """Overwrite blocks; `fill` gets the committed planes and changes them. whole: it sets every
+        element, and gets any.
 
         On an error every block keeps what it had.
         """
         self.check_step()
-        self._write_all(blocks, fill, step, is_new=whole)
+        self._write_all(blocks, fill, step, "unset" if whole else "read")
 
     def _rewrite(
         self,
         block: Block,
         fill: Callable[[Block, Planes], None],
         writes: WriteBehind,
-        *,
-        is_new: bool,
+        before: Before,
     ) -> None:
-        """Write the next version of a block. is_new: no use is made of the last one, and `fill`
-        gets zeros."""
+        """Write the next version of a block. before: what `fill` gets."""
         buffer, record = writes.take(), self._records[block]
         try:
-            if not is_new:
+            if before == "read":
                 record.read_all(buffer).wait()
-            record.change(buffer, fill, is_new=is_new)
+            record.change(buffer, fill, before)
             ticket = record.put(buffer, record.committed)
         except BaseException:
             self._pool.give(buffer)
@@ -508,7 +505,7 @@ class NvmeState:
         self.store.remember(self._records.in_file(blocks))
         try:
             self._set_blocks([*before, *blocks])
-            self._write_all(blocks, fill, self.store.committed_step, is_new=True)
+            self._write_all(blocks, fill, self.store.committed_step, "zero")
         except BaseException:
             with DeferredSignals():
                 self.forget(blocks)

@@ -17,6 +17,7 @@ from torch import Tensor
 from gemini.dtypes import DTYPES
 from gemini.optim.rules.state_layout import Plane
 
+from .memory import copy_alone
 from .pieces import Planes
 from .space import Block, BlockSegment
 from .tiered_state import TieredState
@@ -107,10 +108,14 @@ class StateStream:
         """
 
         def fill(block: Block, planes: Planes) -> None:
-            for run in self._runs_of(block, planes):
+            runs = self._runs_of(block, planes)
+            if whole and sum([run.values.numel() for run in runs]) < block.numel * len(planes):
+                for plane in planes.values():  # on disk, what no parameter has is zero
+                    plane.zero_()
+            for run in runs:
                 values = source(run)
                 if values is not None:
-                    run.values.copy_(values)
+                    copy_alone(run.values, values)
 
         if self._overwrite is None:
             self._state.overwrite(fill, whole=whole)

@@ -402,7 +402,7 @@ class TieredState:
     ) -> None:
         """Change the state of blocks (None: all) in place; on disk it is committed at once.
 
-        whole: `fill` sets every element, so blocks on disk are not read, and it is shown zeros.
+        whole: `fill` sets every element, so blocks on disk are not read, and it gets any values.
         """
         resident, on_disk = self._split(blocks)
         for block in resident:

@@ -179,6 +179,7 @@ class _MetadataReader(PickleMachine):
             there[key] = value
 
 
+@no_collection()
 def encoded(index: Index, paths: Paths) -> bytes:
     """Bytes of the `.metadata` of an index."""
     tensors: dict[str, Any] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from gemini.optim.rules.state_layout import (
     Columns,
     StateLayout,
 )
-from gemini.optim.rules.stored import shown, take, zeros
+from gemini.optim.rules.stored import shown, take, unset
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.ranges import named
@@ -68,6 +69,10 @@ def open_store(
         label=label,
         meter=config.meter or WriteMeter(config.write_budget),
     )
+
+
+# planes of a block before they are changed: as committed, zero, or anything, as all are set
+Before = Literal["read", "zero", "unset"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,18 +210,16 @@ class Filed:
         planes = self._planes(buffer)
         return shown(planes, self.shown_as, planes.pop(WEIGHT, None), in_place=True)
 
-    def change(
-        self, buffer: Buffer, fill: Callable[[Block, Planes], None], *, is_new: bool
-    ) -> None:
-        """Let `fill` write to the shown planes. is_new: the buffer holds nothing; they are zero."""
+    def change(self, buffer: Buffer, fill: Callable[[Block, Planes], None], before: Before) -> None:
+        """Let `fill` write to the shown planes, which are before that as `before` says."""
         planes = self._planes(buffer)
-        if is_new:
-            stored = {name: plane for name, plane in planes.items() if name != WEIGHT}
-            for plane in stored.values():
-                plane.zero_()
-            values = zeros(stored, self.shown_as, self.block.numel)
-        else:
+        if before == "read":
             values = self.shown(buffer)
+        else:
+            stored = {name: plane for name, plane in planes.items() if name != WEIGHT}
+            values = unset(stored, self.shown_as, self.block.numel)
+            for plane in values.values() if before == "zero" else ():
+                plane.zero_()
         fill(self.block, values)
         take(planes, values, self.shown_as, is_split=self.is_split)
 

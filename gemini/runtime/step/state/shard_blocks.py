@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gemini.chunk.storage import Chunk
 from gemini.optim.rules.state_layout import MASTER
-from gemini.optim.state.memory import Memory
+from gemini.optim.state.memory import Memory, copy_alone
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import SplitMasters
@@ -57,7 +57,7 @@ class Shards:
         """A block's part of its shard takes [n] values, rounded."""
         chunk, into = self._chunks[block.shard], self.of(block)[block.elements]
         if self._memory is None or chunk.shard_on_host or chunk.files is not None:
-            into.copy_(values)
+            copy_alone(into, values)
         else:
             if self._sent is not None:
                 self._sent.settle()
