@@ -81,6 +81,10 @@ BARS = {
     "five lines, nvme: lines": (11_792, 8600),
     "five lines, nvme: files": (146, 85),
     "five lines: files loaded": (139, 120),
+    "save: files beyond the step": (24, 30),  # 63 files and 2859 lines once
+    "save: lines beyond the step": (2324, 1600),
+    "load: files beyond the step": (26, 30),
+    "load: lines beyond the step": (3006, 1600),
     "tokens": (80_664, 58_000),
     "lines": (12_370, 9000),
 }

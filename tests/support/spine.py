@@ -12,6 +12,7 @@ device      the same, of 4 and 8 on the simulated device, `update="tail"`. What 
 types       whose methods run for that block, on any thread
 classes     and tokens, lines: of the rooms below
 five lines  README's: lines of the functions that they run, from the import on
+save, load  what a second one runs and a step does not, with state in a file
 
 The same on every machine: one core; transfers end before they are waited for, so that no loop asks
 twice; copies of the simulated device are as late as they may be; no pass of the collector.
@@ -345,15 +346,7 @@ def five_lines(folder: str, fraction: float) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    os.environ["GEMINI_SPEEDS"] = str(Path(folder) / "none")  # nobody has measured this machine
-    ran: set[CodeType] = set()
-
-    def hook(frame: FrameType, event: str, arg: object) -> None:
-        if event == "call":
-            ran.add(frame.f_code)
-
-    threading.settrace(hook)
-    sys.settrace(hook)
+    ran = Ran()
     from gemini import GeminiDDP, HybridAdam
 
     module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
@@ -367,20 +360,71 @@ def five_lines(folder: str, fraction: float) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    sys.settrace(None)
-    threading.settrace(None)  # type: ignore[arg-type]
-    starts: dict[str, set[tuple[int, str]]] = {}
-    for code in ran:
-        path = in_source(code.co_filename)
-        if path is not None:
-            starts.setdefault(path, set()).add((code.co_firstlineno, code.co_name))
-    lines = {path: len(lines_of(path, begun)) for path, begun in sorted(starts.items())}
+    lines = {path: len(found) for path, found in sorted(ran.lines().items())}
     files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
     loaded = {in_source(os.path.realpath(file)) for file in files if file}
     return {
         "loaded": sorted(path for path in loaded if path),
         "lines": {path: count for path, count in lines.items() if count},
     }
+
+
+class Ran:
+    """Functions that ran, on threads that began since then too, until `lines` is asked."""
+
+    def __init__(self) -> None:
+        self._codes: set[CodeType] = set()
+        threading.settrace(self._hook)
+        sys.settrace(self._hook)
+
+    def _hook(self, frame: FrameType, event: str, arg: object) -> None:
+        if event == "call":
+            self._codes.add(frame.f_code)
+
+    def lines(self) -> dict[str, set[int]]:
+        """By file of ours."""
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        starts: dict[str, set[tuple[int, str]]] = {}
+        for code in self._codes:
+            path = in_source(os.path.realpath(code.co_filename))
+            if path is not None:
+                starts.setdefault(path, set()).add((code.co_firstlineno, code.co_name))
+        return {path: lines_of(path, begun) for path, begun in starts.items()}
+
+
+def beyond_the_step(folder: str) -> dict[str, dict[str, dict[str, int]]]:
+    """Of a save and a load that are not the first: lines by file of functions that no step runs.
+    "files": in files of which a step runs nothing; "lines": in all."""
+    from torch import nn, ones
+
+    from gemini import GeminiDDP, HybridAdam, load_checkpoint, save_checkpoint
+
+    model = GeminiDDP(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), precision="bf16")
+    optimizer = HybridAdam(model.parameters(), nvme_offload_fraction=1.0, nvme_offload_dir=folder)
+
+    def step() -> None:
+        model(ones(2, 64)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    all_of = Path(folder) / "saved", model, optimizer
+    save, load = (partial(work, *all_of) for work in (save_checkpoint, load_checkpoint))
+    works: dict[str, Callable[[], object]] = {"step": step, "save": save, "load": load}
+    ran: dict[str, dict[str, set[int]]] = {}
+    for work in (*works.values(), step):
+        work()
+    for name, work in works.items():
+        watch = Ran()
+        work()
+        ran[name] = watch.lines()
+    found = {}
+    for name in ("save", "load"):
+        more = {path: lines - ran["step"].get(path, set()) for path, lines in ran[name].items()}
+        lines = {path: len(lines) for path, lines in sorted(more.items()) if lines}
+        files = {path: count for path, count in lines.items() if path not in ran["step"]}
+        found[name] = {"files": files, "lines": lines}
+    return found
 
 
 def lines_of(path: str, begun: set[tuple[int, str]]) -> set[int]:
@@ -490,9 +534,6 @@ def room_rows() -> tuple[dict[str, float], dict[str, Any]]:
     return rows, {"rooms": by_room, "classes": named, "protocols": protocols}
 
 
-# -- all of it --
-
-
 def measured() -> dict[str, Any]:
     """All rows and their parts. A process that has loaded nothing of ours is given."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -502,19 +543,24 @@ def measured() -> dict[str, Any]:
 
     torch.set_num_threads(1)
     with quick_pools(), tempfile.TemporaryDirectory() as folder:
+        os.environ["GEMINI_SPEEDS"] = str(Path(folder) / "none")  # nobody has measured this machine
         runs = {
             name: in_a_child(partial(five_lines, folder, fraction))
             for name, fraction in (("resident", 0.0), ("nvme", 1.0))
         }
+        beyond = in_a_child(partial(beyond_the_step, tempfile.mkdtemp(dir=folder)))
         hook = Hook()
         threading.settrace(hook)
         rows, parts = block_rows(hook, folder)
     for name, run in runs.items():
         rows[f"five lines, {name}: lines"] = sum(run["lines"].values())
         rows[f"five lines, {name}: files"] = len(run["lines"])
+    for name, more in beyond.items():
+        rows[f"{name}: files beyond the step"] = len(more["files"])
+        rows[f"{name}: lines beyond the step"] = sum(more["lines"].values())
     rows["five lines: files loaded"] = len(runs["resident"]["loaded"])
     of_rooms, of_parts = room_rows()
-    return {"rows": rows | of_rooms, "parts": {**parts, **of_parts, "five lines": runs}}
+    return {"rows": rows | of_rooms, "parts": {**parts, **of_parts, "five lines": runs, **beyond}}
 
 
 def in_own_process() -> dict[str, Any]:
