@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from gemini.checkpoint.format.manifest import CheckpointError
 from gemini.checkpoint.ranks import Ranks
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors
-from gemini.comm.connect import rank
 from gemini.ddp import GeminiDDP
 from gemini.runtime.inspect.full_parameters import full_parameters
 from gemini.saved_names import SavedNames, wrappers_aside
@@ -42,14 +41,7 @@ def write_adapter(folder: Path, model: GeminiDDP) -> None:
     values = {
         name: value for name, value in full_parameters(model.engine.weights) if name in wanted
     }
-    save: Any = model.module.save_pretrained
-
-    def write() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with wrappers_aside(model.module):
-            save(folder, state_dict=values, is_main_process=True)
-
-    ranks.together(lambda: write() if ranks.rank == 0 else None)
+    _write(ranks, folder, model.module, values)
 
 
 def load_adapter(folder: Path, model: GeminiDDP) -> None:
@@ -92,7 +84,8 @@ def _places(model: GeminiDDP) -> dict[str, str]:
 def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, use_safetensors: bool) -> None:
     """Save adapters by peft's `save_pretrained`, on rank 0. Collective.
 
-    model: a wrapped module, or a plain one. Raises ValueError for a module without LoRA layers.
+    model: a wrapped module, or a plain one. Raises ValueError for a module without LoRA layers,
+    CheckpointError on every rank if rank 0 cannot write.
     """
     inner: Any = model.module if isinstance(model, GeminiDDP) else model
     if not hasattr(inner, "peft_config"):
@@ -100,10 +93,21 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, use_safetenso
             f"a {type(inner).__name__} has no LoRA layers; expected a module that "
             "booster.enable_lora returned, boosted"
         )
-    values = _trained(model)
-    if rank() == 0:
-        with wrappers_aside(inner):
-            inner.save_pretrained(folder, safe_serialization=use_safetensors, state_dict=values)
+    ranks = Ranks(model, "save_lora_as_pretrained()")
+    _write(ranks, Path(folder), inner, _trained(model), safe_serialization=use_safetensors)
+
+
+def _write(
+    ranks: Ranks, folder: Path, module: Any, values: Mapping[str, Tensor], **options: Any
+) -> None:
+    """Write `values` by the `save_pretrained` of a module of peft's, on rank 0. Collective."""
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with wrappers_aside(module):
+            module.save_pretrained(folder, state_dict=values, is_main_process=True, **options)
+
+    ranks.together(lambda: write() if ranks.rank == 0 else None)
 
 
 def _trained(model: nn.Module) -> Mapping[str, Tensor]:
@@ -115,7 +119,6 @@ def _trained(model: nn.Module) -> Mapping[str, Tensor]:
         own_params = ((n, p) for n, p in model.named_parameters() if _is_own(n, p))
         saved = SavedNames(model).saved
         return {saved(name): param.detach().cpu() for name, param in own_params}
-    model.engine.call("save_lora_as_pretrained()")
     saved = SavedNames(model.module).saved
     own = {saved(name) for name, param in model.named_parameters() if _is_own(name, param)}
     return {name: value for name, value in full_parameters(model.engine.weights) if name in own}

@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 from bench.shared.models import Tower, seeded
 from bench.shared.workers import run_ranks
+from gemini.checkpoint import CheckpointError
 from gemini.integrations import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
 from gemini.integrations.classic import ShardedModelV2, col_model_deepcopy
 from optim import HybridAdam
@@ -65,6 +66,22 @@ def fsdp_options(rank, folder):
     return synchronised, float(made(torch.ones(1, 6)).sum()), refused
 
 
+def lora(rank, folder):
+    """A save of adapters whose folder is a file fails on every rank, and the next one is whole."""
+    import peft
+
+    plugin = LowLevelZeroPlugin(precision="fp32")
+    booster = Booster(plugin=plugin)
+    config = peft.LoraConfig(target_modules=r".*layers\.\d\.1", r=2)
+    module = booster.enable_lora(Tower(), lora_config=config)
+    model, *_ = booster.boost(module, HybridAdam(module.parameters()))
+    if rank == 0:
+        (folder / "a-file").write_text("")
+    refused = said(booster.save_lora_as_pretrained, model, folder / "a-file", error=CheckpointError)
+    booster.save_lora_as_pretrained(model, folder / "lora", use_safetensors=True)
+    return refused, (folder / "lora/adapter_model.safetensors").exists()
+
+
 def alone(rank, folder):
     """Rank 0 saves alone: an error on every rank that names the call. Last: the ranks part."""
     module = Tower()
@@ -80,7 +97,7 @@ def alone(rank, folder):
     return ""
 
 
-CHECKS = (data, worker_seeds, copies, fsdp_options, alone)
+CHECKS = (data, worker_seeds, copies, fsdp_options, lora, alone)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +120,13 @@ def test_a_copy_is_whole_on_every_rank(results):
     one, two = (found["copies"] for found in results)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[n], two[n]) and torch.equal(one[n], v) for n, v in expected())
+
+
+def test_adapters_that_rank_0_cannot_write_are_an_error_on_every_rank(results):
+    pytest.importorskip("peft")
+    (one, is_there), (two, is_there_too) = (found["lora"] for found in results)
+    assert one == two and "FileExistsError" in one and "a-file" in one
+    assert is_there and is_there_too
 
 
 def expected():
