@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gemini.units import PARAM_ALIGN_NUMEL
+from gemini.units import PARAM_ALIGN_NUMEL, SERIAL_NUMEL
 
 from .formulas import noise
 from .state_layout import GROUP_NUMEL, MASTER, Plane, StateLayout
@@ -44,7 +44,6 @@ SIGNED = (3, 14)
 OFFSET, RATIO_BITS = 2.0**-4, 4  # of a ratio to the root
 RATIO_BASE = (127 - 4) << RATIO_BITS  # upper bits of OFFSET
 LEAST_RATIO = (RATIO_BASE + 1) << (23 - RATIO_BITS)  # bits of OFFSET and the least ratio, 1/256
-_TILE_NUMEL = 1 << 16  # what is coded at once stays in cache; whole groups
 
 
 def state_noise(seed: int, counter: int, step: int, first: int, numel: int) -> Tensor:
@@ -55,7 +54,11 @@ def state_noise(seed: int, counter: int, step: int, first: int, numel: int) -> T
 def decoded(stored: Sequence[Tensor], layout: StateLayout) -> list[Tensor]:
     """fp32 [n] of all planes of a layout but masters. stored: the planes that are kept."""
     if layout.kind == "bf16":
-        return [plane.float() for plane in stored]
+        floats = [torch.empty_like(plane, dtype=torch.float32) for plane in stored]
+        for tile, _ in _tiles(stored[0].numel() if stored else 0, layout):
+            for plane, values in zip(stored, floats, strict=True):
+                values[tile] = plane[tile]
+        return floats
     planes, is_linear = _quantised(layout), layout.kind == "8bit-linear"
     codes, shared = stored[: len(planes)], _shared(planes, stored, layout)
     found = [torch.empty_like(plane, dtype=torch.float32) for plane in codes]
@@ -84,8 +87,10 @@ def encode(
     """Write fp32 [n] into `stored`, as codes. random: of `state_noise`; None: all to nearest."""
     planes = _quantised(layout)
     if layout.kind == "bf16":
-        for plane, one, out in zip(planes, values, stored, strict=True):
-            _to_bf16(one, out, random if plane.keeps_ties else None)
+        for tile, _ in _tiles(values[0].numel() if values else 0, layout):
+            up = None if random is None else random[tile]
+            for plane, one, out in zip(planes, values, stored, strict=True):
+                _to_bf16(one[tile], out[tile], up if plane.keeps_ties else None)
         return
     assert layout.kind == "8bit", "8bit-linear is only read"
     codes, shared = stored[: len(planes)], _shared(planes, stored, layout)
@@ -107,11 +112,12 @@ def encode(
 
 
 def _tiles(numel: int, layout: StateLayout) -> Iterator[tuple[slice, slice]]:
-    """Elements, and their groups, of every tile."""
+    """Elements, and their groups, of every tile; what is coded at once stays in cache, and is
+    computed by one thread."""
     of_group = PARAM_ALIGN_NUMEL if layout.kind == "8bit-linear" else GROUP_NUMEL
-    step = _TILE_NUMEL // of_group
-    for i, start in enumerate(range(0, numel, _TILE_NUMEL)):
-        yield slice(start, start + _TILE_NUMEL), slice(i * step, (i + 1) * step)
+    step = SERIAL_NUMEL // of_group
+    for i, start in enumerate(range(0, numel, SERIAL_NUMEL)):
+        yield slice(start, start + SERIAL_NUMEL), slice(i * step, (i + 1) * step)
 
 
 def _quantised(layout: StateLayout) -> list[Plane]:

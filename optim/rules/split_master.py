@@ -64,7 +64,7 @@ def join_masters(
     keeper = planes[layout.tie_keeper]
     master, plain = torch.empty_like(keeper), keeper if in_place else torch.empty_like(keeper)
     weight = weight.to(keeper.device)
-    for part, low, kept, whole, bare in _tiles(weight, planes[REMAINDER], keeper, master, plain):
+    for part, low, kept, whole, bare in tiles(weight, planes[REMAINDER], keeper, master, plain):
         whole.copy_(join(part, low, kept))
         torch.abs(kept, out=bare)
     others = {name: planes[name] for name in layout.names if name != REMAINDER}
@@ -84,15 +84,14 @@ def split_masters(planes: Planes, values: Planes, layout: StateLayout) -> None:
     remainder = planes[REMAINDER]
     new_weight = planes.get(WEIGHT, remainder)  # where there is none, nobody writes to it
     columns = (values[MASTER], values[layout.tie_keeper], remainder, keeper, new_weight)
-    for master, bare, low, kept, weight in _tiles(*columns):
+    for master, bare, low, kept, weight in tiles(*columns):
         low.copy_(master.view(torch.int32))
         torch.abs(bare, out=kept).view(torch.int32).bitwise_or_(tie_sign(master))
         if WEIGHT in planes:
             weight.copy_(master)
 
 
-def _tiles(*columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of tiles of columns [n] side by side: on a CPU so few elements that they stay in cache
-    and no team of threads spins on the cores of those that feed a disk."""
-    numel = SERIAL_NUMEL if columns[0].device.type == "cpu" else max(1, columns[0].numel())
-    return zip(*(column.split(numel) for column in columns), strict=True)
+def tiles(*columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of tiles of columns [n] side by side: so few elements that they stay in cache and no
+    team of threads spins on the cores of those that feed a disk."""
+    return zip(*(column.split(SERIAL_NUMEL) for column in columns), strict=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gemini.dtypes import DTYPES
 
 from . import split_master
-from .split_master import Planes, join, remainder_of, untied
+from .split_master import Planes, join, remainder_of, tiles, untied
 from .state_layout import MASTER, REMAINDER, WEIGHT, StateLayout
 
 
@@ -34,7 +34,9 @@ def shown(
     found: Planes = {}
     if weight is not None:
         low = planes[REMAINDER]
-        found[MASTER] = join(weight.to(low.device), low, None)
+        found[MASTER] = torch.empty_like(low, dtype=torch.float32)
+        for part, bits, master in tiles(weight.to(low.device), low, found[MASTER]):
+            master.copy_(join(part, bits, None))
     elif layout.has_master:
         found[MASTER] = planes[MASTER]
     names = [name for name in layout.names if name != MASTER]
@@ -76,10 +78,12 @@ def take(planes: Planes, values: Planes, layout: StateLayout, *, is_split: bool)
 
 
 def _take_master(planes: Planes, master: Tensor, *, is_split: bool) -> None:
-    master.copy_(untied(master))
-    if is_split:
-        planes[REMAINDER].copy_(remainder_of(master))
+    kept = planes[REMAINDER if is_split else MASTER]
+    for values, out, weight in tiles(master, kept, planes.get(WEIGHT, kept)):
+        values.copy_(untied(values))
+        if not is_split:
+            out.copy_(values)
+            continue
+        out.copy_(remainder_of(values))
         if WEIGHT in planes:
-            planes[WEIGHT].copy_(master)
-    elif planes[MASTER].data_ptr() != master.data_ptr():
-        planes[MASTER].copy_(master)
+            weight.copy_(values)

@@ -79,14 +79,17 @@ class Large(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_a_save_and_a_load_of_state_on_disk_compute_in_one_thread(precision, tmp_path):
-    """Of split masters, of whole ones, and of weights without one."""
+@pytest.mark.parametrize("precision, state", [
+    ("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"),
+    ("bf16", "8bit"), ("fp16", "8bit"), ("bf16", "bf16"),
+])  # fmt: skip
+def test_a_save_and_a_load_of_state_on_disk_compute_in_one_thread(precision, state, tmp_path):
+    """Of split masters, of whole ones, and of weights without one; of planes that are coded."""
     # an odd number of elements, in blocks that are larger than what one thread computes
     model = GeminiDDP(nn.Linear(301, 307), placement_policy="static", precision=precision)
     optimizer = HybridAdam(
         model.parameters(), lr=1e-2, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path,
-        nvme=NvmeConfig(block_numel=2 * SERIAL_NUMEL),
+        nvme=NvmeConfig(block_numel=2 * SERIAL_NUMEL), state=state,
     )  # fmt: skip
     torch.manual_seed(0)
     for _ in range(2):
