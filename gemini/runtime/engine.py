@@ -131,6 +131,8 @@ class GeminiEngine:
             backend=backend, comm=comm, links=links, scope=connections.scope,
             precision_settings=settings,
         )  # fmt: skip
+        self.params, self.chunks = self.sharding.params, chunks
+        self.backend, self.comm = backend, comm
         self.planning, self.storage, self.events = planning, storage, events
         self.manager, self.ledger = manager, ledger
         self.control_vector = ControlVector(
@@ -152,9 +154,8 @@ class GeminiEngine:
             self.sharding, storage, manager, ledger, self.passes,
             keeping=events.keeping, overlap_allgather=overlap_allgather,
         )  # fmt: skip
-        self.cycle = GradientCycle(len(params), comm, self.reducer, self.control_vector)
+        self.cycle = GradientCycle(comm, self.reducer, self.control_vector)
         self.overlap = UpdateOverlap(update, tail_communicator, planning, self.weights, self.passes)
-        self._show()
         self.dtype = DTYPES[settings.dtype]
         self.together, self.ignored = together, found.ignored
         self.saved_tensors: SavedTensors | None = None  # where activations may leave the device
@@ -162,19 +163,10 @@ class GeminiEngine:
         self._last_trace: Trace | None = None  # of training
         self._has_said_start = self.is_swapped = self.is_unwrapped = False
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
-        if comm.world_size > 1 and self.all_gathered:
+        if comm.world_size > 1 and manager.releases_nothing:
             planning.keep_homes()
         self._make_wings()
         self._wrap(params)
-
-    def _show(self) -> None:
-        """Show, by their own names, what never changes and others ask an engine for."""
-        sharding = self.sharding
-        self.params, self.chunks, self.opaque = sharding.params, sharding.chunks, sharding.opaque
-        self.chunk_of, self.original_dtypes = sharding.chunk_of, sharding.original_dtypes
-        self.backend, self.comm, self.links = sharding.backend, sharding.comm, sharding.links
-        self.all_gathered = sharding.all_gathered
-        self.user_writes, self.regather = self.weights.user_writes, self.weights.regather
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -255,12 +247,13 @@ class GeminiEngine:
         )  # fmt: skip
 
     def _wrap(self, params: Sequence[nn.Parameter]) -> None:
+        sharding = self.sharding
         before = {ParamId(i): take_gradient(param) for i, param in enumerate(params)}
         self.calls.listen()
         if any(map(is_dtensor, params)):
             learn_dtensors()
         handle = EngineHandle(
-            all_gathered=self.all_gathered,
+            all_gathered=sharding.all_gathered,
             is_elsewhere=self.passes.is_elsewhere,
             borrowed=self.calls.borrowed,
             arrive=self.calls.arrive,
@@ -270,17 +263,17 @@ class GeminiEngine:
             gradient_of=self.gradients.of,
             set_gradient=self.gradients.set,
             owns_memory_of=self.calls.owns_memory_of,
-            written=self.user_writes.written,
+            written=self.weights.user_writes.written,
             assign=self.assign,
         )
         for i, param in enumerate(params):
             mine = ParamHandle(self, handle, ParamId(i))
-            if ParamId(i) in self.opaque:
-                self.opaque[ParamId(i)].wrap(mine)
+            if ParamId(i) in sharding.opaque:
+                sharding.opaque[ParamId(i)].wrap(mine)
             else:
                 wrap_in_place(param, mine)
         refuse_other_optimizers()
-        self.manager.before_release = self.user_writes.write_back
+        self.manager.before_release = self.weights.user_writes.write_back
         self.manager.release_all()
         for param_id, grad in before.items():  # what the module came with counts, as in torch
             if grad is not None:
@@ -343,7 +336,7 @@ class GeminiEngine:
         if self.target is None:
             waiting = waiting_for(self.params)
             if len(waiting) == 1:
-                waiting[0].bind_to(self)
+                waiting[0].bind_to(self.params)
         return self.target
 
     def reconfigure(
@@ -421,14 +414,17 @@ class GeminiEngine:
             self._last_trace = trace
         if not self.sampler.measures:
             return
-        if self.comm.world_size == 1 and self.planning.follow(trace, is_coarse=self.all_gathered):
+        sharding = self.sharding
+        if self.comm.world_size == 1 and self.planning.follow(
+            trace, is_coarse=sharding.all_gathered
+        ):
             self._follow_plan()
         elif self.planning.should_remeasure():
             self.sampler.forget(trace)
 
     def agree_on_trace(self) -> None:
         """Plan, before a step, with the traces of all ranks, once they have some. Collective."""
-        if self.comm.world_size == 1 or self.all_gathered:
+        if self.comm.world_size == 1 or self.sharding.all_gathered:
             return
         if not self._agreements_left:
             self.homes.agree_on_level()

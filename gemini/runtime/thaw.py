@@ -46,11 +46,8 @@ def thaw(
     if sharding.precision_settings.master_weights:
         weights.tell_rounded(frozen, "fp32 masters begin with")
     layout = sharding.layout.with_trainable(frozen)
-    before = sharding.layout, planning.inputs, planning.result
-    planning.grow(planning.inputs.layout.with_trainable(frozen))
     chunks = [sharding.chunks[chunk] for chunk in sorted(frozen)]
-    sharding.follow(layout)
-    try:
+    with planning.growing(frozen), sharding.following(layout):
         for chunk in chunks:
             chunk.wait_gathered()  # its rows are in files that go
         if weights.target is not None:
@@ -58,11 +55,6 @@ def thaw(
         storage.thaw(frozen)
         if weights.target is not None:
             weights.target.extend(chunks)
-    except BaseException:
-        known, planning.inputs, planning.result = before
-        sharding.follow(known)
-        raise
-    storage.originals.lost -= frozen
     storage.layout_changed(layout)
     if weights.target is not None:
         storage.place_gradients(planning.plan, sharding.chunks)

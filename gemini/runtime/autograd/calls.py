@@ -425,7 +425,6 @@ class Calls:
             if watched:
                 self._collector.after_change()
                 self._ledger.note()
-            self._cycle.present[param] = True  # a verb is a call more for every gradient
             self._manager.gradient_arrived(param)
             self._modules.gradient_arrived(param)
 

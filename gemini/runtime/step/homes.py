@@ -137,7 +137,7 @@ class MovingHomes:
         lowered = planning.lowered(trace, params_stay=self._sharding.all_gathered)
         gradients_leave = False
         if (lowered is None or lowered.refused is not None) and self._wait_on_device():
-            planning.waiting_bytes = self.waiting_bytes(on_device=False)
+            planning.wait_beside(self.waiting_bytes(on_device=False))
             other = planning.lowered(trace, params_stay=self._sharding.all_gathered)
             if other is not None and self._none_on_device(other.result.plan):
                 lowered, gradients_leave = other, True
