@@ -60,6 +60,7 @@ ROOT = Path(__file__).parents[1]
 # `GradientCycle` stand for it, three files more, and each wing names what it takes (209 lines of
 # the five that are signatures and arguments, 37 tokens).
 # Wrapping and gemini plan begin with the same functions, which every wrapping runs (17 lines).
+# The plan in use, with what carries it out, is one word that wings take: 24 lines of the five less.
 BARS = {
     "block": (90, 75),
     "block, step": (34, 25),
@@ -74,13 +75,13 @@ BARS = {
     "types": (18, 15),
     "classes": (101, 85),
     "protocols": (7, 8),
-    "five lines, resident: lines": (10_059, 7600),
+    "five lines, resident: lines": (10_035, 7600),
     "five lines, resident: files": (131, 80),
-    "five lines, nvme: lines": (11_790, 8600),
+    "five lines, nvme: lines": (11_766, 8600),
     "five lines, nvme: files": (146, 85),
     "five lines: files loaded": (139, 120),
-    "tokens": (80_554, 58_000),
-    "lines": (12_363, 9000),
+    "tokens": (80_462, 58_000),
+    "lines": (12_337, 9000),
 }
 
 

@@ -86,7 +86,7 @@ class Iteration:
         engine.ledger.note()
         calls.forget()
         calls.unpin()
-        engine.homes.graph_is_open = False
+        calls.end_graph()
         if engine.reducer.synchronise:
             engine.gradients.end_backward()
 

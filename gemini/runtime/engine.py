@@ -51,7 +51,7 @@ from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.memory.originals import Originals
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.overlap import UpdateOverlap
-from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.schedule.planning import PlanInUse, Planning
 from gemini.runtime.schedule.reducer import Reducer
 from gemini.runtime.schedule.sampler import Sampler
 from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
@@ -150,8 +150,9 @@ class GeminiEngine:
             arrived=events.arrived, final=events.final, whole=settings.canonical,
         )  # fmt: skip
         self.passes = Passes(new_lock() if together is None else together.lock, self.reducer)
+        self.in_use = PlanInUse(planning, storage, manager, self.sampler, ledger)
         self.weights = Weights(
-            self.sharding, storage, manager, ledger, self.passes,
+            self.sharding, self.in_use, self.passes,
             keeping=events.keeping, overlap_allgather=overlap_allgather,
         )  # fmt: skip
         self.cycle = GradientCycle(comm, self.reducer, self.control_vector)
@@ -217,17 +218,13 @@ class GeminiEngine:
 
     def _make_wings(self) -> None:
         sharding, weights, passes, cycle = self.sharding, self.weights, self.passes, self.cycle
-        self.homes = MovingHomes(
-            sharding=sharding, weights=weights, planning=self.planning, manager=self.manager,
-            sampler=self.sampler, storage=self.storage, ledger=self.ledger,
-        )  # fmt: skip
+        self.homes = MovingHomes(weights, self.in_use)
         self.meetings = Meetings(sharding, self.manager, self.reducer, weights)
         self.gradients = Gradients(
             sharding, self.meetings, cycle, passes, weights, self._gradients_dropped
         )
         self.calls = Calls(
-            sharding=sharding, passes=passes, weights=weights, cycle=cycle, overlap=self.overlap,
-            planning=self.planning, manager=self.manager, sampler=self.sampler, ledger=self.ledger,
+            passes=passes, weights=weights, overlap=self.overlap, in_use=self.in_use,
             meetings=self.meetings, gradients=self.gradients, homes=self.homes,
             forward=self.events.forward, thaw=self._thaw,
         )  # fmt: skip
@@ -240,11 +237,7 @@ class GeminiEngine:
         """Window of a pipeline's schedule."""
         from gemini.runtime.pipeline.window import Window
 
-        return Window(
-            sharding=self.sharding, passes=self.passes, manager=self.manager, sampler=self.sampler,
-            reducer=self.reducer, ledger=self.ledger, calls=self.calls, meetings=self.meetings,
-            gradients=self.gradients, homes=self.homes,
-        )  # fmt: skip
+        return Window(self.in_use, self.passes, self.calls, self.meetings, self.gradients)
 
     def _wrap(self, params: Sequence[nn.Parameter]) -> None:
         sharding = self.sharding
@@ -312,10 +305,8 @@ class GeminiEngine:
         if self.saved_tensors is not None and config.nvme.meter is not None:
             self.saved_tensors.serve(config.nvme.meter)
         target = ShardTarget(
-            sharding=self.sharding, planning=self.planning, storage=self.storage,
-            weights=self.weights, cycle=self.cycle, passes=self.passes, overlap=self.overlap,
-            manager=self.manager, ledger=self.ledger, events=self.events,
-            calls=calls, groups=groups, rule=rule, config=config,
+            in_use=self.in_use, weights=self.weights, passes=self.passes, overlap=self.overlap,
+            events=self.events, calls=calls, groups=groups, rule=rule, config=config,
         )  # fmt: skip
         self.weights.attach(target)
         if not self._has_said_start and (self.together or self).comm.rank == 0:
@@ -355,13 +346,9 @@ class GeminiEngine:
         """Thaw parameters that were frozen; see `thaw`. Collective."""
         from .thaw import thaw
 
-        chunks = thaw(
-            self.sharding, self.planning, self.storage, self.weights, self.meetings, params
-        )
+        chunks = thaw(self.in_use, self.weights, self.meetings, params)
         if chunks:
             self.reducer.add(chunks)
-            self.manager.homes_changed()
-            self.sampler.specs_changed(self.planning.inputs.layout.params)
 
     def watch(self, check: ModuleCheck) -> None:
         """Check the module before each forward."""
@@ -380,8 +367,7 @@ class GeminiEngine:
         from gemini.runtime.autograd.saved import SavedCalls
 
         saved_calls = SavedCalls(
-            self.sharding, self.planning, self.storage, self.ledger, self.sampler, root,
-            self.calls.owns_memory_of, self.calls.tracking,
+            self.sharding, self.in_use, root, self.calls.owns_memory_of, self.calls.tracking
         )  # fmt: skip
         self.saved_tensors = saved_calls.saved
         return saved_calls.around
@@ -443,7 +429,7 @@ class GeminiEngine:
 
     def _follow_plan(self) -> None:
         """Follow a new plan of a measured iteration; homes stay until they may rise."""
-        self.storage.follow(self.planning.plan)
+        self.in_use.follow()
         self.homes.propose()
 
     # -- parameters; see `gemini.chunk.parameter` --
@@ -504,7 +490,7 @@ class GeminiEngine:
 
     def _plan_averages(self, total: Counter[Tier]) -> None:
         self.planning.keep_averages(tuple((tier, n) for tier, n in total.items() if n))
-        self.storage.follow(self.planning.plan)
+        self.in_use.follow()
 
     def write_back_changes(self) -> None:
         """Make shards and masters follow what the user wrote to parameters."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from gemini.comm.communicator import Communicator
 from gemini.memtracer.forecast import covers, with_bytes_added
@@ -41,6 +42,14 @@ from gemini.units import ChunkId
 
 from .iteration_plans import IterationPlan, IterationPlans, Lowered, lowered
 from .levels import Levels
+
+if TYPE_CHECKING:
+    from gemini.chunk.storage import Chunk
+    from gemini.runtime.memory.ledger import MemoryLedger
+    from gemini.runtime.memory.shard_storage import ShardStorage
+
+    from .sampler import Sampler
+    from .tensor_mgr import StatefulTensorMgr
 
 log = logging.getLogger("gemini")
 
@@ -528,6 +537,25 @@ class Planning:
             total[moment] -= nbytes
         budget = self.inputs.budgets.device
         return budget - max(total[: plan.num_trace_moments], default=0)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PlanInUse:
+    """Plan in use of one engine, with what carries it out and what watches it."""
+
+    planning: Planning
+    storage: ShardStorage  # has shards and gradients in their homes
+    manager: StatefulTensorMgr  # gathers and releases
+    sampler: Sampler  # measures iterations
+    ledger: MemoryLedger  # counts bytes
+
+    def follow(self) -> None:
+        """Read files ahead in the order of the plan, which has changed."""
+        self.storage.follow(self.planning.plan)
+
+    def place_gradients(self, chunks: list[Chunk]) -> None:
+        """Put gradients into the homes of the plan."""
+        self.storage.place_gradients(self.planning.plan, chunks)
 
 
 def _differ(plan: Plan, other: Plan) -> bool:
