@@ -162,7 +162,6 @@ class BoundOptimizer(torch.optim.Optimizer):
     def bind_to(self, params: Iterable[Tensor]) -> None:
         """Take the parameters' state now. Raises ValueError if they are not those of one wrapped
         module with `params`, which may be all that it has."""
-        self._bind()
         if not self.is_over(params):
             raise ValueError(
                 "this optimizer is not over the parameters of that module; make it from "
@@ -170,7 +169,9 @@ class BoundOptimizer(torch.optim.Optimizer):
             )
 
     def is_over(self, params: Iterable[Tensor]) -> bool:
-        """Whether its parameters are those of the wrapped module that has some of `params`."""
+        """Whether its parameters, bound now, are those of the wrapped module that has some of
+        `params`."""
+        self._bind()
         return self._owner is not None and any(owner_of(one) is self._owner for one in params)
 
     def hand_over_to(self, other: torch.optim.Optimizer) -> None:
