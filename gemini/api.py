@@ -5,7 +5,7 @@ only what `gemini` and `gemini.optim` publish, and these. Optional rooms (`gemin
 `gemini.parallel`, `gemini.samplers`, `gemini.plan`, `gemini.layouts` ...) it imports as they are.
 
 optimizers
-    TieredOptimizer     base of all optimizers here; `bind_to(model.engine)` lets one update shards
+    TieredOptimizer     base of all optimizers; `bind_to(model.parameters())` lets one update shards
     Scaling             loss scale of gradients in `p.grad`, for an optimizer of torch's
     asked_norm          checks the arguments of a `clip_grad_norm_`
     show_steps          lets schedulers that were made before see the steps of a changed optimizer

@@ -270,6 +270,11 @@ class GeminiDDP(ModuleFace):
             calls.again(attempt, given)
             attempt = None
 
+    @property
+    def is_unwrapped(self) -> bool:
+        """Whether `unwrap()` made the inner module plain."""
+        return self.engine.is_unwrapped
+
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
         """Copy rank 0's buffers to every rank."""
@@ -286,7 +291,7 @@ class GeminiDDP(ModuleFace):
         Raises RuntimeError if it was unwrapped already, and MemoryError, before anything is
         changed, if a rank has no room for all parameters.
         """
-        if self.engine.is_unwrapped:
+        if self.is_unwrapped:
             raise RuntimeError("this module was unwrapped already; use model.module")
         self.engine.call("model.unwrap()")
         self.engine.unwrap(torch.device(device))
@@ -302,12 +307,8 @@ class GeminiDDP(ModuleFace):
         `step()` reduces gradients that no backward has. At world size 1, and with `canonical=True`,
         it changes nothing.
         """
-        before = self.engine.reducer.synchronise
-        self.engine.reducer.synchronise = False
-        try:
+        with self.engine.reducer.holding():
             yield
-        finally:
-            self.engine.reducer.synchronise = before
 
     @contextmanager
     def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
@@ -349,21 +350,22 @@ class GeminiDDP(ModuleFace):
         model has an EMA or is a part of a pipeline, and `nvme.NvmeError`, before anything is
         changed, for a version that cannot be read.
         """
-        target = self.engine.find_optimizer()
-        if target is None or self.engine.together is not None:
+        engine = self.engine
+        target = engine.find_optimizer()
+        if target is None or engine.together is not None:
             raise RuntimeError(
                 "rewind() of a module without an optimizer, or of a part of a pipeline; expected a "
                 "GeminiDDP of its own whose optimizer keeps versions"
             )
-        if self.engine.is_summoned:
+        if engine.is_summoned:
             raise RuntimeError("rewind() while parameters are summoned; leave the context first")
-        self.engine.call("model.rewind()")
+        engine.call("model.rewind()")
         target.rewind(steps)
-        params = enumerate(self.engine.layout.params)
-        self.engine.user_writes.stepped([i for i, spec in params if spec.trainable])
+        params = enumerate(engine.layout.params)
+        engine.weights.user_writes.stepped([i for i, spec in params if spec.trainable])
         self.zero_grad()
-        self.engine.manager.release_all()
-        self.engine.shards_changed()
+        engine.manager.release_all()
+        engine.shards_changed()
 
     @changes
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -170,7 +170,7 @@ class EMA:
         engine.manager.release_all()
         engine.weights.after_step(trained=False)
         params = [slot.param for chunk in self._chunks for slot in chunk.spec.slots]
-        engine.user_writes.stepped(params)
+        engine.weights.user_writes.stepped(params)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save a checkpoint of the averaged weights by `gemini.save_checkpoint`. All ranks call."""

@@ -163,13 +163,13 @@ class ModuleFace(nn.Module):
         if state is None:
             state = OrderedDict()
             state._metadata = OrderedDict()  # type: ignore[attr-defined]
-        cuts = wants_dtensors()
+        cuts, sharding = wants_dtensors(), self.engine.sharding
         values = dict((cut_parameters if cuts else full_parameters)(self.engine.weights))
         before, saved = set(state), SavedNames(self.module).saved
         # torch's own walk, with extra state and hooks. It collects the parameters themselves, whose
         # memory may be released: values take their places below.
         with ExitStack() as stack:
-            for one in self.engine.opaque.values():  # of which modules read some to save it
+            for one in sharding.opaque.values():  # of which modules read some to save it
                 stack.enter_context(one.lent(torch.zeros(one.form.nbytes, dtype=torch.uint8)))
             self._root.state_dict(destination=state, prefix=prefix, keep_vars=True)
         for name in [name for name in state if name not in before]:
@@ -408,10 +408,11 @@ class ModuleFace(nn.Module):
 
     def _compared(self, state_dict: Mapping[str, Any]) -> _IncompatibleKeys:
         """Missing and unexpected names of rank 0's state dict, on every rank. Collective."""
-        params = self.engine.layout.params
+        sharding = self.engine.sharding
+        params = sharding.layout.params
         expected = {name for spec in params if spec.form is None for name in spec.names}
         opaque: dict[str, Any] = {}
-        for one in self.engine.opaque.values():
+        for one in sharding.opaque.values():
             opaque |= one.saved(torch.zeros(one.form.nbytes, dtype=torch.uint8))
         expected |= self._as_saved(opaque).keys()  # what loading modules leave of it
         expected |= {name for name, _ in self.saved_tensors()}

@@ -53,7 +53,7 @@ class GeminiOptimizer(TieredOptimizer):
                 "HybridSGD and all of gemini.optim), which can update shards"
             )
         _check_wrapped(module)
-        optim.bind_to(module.engine)
+        optim.bind_to(module.parameters())
         _configure(module, max_norm, scale_options)
         self.optim = optim
         self.__dict__ = optim.__dict__

@@ -21,7 +21,7 @@ from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.rule import UpdateRule, scalar
 from gemini.units import parse_bytes
 
-from .target import OWNER_ATTRIBUTE, ParameterOwner, new_lock, owner_of, pipeline_owner_of
+from .target import OWNER_ATTRIBUTE, ParameterOwner, new_lock, owner_of
 
 if TYPE_CHECKING:
     from .step.target import Target
@@ -159,14 +159,20 @@ class BoundOptimizer(torch.optim.Optimizer):
         self._bind()
         return self._targets
 
-    def bind_to(self, owner: ParameterOwner) -> None:
-        """Take the parameters' state now. Raises ValueError where they are not `owner`'s."""
-        self._bind()
-        if self._owner is not pipeline_owner_of(owner):
+    def bind_to(self, params: Iterable[Tensor]) -> None:
+        """Take the parameters' state now. Raises ValueError if they are not those of one wrapped
+        module with `params`, which may be all that it has."""
+        if not self.is_over(params):
             raise ValueError(
                 "this optimizer is not over the parameters of that module; make it from "
                 "module.parameters()"
             )
+
+    def is_over(self, params: Iterable[Tensor]) -> bool:
+        """Whether its parameters, bound now, are those of the wrapped module that has some of
+        `params`."""
+        self._bind()
+        return self._owner is not None and any(owner_of(one) is self._owner for one in params)
 
     def hand_over_to(self, other: torch.optim.Optimizer) -> None:
         """Turn `other`, over the same parameters in the same groups, into this optimizer.

@@ -49,7 +49,8 @@ class Iteration:
     def _caller_of(self, name: str, layer: nn.Module) -> Caller:
         handles = [handle_of(param) for param in layer.parameters()]
         params = tuple(dict.fromkeys(handle.param for handle in handles if handle is not None))
-        chunks = tuple(sorted({self._engine.chunk_of[param] for param in params}))
+        sharding = self._engine.sharding
+        chunks = tuple(sorted({sharding.chunk_of[param] for param in params}))
         return Caller(name, params, chunks=chunks)
 
     # -- begin and end --
@@ -85,7 +86,7 @@ class Iteration:
         engine.ledger.note()
         calls.forget()
         calls.unpin()
-        engine.homes.graph_is_open = False
+        calls.end_graph()
         if engine.reducer.synchronise:
             engine.gradients.end_backward()
 
@@ -123,7 +124,7 @@ class Iteration:
         """Context in which the weights of one layer stay, for its calls with all micro-batches."""
         engine, caller = self._engine, self._callers[layer]
         phase: Phase = "backward" if backward else "forward"
-        if engine.all_gathered:
+        if engine.sharding.all_gathered:
             yield
             return
         collector = engine.sampler.collector

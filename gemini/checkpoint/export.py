@@ -386,7 +386,7 @@ def _specs_of(
     if param not in opaque:
         shape = torch.Size(region_of(engine.params[param])[0])
         name = engine.layout.params[param].name
-        yield spec_of(name, engine.original_dtypes[param], shape, dtype)
+        yield spec_of(name, engine.sharding.original_dtypes[param], shape, dtype)
         return
     for name, value in opaque[param].items():
         if hasattr(value, "__tensor_flatten__"):

@@ -123,14 +123,14 @@ def save_checkpoint(
         if weights and any(part.engine.is_swapped for part in parts_of(model)):
             common["averaged"] = True  # by gemini.EMA, while the optimizer's state is of others
         if isinstance(optimizer, TieredOptimizer) and weights:
-            save.done = partial(optimizer.remove_left_stores, common["files"]["step"])
-        save.state, runs = ranks.together(
+            save.when_done(partial(optimizer.remove_left_stores, common["files"]["step"]))
+        state, runs = ranks.together(
             lambda: _content(model, optimizer, scheduler, extra, ranks, weights, common)
         )
         if ranks.is_pipeline and optimizer is not None:
-            save.state["optim"].pop("param_groups", None)
-            save.state["optim"] |= _groups_of_all(ranks, optimizer, model)
-        save.aliases = {} if runs is None else runs.aliases
+            state["optim"].pop("param_groups", None)
+            state["optim"] |= _groups_of_all(ranks, optimizer, model)
+        save.take(state, {} if runs is None else runs.aliases)
 
         def open_file() -> RankFile:
             file = save.open_file()
@@ -201,7 +201,7 @@ def _keeper(model: nn.Module, optimizer: torch.optim.Optimizer | None, target: P
 
 def _save_later(save: Save, runs: RunState | None, file: RankFile, budget: int) -> Ticket[None]:
     """Copy or write all that the next step changes in place; a thread does the rest."""
-    save.state = _copied(save.state)
+    save.take(_copied(save.state), save.aliases)
     failure: BaseException | None = None
     copies: list[tuple[str, Region, int, Tensor]] = []
     snapshot = runs.snapshot() if runs is not None else None
@@ -305,7 +305,11 @@ def _content(
 
 def base_of(model: nn.Module, ranks: Ranks) -> dict[str, str]:
     """Digests of opaque parameters by name: a checkpoint has them in their place. Collective."""
-    found = [base_digests(part.engine.weights) for part in parts_of(model) if part.engine.opaque]
+    found = [
+        base_digests(engine.weights)
+        for engine in (part.engine for part in parts_of(model))
+        if engine.sharding.opaque
+    ]
     mine = {name: digest for of_part in found for name, digest in of_part.items()}
     if not any(ranks.gather(bool(found))):
         return {}

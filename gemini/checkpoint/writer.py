@@ -126,7 +126,7 @@ class Save:
         self.ranks, self.target = ranks, target
         self.state: dict[str, Any] = {}
         self.aliases: Mapping[str, str] = {}
-        self.done: Callable[[], object] = bool  # called on every rank once it is complete
+        self._done: Callable[[], object] = bool
         self._group = ranks.group()
         self._keep_last = keep_last
         self._about = {
@@ -135,6 +135,14 @@ class Save:
         }
         self._folder = ranks.together(lambda: SaveFolder(target) if ranks.rank == 0 else None)
         self._file: RankFile | None = None
+
+    def take(self, state: dict[str, Any], aliases: Mapping[str, str]) -> None:
+        """Save this state; see `Save`."""
+        self.state, self.aliases = state, aliases
+
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Call this on every rank once the checkpoint is complete."""
+        self._done = call
 
     def open_file(self) -> RankFile:
         self._file = RankFile(saving_path(self.target), self.ranks.rank)
@@ -191,7 +199,7 @@ class Save:
         # Rank 0 commits only when all ranks have written and synced: one failure keeps all of them
         # from a checkpoint with a hole.
         ranks.through_first(lambda: _written(file, stream, flat, index, own), commit, group)
-        self.done()
+        self._done()
 
     def _commit(self, written: list[_Written], paths: dict[str, StatePath]) -> None:
         """Write `.metadata` and the manifest, and rename the folder; on rank 0."""

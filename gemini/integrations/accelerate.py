@@ -340,9 +340,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         """Optimizer whose state is of the model's shards; None if there is none."""
         for prepared in self._optimizers:
             optimizer = prepared.optimizer
-            if isinstance(optimizer, TieredOptimizer) and any(
-                target is model.engine.target for target in optimizer.targets
-            ):
+            if isinstance(optimizer, TieredOptimizer) and optimizer.is_over(model.parameters()):
                 return optimizer
         return None
 

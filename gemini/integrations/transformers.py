@@ -104,7 +104,7 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
     def _sharded(self) -> GeminiDDP | None:
         """Wrapped model, None before wrapping and after unwrapping."""
         wrapped = getattr(self, "model_wrapped", None)
-        if isinstance(wrapped, GeminiDDP) and not wrapped.engine.is_unwrapped:
+        if isinstance(wrapped, GeminiDDP) and not wrapped.is_unwrapped:
             return wrapped
         return None
 

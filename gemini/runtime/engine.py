@@ -51,7 +51,7 @@ from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.memory.originals import Originals
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.overlap import UpdateOverlap
-from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.schedule.planning import PlanInUse, Planning
 from gemini.runtime.schedule.reducer import Reducer
 from gemini.runtime.schedule.sampler import Sampler
 from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
@@ -131,6 +131,8 @@ class GeminiEngine:
             backend=backend, comm=comm, links=links, scope=connections.scope,
             precision_settings=settings,
         )  # fmt: skip
+        self.params, self.chunks = self.sharding.params, chunks
+        self.backend, self.comm = backend, comm
         self.planning, self.storage, self.events = planning, storage, events
         self.manager, self.ledger = manager, ledger
         self.control_vector = ControlVector(
@@ -148,13 +150,13 @@ class GeminiEngine:
             arrived=events.arrived, final=events.final, whole=settings.canonical,
         )  # fmt: skip
         self.passes = Passes(new_lock() if together is None else together.lock, self.reducer)
+        self.in_use = PlanInUse(planning, storage, manager, self.sampler, ledger)
         self.weights = Weights(
-            self.sharding, storage, manager, ledger, self.passes,
+            self.sharding, self.in_use, self.passes,
             keeping=events.keeping, overlap_allgather=overlap_allgather,
         )  # fmt: skip
-        self.cycle = GradientCycle(len(params), comm, self.reducer, self.control_vector)
+        self.cycle = GradientCycle(comm, self.reducer, self.control_vector)
         self.overlap = UpdateOverlap(update, tail_communicator, planning, self.weights, self.passes)
-        self._show()
         self.dtype = DTYPES[settings.dtype]
         self.together, self.ignored = together, found.ignored
         self.saved_tensors: SavedTensors | None = None  # where activations may leave the device
@@ -162,19 +164,10 @@ class GeminiEngine:
         self._last_trace: Trace | None = None  # of training
         self._has_said_start = self.is_swapped = self.is_unwrapped = False
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
-        if comm.world_size > 1 and self.all_gathered:
+        if comm.world_size > 1 and manager.releases_nothing:
             planning.keep_homes()
         self._make_wings()
         self._wrap(params)
-
-    def _show(self) -> None:
-        """Show, by their own names, what never changes and others ask an engine for."""
-        sharding = self.sharding
-        self.params, self.chunks, self.opaque = sharding.params, sharding.chunks, sharding.opaque
-        self.chunk_of, self.original_dtypes = sharding.chunk_of, sharding.original_dtypes
-        self.backend, self.comm, self.links = sharding.backend, sharding.comm, sharding.links
-        self.all_gathered = sharding.all_gathered
-        self.user_writes, self.regather = self.weights.user_writes, self.weights.regather
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -225,17 +218,13 @@ class GeminiEngine:
 
     def _make_wings(self) -> None:
         sharding, weights, passes, cycle = self.sharding, self.weights, self.passes, self.cycle
-        self.homes = MovingHomes(
-            sharding=sharding, weights=weights, planning=self.planning, manager=self.manager,
-            sampler=self.sampler, storage=self.storage, ledger=self.ledger,
-        )  # fmt: skip
+        self.homes = MovingHomes(weights, self.in_use)
         self.meetings = Meetings(sharding, self.manager, self.reducer, weights)
         self.gradients = Gradients(
             sharding, self.meetings, cycle, passes, weights, self._gradients_dropped
         )
         self.calls = Calls(
-            sharding=sharding, passes=passes, weights=weights, cycle=cycle, overlap=self.overlap,
-            planning=self.planning, manager=self.manager, sampler=self.sampler, ledger=self.ledger,
+            passes=passes, weights=weights, overlap=self.overlap, in_use=self.in_use,
             meetings=self.meetings, gradients=self.gradients, homes=self.homes,
             forward=self.events.forward, thaw=self._thaw,
         )  # fmt: skip
@@ -248,19 +237,16 @@ class GeminiEngine:
         """Window of a pipeline's schedule."""
         from gemini.runtime.pipeline.window import Window
 
-        return Window(
-            sharding=self.sharding, passes=self.passes, manager=self.manager, sampler=self.sampler,
-            reducer=self.reducer, ledger=self.ledger, calls=self.calls, meetings=self.meetings,
-            gradients=self.gradients, homes=self.homes,
-        )  # fmt: skip
+        return Window(self.in_use, self.passes, self.calls, self.meetings, self.gradients)
 
     def _wrap(self, params: Sequence[nn.Parameter]) -> None:
+        sharding = self.sharding
         before = {ParamId(i): take_gradient(param) for i, param in enumerate(params)}
         self.calls.listen()
         if any(map(is_dtensor, params)):
             learn_dtensors()
         handle = EngineHandle(
-            all_gathered=self.all_gathered,
+            all_gathered=sharding.all_gathered,
             is_elsewhere=self.passes.is_elsewhere,
             borrowed=self.calls.borrowed,
             arrive=self.calls.arrive,
@@ -270,17 +256,17 @@ class GeminiEngine:
             gradient_of=self.gradients.of,
             set_gradient=self.gradients.set,
             owns_memory_of=self.calls.owns_memory_of,
-            written=self.user_writes.written,
+            written=self.weights.user_writes.written,
             assign=self.assign,
         )
         for i, param in enumerate(params):
             mine = ParamHandle(self, handle, ParamId(i))
-            if ParamId(i) in self.opaque:
-                self.opaque[ParamId(i)].wrap(mine)
+            if ParamId(i) in sharding.opaque:
+                sharding.opaque[ParamId(i)].wrap(mine)
             else:
                 wrap_in_place(param, mine)
         refuse_other_optimizers()
-        self.manager.before_release = self.user_writes.write_back
+        self.manager.before_release = self.weights.user_writes.write_back
         self.manager.release_all()
         for param_id, grad in before.items():  # what the module came with counts, as in torch
             if grad is not None:
@@ -319,10 +305,8 @@ class GeminiEngine:
         if self.saved_tensors is not None and config.nvme.meter is not None:
             self.saved_tensors.serve(config.nvme.meter)
         target = ShardTarget(
-            sharding=self.sharding, planning=self.planning, storage=self.storage,
-            weights=self.weights, cycle=self.cycle, passes=self.passes, overlap=self.overlap,
-            manager=self.manager, ledger=self.ledger, events=self.events,
-            calls=calls, groups=groups, rule=rule, config=config,
+            in_use=self.in_use, weights=self.weights, passes=self.passes, overlap=self.overlap,
+            events=self.events, calls=calls, groups=groups, rule=rule, config=config,
         )  # fmt: skip
         self.weights.attach(target)
         if not self._has_said_start and (self.together or self).comm.rank == 0:
@@ -343,7 +327,7 @@ class GeminiEngine:
         if self.target is None:
             waiting = waiting_for(self.params)
             if len(waiting) == 1:
-                waiting[0].bind_to(self)
+                waiting[0].bind_to(self.params)
         return self.target
 
     def reconfigure(
@@ -362,13 +346,9 @@ class GeminiEngine:
         """Thaw parameters that were frozen; see `thaw`. Collective."""
         from .thaw import thaw
 
-        chunks = thaw(
-            self.sharding, self.planning, self.storage, self.weights, self.meetings, params
-        )
+        chunks = thaw(self.in_use, self.weights, self.meetings, params)
         if chunks:
             self.reducer.add(chunks)
-            self.manager.homes_changed()
-            self.sampler.specs_changed(self.planning.inputs.layout.params)
 
     def watch(self, check: ModuleCheck) -> None:
         """Check the module before each forward."""
@@ -387,8 +367,7 @@ class GeminiEngine:
         from gemini.runtime.autograd.saved import SavedCalls
 
         saved_calls = SavedCalls(
-            self.sharding, self.planning, self.storage, self.ledger, self.sampler, root,
-            self.calls.owns_memory_of, self.calls.tracking,
+            self.sharding, self.in_use, root, self.calls.owns_memory_of, self.calls.tracking
         )  # fmt: skip
         self.saved_tensors = saved_calls.saved
         return saved_calls.around
@@ -421,14 +400,17 @@ class GeminiEngine:
             self._last_trace = trace
         if not self.sampler.measures:
             return
-        if self.comm.world_size == 1 and self.planning.follow(trace, is_coarse=self.all_gathered):
+        sharding = self.sharding
+        if self.comm.world_size == 1 and self.planning.follow(
+            trace, is_coarse=sharding.all_gathered
+        ):
             self._follow_plan()
         elif self.planning.should_remeasure():
             self.sampler.forget(trace)
 
     def agree_on_trace(self) -> None:
         """Plan, before a step, with the traces of all ranks, once they have some. Collective."""
-        if self.comm.world_size == 1 or self.all_gathered:
+        if self.comm.world_size == 1 or self.sharding.all_gathered:
             return
         if not self._agreements_left:
             self.homes.agree_on_level()
@@ -447,7 +429,7 @@ class GeminiEngine:
 
     def _follow_plan(self) -> None:
         """Follow a new plan of a measured iteration; homes stay until they may rise."""
-        self.storage.follow(self.planning.plan)
+        self.in_use.follow()
         self.homes.propose()
 
     # -- parameters; see `gemini.chunk.parameter` --
@@ -508,7 +490,7 @@ class GeminiEngine:
 
     def _plan_averages(self, total: Counter[Tier]) -> None:
         self.planning.keep_averages(tuple((tier, n) for tier, n in total.items() if n))
-        self.storage.follow(self.planning.plan)
+        self.in_use.follow()
 
     def write_back_changes(self) -> None:
         """Make shards and masters follow what the user wrote to parameters."""

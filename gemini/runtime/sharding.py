@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -42,7 +42,7 @@ def refuse_copies(own: object, protocol: Any) -> NoReturn:
 class Sharding:
     """Sharding of one module on one rank, as it was wrapped.
 
-    Only `follow` and `configure` change it: parameters are thawed, an optimizer brings settings.
+    Only `following` and `configure` change it: parameters are thawed, an optimizer brings settings.
     A parameter is a view of its chunk's payload for the whole life of the engine.
     """
 
@@ -68,8 +68,19 @@ class Sharding:
         """Whether gradients are summed in the order of micro-batches."""
         return self.precision_settings.canonical
 
-    def follow(self, layout: ChunkLayout) -> None:
-        """Replace the layout by one of the same parameters, of which others are trained."""
+    @contextmanager
+    def following(self, layout: ChunkLayout) -> Iterator[None]:
+        """Replace the layout by one of the same parameters, of which others are trained; the one
+        before comes back if the body raises."""
+        before = self.layout
+        self._follow(layout)
+        try:
+            yield
+        except BaseException:
+            self._follow(before)
+            raise
+
+    def _follow(self, layout: ChunkLayout) -> None:
         self.layout = layout
         for chunk in self.chunks:
             chunk.spec = layout.chunks[chunk.spec.id]

@@ -5,20 +5,16 @@ from __future__ import annotations
 import torch
 
 from gemini.chunk.storage import Chunk
-from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.schedule.planning import PlanInUse
 from gemini.units import ParamId
 
 from .meetings import Meetings
-from .sharding import Sharding
 from .weights import Weights
 
 
 @torch.no_grad()
 def thaw(
-    sharding: Sharding,
-    planning: Planning,
-    storage: ShardStorage,
+    in_use: PlanInUse,
     weights: Weights,
     meetings: Meetings,
     params: list[ParamId],
@@ -30,6 +26,7 @@ def thaw(
     trained, too, as soon as it requires a gradient. Returns chunks that are trained now, which were
     frozen. Raises BudgetError where their state fits nowhere.
     """
+    sharding, storage = weights.sharding, in_use.storage
     for param in params:
         if param in sharding.opaque:
             name, kind = sharding.layout.params[param].name, sharding.opaque[param].form.kind
@@ -46,11 +43,8 @@ def thaw(
     if sharding.precision_settings.master_weights:
         weights.tell_rounded(frozen, "fp32 masters begin with")
     layout = sharding.layout.with_trainable(frozen)
-    before = sharding.layout, planning.inputs, planning.result
-    planning.grow(planning.inputs.layout.with_trainable(frozen))
     chunks = [sharding.chunks[chunk] for chunk in sorted(frozen)]
-    sharding.follow(layout)
-    try:
+    with in_use.planning.growing(frozen), sharding.following(layout):
         for chunk in chunks:
             chunk.wait_gathered()  # its rows are in files that go
         if weights.target is not None:
@@ -58,13 +52,10 @@ def thaw(
         storage.thaw(frozen)
         if weights.target is not None:
             weights.target.extend(chunks)
-    except BaseException:
-        known, planning.inputs, planning.result = before
-        sharding.follow(known)
-        raise
-    storage.originals.lost -= frozen
     storage.layout_changed(layout)
     if weights.target is not None:
-        storage.place_gradients(planning.plan, sharding.chunks)
+        in_use.place_gradients(sharding.chunks)
         weights.target.homes_changed()
+    in_use.manager.homes_changed()
+    in_use.sampler.specs_changed(in_use.planning.inputs.layout.params)
     return chunks

@@ -18,12 +18,10 @@ from gemini.chunk.parameter import unwatch, watch
 from gemini.chunk.storage import Chunk
 from gemini.dtypes import BYTES
 from gemini.placement.plan import Plan
-from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.memory.originals import has_same_values
-from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.memory.user_writes import UserWrites, follow_shard
+from gemini.runtime.schedule.planning import PlanInUse
 from gemini.runtime.schedule.regather import Regather
-from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
 from gemini.runtime.schedule.updating import Updating
 from gemini.units import ChunkId
 
@@ -118,9 +116,7 @@ class Weights:
     def __init__(
         self,
         sharding: Sharding,
-        storage: ShardStorage,
-        manager: StatefulTensorMgr,
-        ledger: MemoryLedger,
+        in_use: PlanInUse,
         passes: Passes,
         *,
         keeping: Callable[[Chunk], None],
@@ -128,8 +124,8 @@ class Weights:
     ) -> None:
         """keeping: sees a chunk that the user wrote to, before its shard follows."""
         self.sharding = sharding
-        self._storage, self._manager, self._ledger = storage, manager, ledger
-        self._passes = passes
+        self._storage, self._manager = in_use.storage, in_use.manager
+        self._ledger, self._passes = in_use.ledger, passes
         chunks, params, watches = sharding.chunks, sharding.params, sharding.all_gathered
         self.user_writes = UserWrites(params, keeping)
         self.regather = Regather(

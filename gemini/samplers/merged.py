@@ -161,7 +161,7 @@ def tensor_specs(model: GeminiDDP) -> list[Spec]:
         for slot in chunk.slots:
             if slot.param not in names:
                 continue
-            if slot.param in engine.opaque:
+            if slot.param in engine.sharding.opaque:
                 raise ValueError(
                     f"{names[slot.param]} is quantised, and has several tensors; expected weights "
                     "of 16 or 32 bits"

@@ -219,7 +219,7 @@ def mixture(rank, placement):
     for step in range(8):
         x = parts_of(dist.get_world_size(), step)[rank]
         square(model, x).backward()
-        used.append(tuple(model.engine.cycle.present))
+        used.append(tuple(model.engine.reducer.present))
         optimizer.step()
         optimizer.zero_grad()
     return whole(model), used, model.engine.manager.gathers_of.total()

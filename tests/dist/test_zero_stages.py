@@ -190,7 +190,7 @@ def overlapped(rank, world_size, overlaps):
         token_loss(model, parts[0]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        waiting.append(len(model.engine.regather.arriving) / chunks)
+        waiting.append(len(model.engine.weights.regather.arriving) / chunks)
         read.append(model.layers[2][1].weight.double().sum())
         read.append(model.head.weight.data.double().sum())
         with torch.no_grad():

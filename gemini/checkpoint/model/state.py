@@ -320,7 +320,7 @@ def sharded_runs(
     """
     engine = model.engine
     if optimizer is not None:
-        optimizer.bind_to(engine)
+        optimizer.bind_to(engine.params)
     engine.write_back_changes()
     target, layout = engine.target, engine.layout
     # an opaque base is in no checkpoint: only its digest is, see `save.base_of`

@@ -28,7 +28,7 @@ class BaseGradientHandler:
                 "modules change p.grad before the step"
             )
         if isinstance(optimizer, TieredOptimizer):
-            optimizer.bind_to(model.engine)
+            optimizer.bind_to(model.parameters())
         self._model, self._optimizer = model, optimizer
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 

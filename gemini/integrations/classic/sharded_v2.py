@@ -96,7 +96,7 @@ def ShardedOptimizerV2(
         )
     convert(optimizer)
     assert isinstance(optimizer, TieredOptimizer)
-    optimizer.bind_to(sharded_model.engine)
+    optimizer.bind_to(sharded_model.parameters())
     sharded_model.engine.reconfigure(max_norm=None, loss_scale=loss_scale)
     return optimizer
 
@@ -141,7 +141,7 @@ def static_copy(model: GeminiDDP, *, everywhere: bool) -> nn.Module | None:
         # memo: deepcopy takes these in place of parameters, whose payloads may be released, and of
         # dicts with the engine's hooks
         memo: dict[int, Any] = {}
-        for param, dtype in zip(engine.params, engine.original_dtypes, strict=True):
+        for param, dtype in zip(engine.params, engine.sharding.original_dtypes, strict=True):
             empty = torch.empty(param.shape, dtype=dtype)
             memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
         ours = {handle.id for handle in engine.calls.hook_handles if hasattr(handle, "id")}

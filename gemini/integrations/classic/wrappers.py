@@ -248,7 +248,7 @@ def _configured(
         )
     convert(optimizer, **places)
     assert isinstance(optimizer, TieredOptimizer)
-    optimizer.bind_to(model.engine)
+    optimizer.bind_to(model.parameters())
     engine = model.engine
     loss_scale = scale if engine.control_vector.active or scale != LossScale() else None
     engine.reconfigure(max_norm=max_norm or None, norm_type=norm_type, loss_scale=loss_scale)

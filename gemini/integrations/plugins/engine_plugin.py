@@ -157,7 +157,7 @@ def wrap_gemini(
     shared.share(model, optimizer, options.get("mesh"))
     wrapped = GeminiDDP(model, **options)
     if isinstance(optimizer, TieredOptimizer):
-        optimizer.bind_to(wrapped.engine)
+        optimizer.bind_to(wrapped.parameters())
     if verbose:
         print_search(wrapped)
         if isinstance(optimizer, TieredOptimizer):

@@ -29,16 +29,12 @@ from gemini.memtracer.module_calls import (
 from gemini.nvme import NvmeError
 from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.runtime.events import EngineEvent
-from gemini.runtime.gradients.cycle import GradientCycle
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.meetings import Meetings
-from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.overlap import UpdateOverlap
 from gemini.runtime.passes import Passes, taking_turns
-from gemini.runtime.schedule.planning import Planning
-from gemini.runtime.schedule.sampler import Sampler
-from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr, TensorState
-from gemini.runtime.sharding import Sharding
+from gemini.runtime.schedule.planning import PlanInUse
+from gemini.runtime.schedule.tensor_mgr import TensorState
 from gemini.runtime.step.homes import MovingHomes
 from gemini.runtime.weights import Weights
 from gemini.trees import tensors_in
@@ -59,22 +55,22 @@ class Calls:
 
     def __init__(
         self,
-        *, sharding: Sharding, passes: Passes, weights: Weights, cycle: GradientCycle,
-        overlap: UpdateOverlap, planning: Planning, manager: StatefulTensorMgr, sampler: Sampler,
-        ledger: MemoryLedger, meetings: Meetings, gradients: Gradients, homes: MovingHomes,
+        *, passes: Passes, weights: Weights, overlap: UpdateOverlap, in_use: PlanInUse,
+        meetings: Meetings, gradients: Gradients, homes: MovingHomes,
         forward: EngineEvent[[]], thaw: Callable[[list[ParamId]], None],
     ) -> None:  # fmt: skip
         """forward: of the whole module, begins. thaw: what requires gradients by now."""
-        self._sharding, self._passes, self._weights = sharding, passes, weights
-        self._cycle, self._overlap, self._planning = cycle, overlap, planning
-        self._ledger, self._forward, self._thaw = ledger, forward, thaw
+        sharding = self._sharding = weights.sharding
+        self._passes, self._weights, self._overlap = passes, weights, overlap
+        self._planning, self._ledger = in_use.planning, in_use.ledger
+        self._cycle, self._forward, self._thaw = gradients.cycle, forward, thaw
         self._meetings, self._gradients, self._homes = meetings, gradients, homes
-        self.midway = Midway(sharding, planning, sampler, ledger, passes, homes)
+        self.midway = Midway(sharding, in_use, passes, homes)
         self.hook_handles: list[Any] = []  # on modules and parameters
         self._graph_was_open = False  # as the last forward from outside began
         self._announced = False  # the forward that is next, by the wrapper
-        self._manager, self._reducer = manager, cycle.reducer
-        self._sampler, self._collector = sampler, sampler.collector
+        self._manager, self._reducer = in_use.manager, gradients.cycle.reducer
+        self._sampler, self._collector = in_use.sampler, in_use.sampler.collector
         self._modules = ModuleCalls(self, sharding.params)
         self._entered = False  # this backward came in through the boundary, with its loss scale
         self._for_stage = False  # see `taken_by_stage`
@@ -83,7 +79,8 @@ class Calls:
         }
         self._unheard: list[ParamId] = []  # frozen: nothing takes their gradients
         # without moves and limits one trace of a kind serves inputs of any shape
-        self.tells_inputs_apart = not sharding.all_gathered or planning.overruns.limits_device
+        limited = self._planning.overruns.limits_device
+        self.tells_inputs_apart = not sharding.all_gathered or limited
         meetings.answer("chunk", self._gather_read)
 
     # -- hooks --
@@ -336,9 +333,13 @@ class Calls:
         self._ledger.note()
         self.forget()
         self.unpin()
-        self._homes.graph_is_open = False
+        self.end_graph()
         if self._reducer.synchronise:
             self._gradients.end_backward()
+
+    def end_graph(self) -> None:
+        """Note that the backward of what was recorded has ended: homes may move."""
+        self._homes.graph_is_open = False
 
     def forget(self) -> None:
         """Forget open module calls: the backward has ended."""
@@ -425,7 +426,6 @@ class Calls:
             if watched:
                 self._collector.after_change()
                 self._ledger.note()
-            self._cycle.present[param] = True  # a verb is a call more for every gradient
             self._manager.gradient_arrived(param)
             self._modules.gradient_arrived(param)
 

@@ -20,10 +20,9 @@ from gemini.memtracer.forecast import covers, grown
 from gemini.memtracer.module_calls import blocks_of, in_backward
 from gemini.memtracer.trace import Trace
 from gemini.placement.tiers import Tier
-from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.passes import Passes, taking_turns
-from gemini.runtime.schedule.planning import Planning
-from gemini.runtime.schedule.sampler import MAX_SIGNATURES, Sampler
+from gemini.runtime.schedule.planning import PlanInUse
+from gemini.runtime.schedule.sampler import MAX_SIGNATURES
 from gemini.runtime.sharding import Sharding
 from gemini.runtime.step.homes import MovingHomes
 
@@ -34,17 +33,11 @@ class Midway:
     """Looks of one engine, at one rank, where a budget of the device limits activations."""
 
     def __init__(
-        self,
-        sharding: Sharding,
-        planning: Planning,
-        sampler: Sampler,
-        ledger: MemoryLedger,
-        passes: Passes,
-        homes: MovingHomes,
+        self, sharding: Sharding, in_use: PlanInUse, passes: Passes, homes: MovingHomes
     ) -> None:
-        self._sharding, self._planning, self._sampler = sharding, planning, sampler
-        self._ledger, self._passes, self._homes = ledger, passes, homes
-        self._collector = sampler.collector
+        self._sharding, self._passes, self._homes = sharding, passes, homes
+        self._planning, self._sampler, self._ledger = in_use.planning, in_use.sampler, in_use.ledger
+        self._collector = self._sampler.collector
         # bytes besides model data at each look of forwards like one, and at its end; last used last
         self._known: dict[tuple[str, str], list[int]] = {}
         self._seen: list[int] | None = None  # of this forward; None: nobody looks

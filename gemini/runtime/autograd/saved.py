@@ -19,10 +19,7 @@ from gemini.placement.predict import KINDS
 from gemini.placement.saved import NUM_PIECES, Spilling
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import Backend, FileConfig
-from gemini.runtime.memory.ledger import MemoryLedger
-from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.runtime.schedule.planning import Planning
-from gemini.runtime.schedule.sampler import Sampler
+from gemini.runtime.schedule.planning import PlanInUse, Planning
 from gemini.runtime.sharding import Sharding
 
 NON_MODEL = "non-model"
@@ -38,16 +35,15 @@ class SavedCalls:
     def __init__(
         self,
         sharding: Sharding,
-        planning: Planning,
-        storage: ShardStorage,
-        ledger: MemoryLedger,
-        sampler: Sampler,
+        in_use: PlanInUse,
         root: nn.Module,
         owns: Callable[[Tensor], bool],
         tracking: Callable[[nn.Module], AbstractContextManager[None]],
     ) -> None:
         """owns: whether a tensor is a view of a chunk. tracking: context of a forward, without
         this."""
+        planning, storage = in_use.planning, in_use.storage
+        sampler, ledger = in_use.sampler, in_use.ledger
         self._sharding, self._planning, self._ledger = sharding, planning, ledger
         self._sampler, self._tracking = sampler, tracking
         # parameters that the user kept to himself
@@ -57,7 +53,11 @@ class SavedCalls:
         sizes = planning.inputs.spilling or Spilling()  # none where nothing limits the device
         self.saved = SavedTensors(
             _tier_of(
-                sharding.backend, storage.config, planning, sizes.piece_bytes, self._host_room
+                sharding.backend,
+                storage.config,
+                planning,
+                sizes.piece_bytes,
+                self._host_room,
             ),
             sharding.backend.device,
             room=self._device_room,

@@ -34,17 +34,13 @@ class PendingClip:
 class GradientCycle:
     """Gradients of one engine between two `zero_grad`: which there are, and the coming step's clip.
 
-    present: by parameter, whether a gradient arrived on this rank.
     broken: parameters whose gradients were dropped after an error in a backward.
     pending_clip: asked for since the last backward; None: there is none.
     hook: all-reduce hook of the user; None: there is none.
     accumulated: by the last `gemini.accumulate`.
     """
 
-    def __init__(
-        self, num_params: int, comm: Communicator, reducer: Reducer, control_vector: ControlVector
-    ) -> None:
-        self.present = [False] * num_params
+    def __init__(self, comm: Communicator, reducer: Reducer, control_vector: ControlVector) -> None:
         self.broken: set[ParamId] = set()
         self.pending_clip: PendingClip | None = None
         self.hook: AllReduceHook | None = None
@@ -54,10 +50,6 @@ class GradientCycle:
         self._carried_scale: Tensor | None = None  # of gradients that outlived their step
 
     # -- which there are --
-
-    def arrived(self, param: ParamId, there: bool = True) -> None:
-        """Note that a gradient arrived, or that it was dropped."""
-        self.present[param] = there
 
     def breaks(self, params: Iterable[ParamId]) -> None:
         """Note that gradients of these parameters are incomplete."""
@@ -70,7 +62,7 @@ class GradientCycle:
     def begin_anew(self) -> None:
         """The gradients that follow are new ones: nothing is broken, clipped or late."""
         self.broken.clear()
-        self.reducer.is_late = False
+        self.reducer.begin_anew()
         self.new_to_hook()
         self.pending_clip = None
 
@@ -78,7 +70,6 @@ class GradientCycle:
         """Drop all gradients."""
         self._carried_scale = None
         self.reducer.drop_gradients()
-        self.present = [False] * len(self.present)
 
     def has_accumulated(self, found: Accumulated) -> None:
         """Note what `gemini.accumulate` read."""
@@ -98,7 +89,7 @@ class GradientCycle:
     def reduce_what_is_left(self) -> Sequence[bool]:
         """Reduce gradients left by `no_sync` or late, and let the all-reduce hook have all that it
         has not had; returns which parameters have one. Collective."""
-        said = self._comm.numbers([*self.present, self.reducer.leftover], torch.float64)
+        said = self._comm.numbers([*self.reducer.present, self.reducer.leftover], torch.float64)
         self._comm.all_reduce(said).wait()
         *there, leftover = (count > 0 for count in said.tolist())
         if leftover:

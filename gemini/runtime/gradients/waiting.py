@@ -107,7 +107,7 @@ class Gradients:
 
     def exists(self, param: ParamId) -> bool:
         """Whether there is a gradient: of this rank, or a reduced one of another."""
-        if self.cycle.present[param] or param in self.cycle.broken:
+        if self.cycle.reducer.present[param] or param in self.cycle.broken:
             return True
         ticket, counts = self._somewhere
         ticket.wait()
@@ -117,7 +117,7 @@ class Gradients:
         """End a backward that was reduced: begin to exchange which parameters have a gradient, and
         let the all-reduce hook have them."""
         if self.sharding.comm.world_size > 1:
-            counts = self.sharding.comm.numbers(self.cycle.present, torch.int32)
+            counts = self.sharding.comm.numbers(self.cycle.reducer.present, torch.int32)
             self._somewhere = (self.sharding.comm.all_reduce(counts), counts)
         if self.cycle.hook is not None:
             self.cycle.reduce_what_is_left()
@@ -280,7 +280,7 @@ class Gradients:
             chunk.gradient.change(lambda shard: self._put(shard, chunk, param, flat), wide=True)
         else:  # as what no_sync leaves: the step reduces it
             chunk.gradient.put_local(slot, flat)
-        self.cycle.arrived(param)
+        self.cycle.reducer.set_present(param)
 
     def _put(self, shard: Tensor, chunk: Chunk, param: ParamId, flat: Tensor) -> None:
         for at, first in self.sharding.own_parts(chunk, param):
@@ -298,7 +298,7 @@ class Gradients:
         self._change(param, Tensor.zero_, wide=False)  # a product would keep what is not finite
         chunk, slot = self.sharding.place_of(param)
         chunk.gradient.forget(slot)
-        self.cycle.arrived(param, there=False)
+        self.cycle.reducer.set_present(param, there=False)
         ticket, counts = self._somewhere
         ticket.wait()
         if counts.numel():

@@ -178,6 +178,9 @@ class ShardStorage:
 
     def layout_changed(self, layout: ChunkLayout) -> None:
         """Take over a layout in which frozen chunks are trained; sizes stay."""
+        trained = (old.id for old, new in zip(self._specs, layout.chunks, strict=True)
+                   if new.trainable and not old.trainable)  # fmt: skip
+        self.originals.lost.difference_update(trained)
         self._specs = layout.chunks
 
     def new_gradient_files(self, plan: Plan) -> GradientFiles | None:

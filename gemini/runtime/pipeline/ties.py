@@ -97,7 +97,7 @@ def add_up(parts: Iterable[tuple[Sharding, GradientCycle]]) -> None:
     for name in sorted(tied):
         copies = tied[name]
         total = _sum([chunk.gradient.own for _, chunk in copies])
-        there = any(cycle.present[chunk.spec.slots[0].param] for cycle, chunk in copies)
+        there = any(cycle.reducer.present[chunk.spec.slots[0].param] for cycle, chunk in copies)
         across = copies[0][1].tie
         assert across is not None
         if across.copies is not None:
@@ -107,7 +107,7 @@ def add_up(parts: Iterable[tuple[Sharding, GradientCycle]]) -> None:
             there = bool(said.item())
         for i, (cycle, chunk) in enumerate(copies):
             chunk.gradient.add_own(total.clone() if i else total)
-            cycle.arrived(chunk.spec.slots[0].param, there)
+            cycle.reducer.set_present(chunk.spec.slots[0].param, there)
 
 
 def _sum(values: Sequence[Tensor | None]) -> Tensor:

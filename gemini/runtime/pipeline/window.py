@@ -14,13 +14,8 @@ from typing import Any
 from gemini.runtime.autograd.calls import Calls
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.meetings import Meetings
-from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.passes import Passes
-from gemini.runtime.schedule.reducer import Reducer
-from gemini.runtime.schedule.sampler import Sampler
-from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
-from gemini.runtime.sharding import Sharding
-from gemini.runtime.step.homes import MovingHomes
+from gemini.runtime.schedule.planning import PlanInUse
 
 
 class Window:
@@ -28,24 +23,16 @@ class Window:
 
     def __init__(
         self,
-        *,
-        sharding: Sharding,
+        in_use: PlanInUse,
         passes: Passes,
-        manager: StatefulTensorMgr,
-        sampler: Sampler,
-        reducer: Reducer,
-        ledger: MemoryLedger,
         calls: Calls,
         meetings: Meetings,
         gradients: Gradients,
-        homes: MovingHomes,
     ) -> None:
-        self._sharding, self._passes, self._manager = sharding, passes, manager
-        self._sampler, self._reducer, self._ledger = sampler, reducer, ledger
-        self._calls = calls
-        self._meetings = meetings
-        self._gradients = gradients
-        self._homes = homes
+        self._manager, self._sampler, self._ledger = in_use.manager, in_use.sampler, in_use.ledger
+        self._sharding, self._reducer = gradients.sharding, gradients.cycle.reducer
+        self._passes, self._calls = passes, calls
+        self._meetings, self._gradients = meetings, gradients
         self._is_sampled = False
 
     def open(self) -> None:
@@ -96,7 +83,7 @@ class Window:
         collector.after_change()
         self._gradients.end_backward()
         self._ledger.note()
-        self._homes.graph_is_open = False
+        self._calls.end_graph()
 
     def end(self) -> None:
         """Close the window of a schedule without a backward, or of one that an error has cut short.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
-from gemini.chunk.layout import ChunkLayout
 from gemini.comm.communicator import Communicator
 from gemini.memtracer.forecast import covers, with_bytes_added
 from gemini.memtracer.layers import without_choice
@@ -41,6 +42,14 @@ from gemini.units import ChunkId
 
 from .iteration_plans import IterationPlan, IterationPlans, Lowered, lowered
 from .levels import Levels
+
+if TYPE_CHECKING:
+    from gemini.chunk.storage import Chunk
+    from gemini.runtime.memory.ledger import MemoryLedger
+    from gemini.runtime.memory.shard_storage import ShardStorage
+
+    from .sampler import Sampler
+    from .tensor_mgr import StatefulTensorMgr
 
 log = logging.getLogger("gemini")
 
@@ -437,18 +446,32 @@ class Planning:
         self.compare(found.plan)
         return found if _differ(self.plan, found.plan) else None
 
-    def grow(self, layout: ChunkLayout) -> None:
-        """Plan gradients and state of chunks that were frozen and are trained from now on.
+    @contextmanager
+    def growing(self, trainable: Collection[ChunkId]) -> Iterator[None]:
+        """Plan gradients and state of chunks that were frozen, and that the body lets train.
 
-        Collective. Raises BudgetError where they fit nowhere, and then nothing has changed.
+        Collective. Raises BudgetError if they fit nowhere; then, and if the body raises, the plan
+        is the one before.
         """
+        before = self.inputs, self.result, self._begun
+        layout = self.inputs.layout.with_trainable(trainable)
         inputs = replace(self.inputs, layout=layout)
         planned = plan_grown(self.plan, inputs, self.policy)
         begun, was_measured = self._begun
         self._begun = replace(begun, layout=layout), was_measured
         self.inputs, self.result = inputs, planned
         self._forget_plans()
-        self.compare(self.plan)
+        try:
+            self.compare(self.plan)
+            yield
+        except BaseException:
+            self.inputs, self.result, self._begun = before
+            self._forget_plans()
+            raise
+
+    def wait_beside(self, nbytes: int) -> None:
+        """Plan the coming iteration beside so many bytes of gradients on the device."""
+        self.waiting_bytes = nbytes
 
     def use_plan(self, planned: PlanResult, inputs: PlanInputs | None = None) -> None:
         """Make this the plan of training: shards and state are in its homes by now.
@@ -514,6 +537,25 @@ class Planning:
             total[moment] -= nbytes
         budget = self.inputs.budgets.device
         return budget - max(total[: plan.num_trace_moments], default=0)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PlanInUse:
+    """Plan in use of one engine, with what carries it out and what watches it."""
+
+    planning: Planning
+    storage: ShardStorage  # has shards and gradients in their homes
+    manager: StatefulTensorMgr  # gathers and releases
+    sampler: Sampler  # measures iterations
+    ledger: MemoryLedger  # counts bytes
+
+    def follow(self) -> None:
+        """Read files ahead in the order of the plan, which has changed."""
+        self.storage.follow(self.planning.plan)
+
+    def place_gradients(self, chunks: list[Chunk]) -> None:
+        """Put gradients into the homes of the plan."""
+        self.storage.place_gradients(self.planning.plan, chunks)
 
 
 def _differ(plan: Plan, other: Plan) -> bool:

@@ -32,7 +32,7 @@ from gemini.chunk.storage import Chunk
 from gemini.placement.timetable.gathers import Call
 from gemini.placement.timetable.steps import MAX_UNDER_WAY
 from gemini.runtime.events import EngineEvent
-from gemini.units import ChunkId
+from gemini.units import ChunkId, ParamId
 
 MAX_LEARNED = 16  # kinds of backwards
 
@@ -65,6 +65,8 @@ class Reducer:
         self._order = [chunk for chunk in reversed(chunks) if chunk.spec.trainable]
         self._by_moment = by_moment
         self._at_end = at_end
+        # by parameter: whether a gradient arrived on this rank since they were dropped
+        self.present = [False] * sum(len(chunk.spec.slots) for chunk in chunks)
         if not by_moment:
             self._order.sort(key=lambda chunk: chunk.spec.id in at_end)
         self._puts_off, self._whole = puts_off and not whole, whole
@@ -210,6 +212,7 @@ class Reducer:
     def arrived(self, chunk: Chunk, slot: int, grad: Tensor) -> None:
         """Pack a gradient; where readiness decides, reduce what is complete and has its turn."""
         chunk.gradient.add(slot, grad)
+        self.present[chunk.spec.slots[slot].param] = True
         key = chunk.spec.id, slot
         self._arrivals[key] = self._arrivals.get(key, 0) + 1  # Counter's own way is in Python
         self._arrived_at[key[0]] = self._moment
@@ -224,6 +227,14 @@ class Reducer:
             if not self._is_complete(first):
                 break
             self._begin(self._waiting.pop(first.spec.id))
+
+    def set_present(self, param: ParamId, there: bool = True) -> None:
+        """Note that a gradient was put into its chunk without an arrival, or dropped there."""
+        self.present[param] = there
+
+    def begin_anew(self) -> None:
+        """The gradients that follow are new ones, of which none is late."""
+        self.is_late = False
 
     def _begin(self, chunk: Chunk) -> None:
         """Begin to reduce a chunk, and end the oldest where too many are under way.
@@ -328,6 +339,7 @@ class Reducer:
         """Drop the gradients of this backward and of all accumulated before it."""
         for chunk in self._order:
             chunk.gradient.drop()
+        self.present = [False] * len(self.present)
         self._nothing_is_left()
         self.reset()
 

@@ -103,7 +103,7 @@ class StepGradients:
         log.record("votes", f"with gradients of chunks {here}")
         return Ballot(
             power_sum=found.power_sum,
-            present=tuple(self._cycle.present),
+            present=tuple(self._cycle.reducer.present),
             first_nonfinite=found.first_nonfinite,
             checksum=found.checksum,
             deviated=self._sharding.comm.world_size > 1 and self._cycle.reducer.leftover,
@@ -114,7 +114,7 @@ class StepGradients:
         self, executor: TritonStep, chunks: Sequence[Chunk], clip: Clip
     ) -> tuple[bool, ...]:
         """Submit measures and vote to the device; returns which parameters have a gradient."""
-        present = tuple(self._cycle.present)
+        present = tuple(self._cycle.reducer.present)
         if self._sharding.comm.world_size > 1:
             present = self.agree(chunks, None).present
             chunks = self.present()
@@ -145,7 +145,7 @@ class StepGradients:
         chunks = self.reduced()
         self.begin_clip()
         if clip.max_norm == 0 and self._sharding.comm.world_size == 1:
-            check_any(self._cycle.present)
+            check_any(self._cycle.reducer.present)
             self._cycle.clip_with(clip)
             return None
         if device is not None:

@@ -21,13 +21,8 @@ from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, PlanResult
 from gemini.placement.renting import Tenancy, iteration_in_words, named, rising
 from gemini.placement.tiers import Tier
-from gemini.runtime.memory.ledger import MemoryLedger
-from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.schedule.iteration_plans import Lowered
-from gemini.runtime.schedule.planning import Planning
-from gemini.runtime.schedule.sampler import Sampler
-from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
-from gemini.runtime.sharding import Sharding
+from gemini.runtime.schedule.planning import PlanInUse
 from gemini.runtime.weights import Weights
 
 log = logging.getLogger("gemini")
@@ -39,20 +34,10 @@ class MovingHomes:
     """Homes of one engine. They move while no graph waits for its backward; up, once gradients were
     dropped."""
 
-    def __init__(
-        self,
-        *,
-        sharding: Sharding,
-        weights: Weights,
-        planning: Planning,
-        manager: StatefulTensorMgr,
-        sampler: Sampler,
-        storage: ShardStorage,
-        ledger: MemoryLedger,
-    ) -> None:
-        self._sharding, self._weights, self._planning = sharding, weights, planning
-        self._manager, self._sampler = manager, sampler
-        self._storage, self._ledger = storage, ledger
+    def __init__(self, weights: Weights, in_use: PlanInUse) -> None:
+        self._sharding, self._weights, self._in_use = weights.sharding, weights, in_use
+        self._planning, self._storage = in_use.planning, in_use.storage
+        self._manager, self._sampler, self._ledger = in_use.manager, in_use.sampler, in_use.ledger
         # homes that wait for gradients to be dropped, and another trace that they are for
         self._higher: tuple[PlanResult, PlanInputs | None] | None = None
         self.graph_is_open = False  # a forward was recorded, and no backward has ended since
@@ -137,7 +122,7 @@ class MovingHomes:
         lowered = planning.lowered(trace, params_stay=self._sharding.all_gathered)
         gradients_leave = False
         if (lowered is None or lowered.refused is not None) and self._wait_on_device():
-            planning.waiting_bytes = self.waiting_bytes(on_device=False)
+            planning.wait_beside(self.waiting_bytes(on_device=False))
             other = planning.lowered(trace, params_stay=self._sharding.all_gathered)
             if other is not None and self._none_on_device(other.result.plan):
                 lowered, gradients_leave = other, True
@@ -264,7 +249,7 @@ class MovingHomes:
         if self._gradients_stay:
             self._gradients_stay = False
             self._weights.settle()  # an overlapped step reads them where they were
-            self._storage.place_gradients(self._planning.plan, self._sharding.chunks)
+            self._in_use.place_gradients(self._sharding.chunks)
         if self._higher is not None:
             planned, inputs = self._higher
             if inputs is None:
@@ -384,7 +369,7 @@ class MovingHomes:
             target.raise_state(planned.plan)
         except BaseException:
             self._send_down(self._planning.plan)
-            self._storage.place_gradients(self._planning.plan, self._sharding.chunks)
+            self._in_use.place_gradients(self._sharding.chunks)
             self._homes_changed()
             raise
         self._planning.use_plan(planned, inputs)

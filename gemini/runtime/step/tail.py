@@ -26,12 +26,9 @@ from gemini.optim.step.driver import Step, alone
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import goes_on
 from gemini.ranges import named
-from gemini.runtime.memory.ledger import MemoryLedger
-from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.overlap import UpdateOverlap
 from gemini.runtime.passes import Passes
-from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
-from gemini.runtime.sharding import Sharding
+from gemini.runtime.schedule.planning import PlanInUse
 from gemini.runtime.weights import Weights
 from gemini.tickets import Ticket
 
@@ -46,18 +43,11 @@ class StepTail:
     """Tails of one engine's steps, of which at most one is under way."""
 
     def __init__(
-        self,
-        sharding: Sharding,
-        weights: Weights,
-        passes: Passes,
-        overlap: UpdateOverlap,
-        storage: ShardStorage,
-        manager: StatefulTensorMgr,
-        ledger: MemoryLedger,
+        self, weights: Weights, passes: Passes, overlap: UpdateOverlap, in_use: PlanInUse
     ) -> None:
-        self._sharding, self._weights, self._passes = sharding, weights, passes
-        self._overlap, self._storage = overlap, storage
-        self._manager, self._ledger = manager, ledger
+        self._sharding, self._weights, self._passes = weights.sharding, weights, passes
+        self._overlap, self._storage = overlap, in_use.storage
+        self._manager, self._ledger = in_use.manager, in_use.ledger
         self._tail: Tail | None = None
         self._signals: TailSignals | None = (
             None  # deferred, or whose handlers the main thread is to put back

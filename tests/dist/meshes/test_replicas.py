@@ -190,7 +190,7 @@ def boosted(rank):
     (parts,) = token_batches(1, dist.get_world_size())
     booster.backward(token_loss(model, parts[rank]), optimizer)
     optimizer.step()
-    links = model.engine.links["world"]
+    links = model.engine.sharding.links["world"]
     with pytest.raises(ValueError, match="extra_dp_size=3 for 4 ranks"):
         Booster(plugin=GeminiPlugin(precision="bf16", extra_dp_size=3)).boost(Tower())
     return links.num_replicas, links.world_size

@@ -188,7 +188,7 @@ def adapted(order, folder, k):
         model = GeminiDDP(module, placement_policy=policy, **small)
         optimizer = HybridAdam(model.parameters(), lr=1e-2)
         files, read, losses = model.engine.storage.frozen, [], []
-        base = {model.engine.chunk_of[param] for param in model.engine.opaque}
+        base = {model.engine.sharding.chunk_of[param] for param in model.engine.sharding.opaque}
         inner = files.read
 
         def noted(chunk, *rest):

@@ -426,7 +426,7 @@ def test_released_between_calls_with_state_in_files(choose, is_in_files, tmp_pat
     assert model.digest() == plain.digest()
     assert layers_of(model).proved.keys() == set(names_of(module))
     homes = {home for shard in model.engine.plan.shards for home in shard.state_homes}
-    assert (Tier.NVME in homes) == is_in_files != model.engine.all_gathered
+    assert (Tier.NVME in homes) == is_in_files != model.engine.sharding.all_gathered
     assert all(a < b for a, b in pairwise([0, *written])) if is_in_files else not any(written)
 
 

@@ -95,7 +95,7 @@ def test_bits_are_those_of_activations_that_stay(module, update, tmp_path):
     steps(model, optimizer)
     small = spill(tmp_path, "6MiB", host_budget="6MiB", block_numel=8192)
     other, its = wrapped(small, module, update=update)
-    assert not other.engine.all_gathered
+    assert not other.engine.sharding.all_gathered
     state_homes = {home for shard in other.engine.plan.shards for home in shard.state_homes}
     assert Tier.NVME in state_homes
     seen = steps(other, its, keep=0 if module is RECOMPUTED else 1 * MIB)

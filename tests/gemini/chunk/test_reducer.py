@@ -16,6 +16,9 @@ class Gradient:
     def add(self, slot, grad):
         self.num_arrived += 1
 
+    def drop(self):
+        self.num_arrived = 0
+
     def begin_reduce(self):
         self.log.append(self.name)
         self.num_arrived = 0
@@ -35,7 +38,8 @@ def log():
 @pytest.fixture
 def chunks(log):
     """Two chunks of one parameter, used in this order in forward."""
-    specs = [SimpleNamespace(id=i, trainable=True, slots=(0,)) for i in range(2)]
+    slots = [(SimpleNamespace(param=i),) for i in range(2)]
+    specs = [SimpleNamespace(id=i, trainable=True, slots=slots[i]) for i in range(2)]
     return [SimpleNamespace(spec=spec, gradient=Gradient(log, spec.id)) for spec in specs]
 
 
@@ -51,6 +55,20 @@ def test_a_chunk_waits_for_the_end_of_every_call_that_uses_it(chunks, log):
     assert log == [1]
     reducer.finish()
     assert log == [1, 0]
+
+
+def test_a_gradient_is_present_from_its_arrival_until_all_are_dropped(chunks):
+    reducer = Reducer(chunks, by_moment=False)
+    reducer.begin()
+    reducer.arrived(chunks[1], 0, torch.ones(1))
+    assert reducer.present == [False, True]
+    reducer.finish()
+    reducer.set_present(0)
+    assert reducer.present == [True, True]
+    reducer.set_present(1, there=False)
+    assert reducer.present == [True, False]
+    reducer.drop_gradients()
+    assert reducer.present == [False, False]
 
 
 def test_a_chunk_whose_gradient_came_twice_is_waited_for_twice_the_next_time(chunks, log):

@@ -190,7 +190,7 @@ def test_where_ram_is_the_device_all_goes_to_files_and_rises_and_no_bit_changes(
         found, engine = [], model.engine
         for i, ids in enumerate(batches):
             if budget and i == 2:
-                assert not engine.all_gathered and Tier.DEVICE in engine_homes(engine)
+                assert not engine.sharding.all_gathered and Tier.DEVICE in engine_homes(engine)
                 engine.homes.sink_all()
                 assert engine_homes(engine) == {N} and engine.planning.moves.num_down == 1
             if budget and i == 4:
@@ -221,7 +221,7 @@ def test_frozen_ones_go_too_and_are_thawed_there():
     loops = loop, _ = [
         Loop(*budgets, module=half(), released=True) for budgets in ((300, "112KiB"), ALL)
     ]
-    assert not loop.model.engine.all_gathered
+    assert not loop.model.engine.sharding.all_gathered
     train(loops, S, S)
     lower_all(loop)
     frozen = {chunk.spec.id for chunk in loop.model.engine.chunks if not chunk.spec.trainable}

@@ -100,7 +100,7 @@ def test_a_longer_batch_is_forecast_and_lets_more_leave(tmp_path):
     """Before its forward, and in the same homes: it moves no state."""
     model, seen = trained(spill(tmp_path, "4MiB"), (4, 4, 6, 4, 8))
     engine = model.engine
-    assert not engine.all_gathered
+    assert not engine.sharding.all_gathered
     (short, _, longer, _, longest) = [out for _, _, out in seen]
     assert 0 <= short < longer < longest
     peaks = engine.sampler.device_peaks  # of the first batch nobody knew anything

@@ -97,6 +97,21 @@ def test_what_fits_nowhere_is_refused_and_changes_nothing():
     full_step(model, optimizer, 1)
 
 
+def test_a_thaw_that_an_error_ends_leaves_the_plan_and_layout_of_before(monkeypatch):
+    model = GeminiDDP(HalfFrozen(FILES_DEPTH), precision="fp32", **SMALL)
+    engine = model.engine
+    planned = engine.planning.inputs, engine.plan, engine.layout
+    model.module.requires_grad_(True)
+
+    def fails(chunks):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(engine.storage, "thaw", fails)
+        model(torch.ones(2, 8))
+    assert (engine.planning.inputs, engine.plan, engine.layout) == planned
+
+
 def test_a_checkpoint_behind_a_thaw_is_read_by_a_module_that_never_froze(tmp_path):
     model, optimizer = wrapped(HalfFrozen, precision="bf16")
     full_step(model, optimizer)

@@ -54,8 +54,11 @@ def wrapped(module, place, folder=None, world_size=1, **options):
 def trained(rank, world_size, kind, place, reentrant, layers, folder):
     model = wrapped(lora(kind, reentrant=reentrant, layers=layers), place, folder, world_size)
     engine = model.engine
-    homes = {engine.plan.shards[engine.chunk_of[param]].param_home for param in engine.opaque}
-    assert homes == {HOMES[place]} and len(engine.opaque) == 7 * layers
+    homes = {
+        engine.plan.shards[engine.sharding.chunk_of[param]].param_home
+        for param in engine.sharding.opaque
+    }
+    assert homes == {HOMES[place]} and len(engine.sharding.opaque) == 7 * layers
     losses = wrapped_losses(model, rank)
     return losses, {name: v for name, v in model.state_dict().items() if "lora_" in name}
 
@@ -165,7 +168,9 @@ def test_a_base_in_files_is_written_once(tmp_path):
     assert report.as_dict()["frozen_read_bytes"] == plan.frozen_read_bytes > one_version
     assert f"of it frozen: {format_bytes(plan.frozen_bytes[Tier.NVME])} on nvme" in str(report)
     assert "frozen parameters: " in told and " on nvme" in told
-    base = {engine.chunk_of[param] for param in engine.opaque}  # without the embedding
+    base = {
+        engine.sharding.chunk_of[param] for param in engine.sharding.opaque
+    }  # without the embedding
     assert base <= set(read) and all(read.count(chunk) <= 2 * STEPS for chunk in base)
 
 
@@ -296,7 +301,7 @@ def test_what_is_read_outside_of_modules_is_fetched(kind):
     model = wrapped(module, "host")
     ours, theirs = dict(module.named_parameters())[QUERY], dict(plain.named_parameters())[QUERY]
     assert isinstance(ours, nn.Parameter) and type(ours).__name__ == type(theirs).__name__
-    (one,) = (one for one in model.engine.opaque.values() if one.param is ours)
+    (one,) = (one for one in model.engine.sharding.opaque.values() if one.param is ours)
     assert all(type(tensor) is not torch.Tensor for tensor, _, _ in one.tensors)
     if kind == "torchao":
         taken = [ours.detach().qdata, ours.qdata, ours.scale[:4]]

@@ -374,6 +374,6 @@ def test_a_base_is_quantised_where_lora_is_enabled():
         module = booster.enable_lora(Tower(), lora_config=config, **case)
         trained = [param for param in module.parameters() if param.requires_grad]
         model, *_ = booster.boost(module, HybridAdam(trained, lr=1e-2))
-        names[min(case)] = {one.names[0] for one in model.engine.opaque.values()}
+        names[min(case)] = {one.names[0] for one in model.engine.sharding.opaque.values()}
     left = names["quantize"] - names["bnb_quantization_config"]
     assert [name for name in left if "layers.3.3" in name] and len(names["quantize"]) >= 8

@@ -147,7 +147,9 @@ def test_low_level_zero_is_stages_with_whole_parameters():
     for stage in (1, 2):
         plugin = LowLevelZeroPlugin(stage=stage, cpu_offload=True, precision="bf16", max_norm=1.0)
         model = wrapped(plugin)
-        assert model.engine.all_gathered and model.engine.precision_settings.max_norm == 1.0
+        assert (
+            model.engine.sharding.all_gathered and model.engine.precision_settings.max_norm == 1.0
+        )
         assert model.engine.planning.policy == StaticPlacement.zero(stage, cpu_offload=True)
     bucket = wrapped(LowLevelZeroPlugin(precision="bf16", reduce_bucket_size_in_m=3000 / 2**20))
     assert set(bucket.chunk_configuration.capacities.values()) == {3000}

@@ -95,7 +95,7 @@ def boosted(rank, stage, case):
             booster.backward(token_loss(model, part) / K, optimizer)
         optimizer.step()
         held = model.engine.manager.bytes_in_use()
-        late.append(len(model.engine.regather.arriving) > 0)
+        late.append(len(model.engine.weights.regather.arriving) > 0)
         optimizer.zero_grad()
     chunks = model.engine.chunks
     return {

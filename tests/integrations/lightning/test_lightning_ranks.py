@@ -147,7 +147,9 @@ def gathered_late(folder):
     class Asks(Callback):
         def on_train_batch_end(self, trainer, module, out, batch, i):
             engine = trainer.strategy.model.engine
-            found.append((bool(engine.regather.arriving), engine.precision_settings.travels_as))
+            found.append(
+                (bool(engine.weights.regather.arriving), engine.precision_settings.travels_as)
+            )
 
     options = {"overlap_allgather": True, "communication_dtype": "bf16"}
     chosen = strategy("zero1", **options)

@@ -105,7 +105,7 @@ def test_a_plan_has_the_bytes_of_what_is_loaded(what, kind, folder, of_experts, 
     planned.trace.check_model(planned.layout.params)
     model = load_pretrained(path, quantize=kind, lora=adapters_of(build(str(path)), 2))
     found = model.engine.layout
-    assert model.engine.opaque
+    assert model.engine.sharding.opaque
     for one, other in zip(found.params, planned.layout.params, strict=True):
         assert (one.names, one.shape, one.key) == (other.names, other.shape, other.key)
 
@@ -224,7 +224,10 @@ def test_adapters_on_experts_of_4_bits_are_those_of_peft(of_experts):
     model = load_pretrained(
         of_experts["mixtral"], quantize="nf4", lora=adapters(), device=SimBackend(), **SMALL
     )
-    homes = {model.engine.plan.shards[model.engine.chunk_of[p]] for p in model.engine.opaque}
+    homes = {
+        model.engine.plan.shards[model.engine.sharding.chunk_of[p]]
+        for p in model.engine.sharding.opaque
+    }
     assert {shard.param_home for shard in homes} == {Tier.HOST}
     found = model.state_dict()
     plain = whole(of_experts["mixtral"], "nf4")

@@ -29,16 +29,11 @@ from gemini.placement.sizes import UNLIMITED, BudgetError
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import is_early
 from gemini.runtime.events import EngineEvents
-from gemini.runtime.gradients.cycle import GradientCycle
 from gemini.runtime.gradients.waiting import Gradients
-from gemini.runtime.memory.ledger import MemoryLedger
-from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.memory.user_writes import follow_shard
 from gemini.runtime.overlap import UpdateOverlap
 from gemini.runtime.passes import Passes
-from gemini.runtime.schedule.planning import Planning
-from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
-from gemini.runtime.sharding import Sharding
+from gemini.runtime.schedule.planning import PlanInUse
 from gemini.runtime.step.executors import make_shard_executor, run_of, updated_by_kernels
 from gemini.runtime.step.tail import StepTail
 from gemini.runtime.weights import Weights
@@ -70,11 +65,12 @@ class ShardState(Target):
 
     def __init__(
         self,
-        *, sharding: Sharding, planning: Planning, storage: ShardStorage, weights: Weights,
-        cycle: GradientCycle, passes: Passes, overlap: UpdateOverlap, manager: StatefulTensorMgr,
-        ledger: MemoryLedger, events: EngineEvents, calls: StepCalls, groups: Sequence[Group],
-        rule: UpdateRule, config: StateConfig,
+        *, in_use: PlanInUse, weights: Weights, passes: Passes, overlap: UpdateOverlap,
+        events: EngineEvents, calls: StepCalls, groups: Sequence[Group], rule: UpdateRule,
+        config: StateConfig,
     ) -> None:  # fmt: skip
+        sharding, cycle = weights.sharding, calls.gradients.cycle
+        planning, storage = in_use.planning, in_use.storage
         group_of = param_groups_of(sharding.params, groups)  # first: it refuses what is not ours
         if rule.measures:
             from .shard_cover import check_not_split
@@ -85,9 +81,9 @@ class ShardState(Target):
         self._sharding, self._planning, self._storage = sharding, planning, storage
         self._cycle, self._overlap, self._events = cycle, overlap, events
         self._passes = passes
-        self._weights, self._manager, self._ledger = weights, manager, ledger
+        self._weights, self._manager, self._ledger = weights, in_use.manager, in_use.ledger
         self._calls = calls
-        self._tail = StepTail(sharding, weights, passes, overlap, storage, manager, ledger)
+        self._tail = StepTail(weights, passes, overlap, in_use)
         self._reader = HostReader(sharding.backend)  # of masters that a device has
         self._chunks = [chunk for chunk in sharding.chunks if chunk.spec.trainable]
         self._names = [spec.name for spec in sharding.layout.params]
