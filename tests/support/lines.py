@@ -3,14 +3,15 @@
     python -m tests.support.lines PLACE [COUNT] [--sent time-out]
 
 Python looks for signals where a function begins or a generator goes on, where a loop goes round,
-and behind every call. Between other instructions none is delivered, so none is tried there. Behind
-the last call of a `try` or a `with` it is delivered inside of that: it is tried before that call.
+and behind every call. Events of `sys.settrace` and `sys.setprofile` are there: "call"; "line", if
+the frame has gone back; "return" of what a line has called, and "c_return". Between other
+instructions none is delivered, so none is tried there. No event is behind a class in C that is
+called (`dict()`, `partial(..)()`): it is tried behind what that calls, and at the next event.
 """
 
 from __future__ import annotations
 
 import argparse
-import dis
 import faulthandler
 import itertools
 import linecache
@@ -21,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
+from inspect import CO_GENERATOR
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -40,7 +41,8 @@ from tests.support.loops.tails import differences, everything
 ROOT = Path(__file__).resolve().parents[2]
 # a device's own bookkeeping, which torch has in C++: Python delivers nothing there
 OURS = tuple(f"{ROOT / folder}/" for folder in ("gemini", "optim", "io/nvme", "kernels_triton"))
-LOOKS = ("RESUME", "CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")  # instructions of CPython 3.11 on
+BEGINS, GOES_ROUND, BEHIND = "begins", "goes round", "behind "  # what a point's `look` says
+CALLED = {"__init__", "__call__", "__exit__"}  # by a call or the end of a `with`, as no operator is
 HOMES = {  # of model data, as `sides.wrapped` has them
     "resident": "resident",
     "host": "host",
@@ -73,6 +75,7 @@ PLACES = {
         *itertools.product(("tail",), ("nvme", "files"), ("bf16",), (2,)),
     )
 }
+Where = tuple[str, str, str, str]  # of a `Point`: all but its time
 ROOM = 144 * 1024  # bytes of a rank: parameters are in files, and blocks are updated beside a pass
 STEPS = 60  # of one life
 IN_A_LIFE = 300  # points
@@ -103,69 +106,73 @@ SENT = {"ctrl-c": CTRL_C, "time-out": TIME_OUT}
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The `look`-th place of a line at which Python looks for signals, the `time`-th time that it
-    comes there. function, line: as they are written."""
+    """The `time`-th time that a line of a function comes to one of its looks for signals.
+
+    function, line: as they are written. look: `BEGINS`, `GOES_ROUND`, or `BEHIND` with the name of
+    what was called.
+    """
 
     file: str
     function: str
     line: str
-    look: int
+    look: str
     time: int
 
     @property
-    def where(self) -> tuple[str, str, str, int]:
+    def where(self) -> Where:
         return self.file, self.function, self.line, self.look
 
 
-@cache
-def _looks(code: CodeType) -> dict[int, tuple[str, str, str, int]]:
-    """Every place where signals are looked for, by the offset of the instruction behind it."""
-    found: dict[int, tuple[str, str, str, int]] = {}
-    in_line: dict[int, int] = {}
-    file, line = str(Path(code.co_filename).relative_to(ROOT)), code.co_firstlineno
-    handled = dis.Bytecode(code).exception_entries
-    instructions = list(dis.get_instructions(code))
-    for instruction, following in itertools.pairwise(instructions):
-        if instruction.positions is not None and instruction.positions.lineno is not None:
-            line = instruction.positions.lineno
-        if not instruction.opname.startswith(LOOKS):
-            continue
-        look = in_line[line] = in_line.get(line, -1) + 1
-        text = linecache.getline(code.co_filename, line).strip()
-        behind = instruction.argval if "JUMP" in instruction.opname else following.offset
-        if _handler(handled, behind) != _handler(handled, instruction.offset):
-            behind = instruction.offset  # a trace can be in the same `try` only before it
-        found.setdefault(behind, (file, code.co_qualname, text, look))
-    return found
-
-
-def _handler(entries: Any, offset: int) -> int | None:
-    """Where an exception goes that is raised there."""
-    return next((e.target for e in entries if e.start <= offset < e.end), None)
+def _where(frame: FrameType, look: str) -> Where:
+    code = frame.f_code
+    line = linecache.getline(code.co_filename, frame.f_lineno).strip()
+    return code.co_filename.removeprefix(f"{ROOT}/"), code.co_qualname, line, look
 
 
 @contextmanager
-def _tracing(function: str | None, reached: Callable[[Any], None]) -> Iterator[None]:
-    """`reached` is told of every such place in a function of ours, or in all, before it goes on."""
+def _tracing(function: str | None, reached: Callable[[Where], None]) -> Iterator[None]:
+    """`reached` is told of every such place in a function of ours, or in all; what it raises comes
+    out of there."""
+
+    def is_meant(code: CodeType) -> bool:
+        return code.co_filename.startswith(OURS) and function in (None, code.co_qualname)
 
     def enter(frame: FrameType, event: str, arg: Any) -> Any:
-        code = frame.f_code
-        ours = code.co_filename.startswith(OURS)
-        if not ours or function not in (None, code.co_qualname):
+        if not is_meant(frame.f_code):
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        last = frame.f_lasti
+
+        def each(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal last
+            before, last = last, frame.f_lasti
+            if event == "line" and last <= before:
+                reached(_where(frame, GOES_ROUND))
+            return each
+
+        reached(_where(frame, BEGINS))
         return each
 
-    def each(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "opcode" and (where := _looks(frame.f_code).get(frame.f_lasti)):
-            reached(where)
-        return each
+    def returned(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "c_return" and is_meant(frame.f_code):
+            reached(_where(frame, BEHIND + arg.__name__))
+        elif event == "return" and (caller := frame.f_back) and is_meant(caller.f_code):
+            name, is_generator = frame.f_code.co_name, frame.f_code.co_flags & CO_GENERATOR
+            is_operator = name.startswith("__") and name not in CALLED
+            if not is_generator and not is_operator:
+                reached(_where(caller, BEHIND + name))
 
     sys.settrace(enter)
+    sys.setprofile(returned)
     try:
         yield
     finally:
-        sys.settrace(None)
+        stop()
+
+
+def stop() -> None:
+    """End what `ctrl_c` or `collecting` began."""
+    sys.setprofile(None)
+    sys.settrace(None)
 
 
 def points_of(call: Callable[[], object]) -> list[Point]:
@@ -179,9 +186,9 @@ def points_of(call: Callable[[], object]) -> list[Point]:
 @contextmanager
 def collecting(points: list[Point]) -> Iterator[None]:
     """The same of what is done meanwhile."""
-    counts: dict[Any, int] = {}
+    counts: dict[Where, int] = {}
 
-    def count(where: Any) -> None:
+    def count(where: Where) -> None:
         counts[where] = counts.get(where, 0) + 1
 
     with _tracing(None, count):
@@ -197,7 +204,7 @@ def ctrl_c(
     came: list[Point] = []
     times = itertools.count(1)
 
-    def act(where: Any) -> None:
+    def act(where: Where) -> None:
         if where == point.where and next(times) == point.time and may_come():
             came.append(point)
             signal.raise_signal(number)

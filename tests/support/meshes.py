@@ -4,7 +4,8 @@ And what goes with every kind of mesh: readers, state dicts, disks, checkpoints.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,14 +57,77 @@ def own_parts(parts: Sequence[Tensor], tp: int = 1) -> Sequence[Tensor]:
     return parts[place * count : (place + 1) * count]
 
 
+def passes(
+    model: nn.Module,
+    batches: Sequence[Sequence[Any]],
+    loss_of: Callable[[nn.Module, Any], Tensor] = token_loss,
+    *,
+    tp: int = 1,
+    no_sync: bool = False,
+) -> Iterator[None]:
+    """The backwards of this rank's parts of each batch: a caller clips, steps and drops gradients
+    behind them. no_sync: the last of them alone reduces."""
+    for parts in batches:
+        mine = own_parts(parts, tp)
+        for left, part in zip(reversed(range(len(mine))), mine, strict=True):
+            with model.no_sync() if no_sync and left else nullcontext():
+                (loss_of(model, part) / len(mine)).backward()
+        yield
+
+
+@dataclass(frozen=True)
+class MeshCase:
+    """Mesh of a shape, or none, and how a module is wrapped on it; suites add what theirs differ
+    in."""
+
+    shape: Any = (2, 2)
+    stage: int = 3
+    precision: str = "fp32"
+    no_sync: bool = False
+
+    @property
+    def tp(self) -> int:
+        """Ranks that read the same tokens."""
+        return 1
+
+
+SHARDS = MeshCase()
+
+
+class SplitCase(MeshCase):
+    """`MeshCase` whose last dimension splits layers."""
+
+    @property
+    def tp(self) -> int:
+        return int(self.shape[-1])
+
+
 @dataclass(frozen=True)
 class Kit:
-    """How a suite makes a module of a seed, wraps that of a case, and takes steps with it."""
+    """How a suite makes a module of a seed and wraps that of a case, and what it trains on."""
 
     module: Callable[..., nn.Module]
     wrapped: Callable[..., tuple[Any, Any]]  # (case, seed=, adam=)
-    train: Callable[..., Any]  # (model, optimizer, case, steps=)
-    tp: int = 1  # ranks that read the same tokens
+    batches: Callable[[int, int], Sequence[Sequence[Any]]] = token_batches  # (steps, parts)
+    loss_of: Callable[[nn.Module, Any], Tensor] = token_loss
+
+    def train(
+        self,
+        model: Any,
+        optimizer: Any,
+        case: MeshCase = SHARDS,
+        steps: int = STEPS,
+        stepped: Callable[[], object] = lambda: None,
+    ) -> list[float]:
+        """Norms of so many steps, each of `PARTS` backwards of every rank."""
+        norms = []
+        batches = self.batches(steps, PARTS * dist.get_world_size() // case.tp)
+        for _ in passes(model, batches, self.loss_of, tp=case.tp, no_sync=case.no_sync):
+            optimizer.step()
+            norms.append(optimizer.last_report.grad_norm)
+            optimizer.zero_grad()
+            stepped()
+        return norms
 
 
 # -- readers, state dicts, disks --
@@ -75,7 +139,7 @@ def reads(kit: Kit, cases: Sequence[Any], split: str, plain: str) -> dict[str, A
     found: dict[str, Any] = {}
     model, optimizer = kit.wrapped(cases[0])
     kit.train(model, optimizer, cases[0], steps=1)
-    token_loss(model, token_batches(1, 4, seed=3)[0][dist.get_rank() // kit.tp]).backward()
+    token_loss(model, token_batches(1, 4, seed=3)[0][dist.get_rank() // cases[0].tp]).backward()
     found["gradients"] = {name: grad.clone() for name, grad in model.named_gradients()}
     with pytest.raises(RuntimeError, match=rf"{split} is split over \w+, and p.grad would be"):
         print(model.module.get_parameter(split).grad)

@@ -76,3 +76,31 @@ def write_rows(path: Path, given: list[dict[str, Any]]) -> Path:
     """As JSONL."""
     path.write_text("".join(json.dumps(row) + "\n" for row in given), encoding="utf-8")
     return path
+
+
+# -- runs of `python -m gemini train` --
+
+
+def flags(folder: Path, out: Path, *more: str, data: str = "text") -> list[str]:
+    """Of a run of four steps that saves twice."""
+    return [
+        "--model", str(folder / "model"), "--data", str(folder / f"{data}.jsonl"),
+        "--out", str(out), "--seq", "32", "--batch", "2", "--accumulate", "2", "--steps", "4",
+        "--save-every", "2", "--log-every", "1", "--lr", "1e-3", "--held-out", "0.1",
+        "--sample-tokens", "4", *more,
+    ]  # fmt: skip
+
+
+def losses(out: Path) -> list[float]:
+    """Of all steps of such a run."""
+    (state,) = (out / "checkpoints/checkpoint-4").glob("trainer_state.json")
+    log = json.loads(state.read_text(encoding="utf-8"))["log_history"]
+    return [entry["loss"] for entry in log if "loss" in entry]
+
+
+def generated(out: Path) -> Any:
+    """Tokens that what it wrote goes on with."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    return model.generate(**tokenizer("A chunk", return_tensors="pt"), max_new_tokens=3)

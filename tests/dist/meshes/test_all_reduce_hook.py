@@ -13,7 +13,7 @@ from bench.shared.reference import everything, same
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP
 from optim import HybridAdam
-from tests.support.meshes import ADAM, STAGES, own_parts
+from tests.support.meshes import ADAM, MAX_NORM, STAGES, own_parts, passes
 
 pytestmark = pytest.mark.ci
 STEPS, PARTS = 3, 2
@@ -56,22 +56,10 @@ def wrapped(groups, stage=3, precision="fp32", policy=None, adam=ADAM, **options
     return model, HybridAdam(model.parameters(), **adam)
 
 
-def by_hand(model, part, last):
-    """Backwards of one after the other, all but the last under `no_sync`."""
-    if last:
-        (token_loss(model, part) / PARTS).backward()
-        return
-    with model.no_sync():
-        (token_loss(model, part) / PARTS).backward()
-
-
-def train(model, optimizer, steps=STEPS, max_norm=0.3):
+def train(model, optimizer):
     norms = []
-    for parts in token_batches(steps, PARTS * dist.get_world_size()):
-        mine = own_parts(parts)
-        for i, part in enumerate(mine):
-            by_hand(model, part, last=i == len(mine) - 1)
-        norms.append(float(model.clip_grad_norm_(max_norm)))
+    for _ in passes(model, token_batches(STEPS, PARTS * dist.get_world_size()), no_sync=True):
+        norms.append(float(model.clip_grad_norm_(MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
     return norms
@@ -126,8 +114,7 @@ def of_groups_of_one(rank):
     for hooked in (True, False):
         groups = Groups() if hooked else None
         model, optimizer = wrapped(groups)
-        for parts in token_batches(2, dist.get_world_size(), seed=0):
-            token_loss(model, own_parts(parts)[0]).backward()
+        for _ in passes(model, token_batches(2, dist.get_world_size(), seed=0)):
             read = [p.grad.clone() for p in model.parameters()]
             torch.nn.utils.clip_grad_value_(list(model.parameters()), 1e-2)
             norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), 0.05)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -19,11 +18,11 @@ from tests.support.meshes import (
     STAGES,
     STEPS,
     Kit,
+    MeshCase,
     check_checkpoint,
     check_on_disk,
     check_reads,
     on_disk,
-    own_parts,
     reads,
     reference,
 )
@@ -43,10 +42,9 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Case:
-    shape: tuple[int, ...] = (2, 2)  # of NAMES
-    stage: int = 3
-    precision: str = "fp32"
+class Case(MeshCase):
+    """shape: of `NAMES`."""
+
     count: int = 4  # experts of a layer
 
     @property
@@ -94,20 +92,7 @@ def batches(count, num_parts, seed=1):
     return found
 
 
-def train(model, optimizer, case, steps=STEPS):
-    """Norms of steps, and their rare experts."""
-    norms, rare = [], []
-    for parts in batches(steps, PARTS * dist.get_world_size() // case.tp):
-        for part in own_parts(parts, case.tp):
-            (token_loss(model, part) / PARTS).backward()
-        optimizer.step()
-        norms.append(optimizer.last_report.grad_norm)
-        optimizer.zero_grad()
-        rare.append(rare_experts(model, optimizer))
-    return norms, rare
-
-
-KIT, NAMED = Kit(Mixture, wrapped, train), ("rare.experts.up", "head.weight")  # split, and not
+KIT, NAMED = Kit(Mixture, wrapped, batches), ("rare.experts.up", "head.weight")  # split, and not
 
 
 def rare_experts(model, optimizer):
@@ -126,7 +111,10 @@ def update(rank, case):
     sizes = dict(zip(NAMES[len(case.shape)], case.shape, strict=True))
     is_first = rank < sizes["ep"] * case.tp  # of the ranks that have the same experts
     model, optimizer = wrapped(case, seed=0 if is_first else 5)
-    norms, rare = train(model, optimizer, case)
+    rare = []
+    norms = KIT.train(
+        model, optimizer, case, stepped=lambda: rare.append(rare_experts(model, optimizer))
+    )
     engine = model.engine
     chunks = {c.group: c.num_shards for c in engine.layout.chunks}
     gathered = {engine.layout.chunks[g.chunk].group for g in engine.planning.plan.gathers}

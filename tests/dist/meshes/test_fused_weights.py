@@ -1,7 +1,5 @@
 """Fused matrices that ranks split one by one: what is saved is whole, and loads as it was."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import nn
@@ -22,8 +20,8 @@ from tests.support.meshes import (
     STAGES,
     STEPS,
     Kit,
+    SplitCase,
     check_checkpoint,
-    own_parts,
     reference,
 )
 
@@ -49,16 +47,9 @@ def loss_of(module, x):
     return (module(x) - x.roll(1, -1)).square().mean()
 
 
-def batches(parts):
+def batches(count, num_parts):
     draw = torch.Generator().manual_seed(1)
-    return [[torch.randn(3, WIDTH, generator=draw) for _ in range(parts)] for _ in range(STEPS)]
-
-
-@dataclass(frozen=True)
-class Case:
-    shape: tuple[int, int] = (2, 2)  # (dp, tp)
-    stage: int = 3
-    precision: str = "fp32"
+    return [[torch.randn(3, WIDTH, generator=draw) for _ in range(num_parts)] for _ in range(count)]
 
 
 def wrapped(case, seed=0):
@@ -71,17 +62,9 @@ def wrapped(case, seed=0):
     return model, HybridAdam(model.parameters(), **ADAM)
 
 
-def train(model, optimizer, case, steps=STEPS):
-    for parts in batches(2 * PARTS)[:steps]:
-        for part in own_parts(parts, 2):
-            (loss_of(model, part) / PARTS).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def given_back(rank, path):
     """What state_dict gives is taken back."""
-    model, optimizer = wrapped(Case())
+    model, optimizer = wrapped(SplitCase())
     gemini.load_checkpoint(path, model, optimizer)
     model.load_state_dict(model.state_dict())
     optimizer.load_state_dict(optimizer.state_dict())
@@ -93,10 +76,10 @@ def given_back(rank, path):
 @pytest.mark.unlike
 def test_fused_matrices_train_save_and_load_as_whole_ones(tmp_path):
     path = str(tmp_path / "saved")
-    kit = Kit(Gated, wrapped, train)
-    saved = check_checkpoint(kit, Case(), {2: [Case((1, 2), stage=2)]}, path)
+    kit = Kit(Gated, wrapped, batches, loss_of)
+    saved = check_checkpoint(kit, SplitCase(), {2: [SplitCase((1, 2), stage=2)]}, path)
     names, start = [n for n, _ in Gated().named_parameters()], Gated().state_dict()
     flat = [torch.cat([state[n].flatten() for n in names]) for state in (saved, start)]
-    want = reference(Gated(), batches(2 * PARTS), loss_of=loss_of)
+    want = reference(Gated(), batches(STEPS, 2 * PARTS), loss_of=loss_of)
     assert relative_error(flat[0] - flat[1], want - flat[1]) < 1.5e-6
     assert same(run_ranks(given_back, 4, path)[0], saved)  # without a change

@@ -1,7 +1,5 @@
 """Replicas of shards (`GeminiDDP(mesh=)`), against one process and against one group of shards."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,9 +22,9 @@ from tests.support.meshes import (
     STAGES,
     STEPS,
     Kit,
+    MeshCase,
     check_on_disk,
     on_disk,
-    own_parts,
     reference,
 )
 from tests.support.said import said
@@ -37,14 +35,6 @@ pytestmark = [
 ]
 # the issue's: sums in fp32 in another order; bf16 gradients are rounded before they are summed
 BOUNDS = {"fp32": 2e-6, "bf16": 3e-3}
-
-
-@dataclass(frozen=True)
-class Case:
-    shape: tuple[int, int] | None  # (replicas, shards); None: no mesh
-    stage: int
-    precision: str
-    no_sync: bool = False
 
 
 def mesh_of(shape):
@@ -61,22 +51,7 @@ def wrapped(case, seed=0, policy=None, adam=ADAM):
     return model, HybridAdam(model.parameters(), **adam)
 
 
-def train(model, optimizer, case=None, steps=STEPS):
-    norms, no_sync = [], case is not None and case.no_sync
-    for parts in token_batches(steps, PARTS * dist.get_world_size()):
-        mine = own_parts(parts)
-        for part in mine[:-1] if no_sync else ():
-            with model.no_sync():
-                (token_loss(model, part) / PARTS).backward()
-        for part in mine[-1:] if no_sync else mine:
-            (token_loss(model, part) / PARTS).backward()
-        optimizer.step()
-        norms.append(optimizer.last_report.grad_norm)
-        optimizer.zero_grad()
-    return norms
-
-
-KIT = Kit(Tower, wrapped, train)
+KIT = Kit(Tower, wrapped)
 
 
 def weights(model):
@@ -89,7 +64,7 @@ def weights(model):
 
 def update(rank, case):
     model, optimizer = wrapped(case)
-    norms = train(model, optimizer, case)
+    norms = KIT.train(model, optimizer, case)
     found = weights(model), model.digest(), norms
     optimizer.close()
     return found
@@ -102,10 +77,10 @@ def all_updates(rank, cases):
 def cases_of_updates():
     for stage in STAGES:
         for shape in ((2, 2), (4, 1), (1, 4), None):
-            yield Case(shape, stage, "fp32")
+            yield MeshCase(shape, stage, "fp32")
         for shape in ((2, 2), (4, 1)):
-            yield Case(shape, stage, "fp32", no_sync=True)
-        yield Case((2, 2), stage, "bf16", no_sync=stage == 2)
+            yield MeshCase(shape, stage, "fp32", no_sync=True)
+        yield MeshCase((2, 2), stage, "bf16", no_sync=stage == 2)
 
 
 def test_updates_agree_with_one_process_and_all_ranks_have_the_same():
@@ -123,7 +98,7 @@ def test_updates_agree_with_one_process_and_all_ranks_have_the_same():
             assert len({tuple(norms) for *_, norms in (found[i] for found in results)}) == 1, case
     for stage in STAGES:  # (1, W) is W, bit for bit
         meshed, plain = (
-            results[0][cases.index(Case(shape, stage, "fp32"))] for shape in ((1, 4), None)
+            results[0][cases.index(MeshCase(shape, stage, "fp32"))] for shape in ((1, 4), None)
         )
         assert torch.equal(meshed[0], plain[0]) and meshed[1:] == plain[1:]
 
@@ -134,8 +109,8 @@ def test_updates_agree_with_one_process_and_all_ranks_have_the_same():
 def budgeted(rank, folder):
     """Under a budget with every tier; the ranks of all replicas share the node."""
     policy = AutoPlacement(device_budget="600KiB", nvme_dir=folder)
-    model, optimizer = wrapped(Case((2, 2), 3, "bf16"), policy=policy)
-    train(model, optimizer, steps=2)
+    model, optimizer = wrapped(MeshCase((2, 2), 3, "bf16"), policy=policy)
+    KIT.train(model, optimizer, steps=2)
     ranks = model.engine.planning.machine.ranks_per_node
     texts = str(model.memory_report()), model.explain("layers.1.1.weight")
     optimizer.close()
@@ -146,8 +121,8 @@ def readers(rank):
     """Whole gradients, norms, whole parameters, state dicts."""
     found = {}
     for shape in ((2, 2), None):
-        model, optimizer = wrapped(Case(shape, 3, "fp32"))
-        train(model, optimizer, steps=1)
+        model, optimizer = wrapped(MeshCase(shape, 3, "fp32"))
+        KIT.train(model, optimizer, steps=1)
         (parts,) = token_batches(1, dist.get_world_size(), seed=3)
         token_loss(model, parts[rank]).backward()
         named = {name: grad.clone() for name, grad in model.named_gradients()}
@@ -166,15 +141,15 @@ def reloads(rank):
     """Two steps, or one and a new model that is given the state dicts."""
     found = []
     for again in (False, True):
-        model, optimizer = wrapped(Case((2, 2), 3, "bf16"))
-        train(model, optimizer, steps=1)
+        model, optimizer = wrapped(MeshCase((2, 2), 3, "bf16"))
+        KIT.train(model, optimizer, steps=1)
         if again:
             saved = model.state_dict(), optimizer.state_dict()
             optimizer.close()
-            model, optimizer = wrapped(Case((2, 2), 2, "bf16"), seed=7)
+            model, optimizer = wrapped(MeshCase((2, 2), 2, "bf16"), seed=7)
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
-        train(model, optimizer, steps=1)
+        KIT.train(model, optimizer, steps=1)
         found.append(everything(model, optimizer))
         plain = model.unwrap()
         found.append({name: value.clone() for name, value in plain.state_dict().items()})
@@ -198,7 +173,7 @@ def boosted(rank):
 
 def goes_with_it(rank, folder):
     assert boosted(rank) == (2, 2)
-    disk = on_disk(KIT, [Case((2, 2), 3, "bf16")] * 2, folder)
+    disk = on_disk(KIT, [MeshCase((2, 2), 3, "bf16")] * 2, folder)
     return disk, budgeted(rank, folder), readers(rank), reloads(rank)
 
 
@@ -231,8 +206,8 @@ def same_on_ranks(found):
 
 
 def strayed(rank, shape, stage, wrong):
-    model, optimizer = wrapped(Case(shape, stage, "fp32"))
-    train(model, optimizer, steps=1)
+    model, optimizer = wrapped(MeshCase(shape, stage, "fp32"))
+    KIT.train(model, optimizer, steps=1)
     before = model.digest()
     (parts,) = token_batches(1, dist.get_world_size(), seed=3)
     token_loss(model, parts[rank]).backward()
@@ -244,7 +219,7 @@ def strayed(rank, shape, stage, wrong):
     text = said(optimizer.step, error=ReplicaError)
     unchanged = model.digest() == before
     optimizer.zero_grad()
-    train(model, optimizer, steps=1)  # the run goes on
+    KIT.train(model, optimizer, steps=1)  # the run goes on
     if rank == wrong:
         with torch.no_grad():
             chunk.shard[at] += 1
@@ -271,8 +246,8 @@ def test_a_replica_with_other_gradients_is_named_before_it_changes_a_weight():
 
 
 def saves(rank, shape, path):
-    model, optimizer = wrapped(Case(shape, 3, "bf16"))
-    train(model, optimizer)
+    model, optimizer = wrapped(MeshCase(shape, 3, "bf16"))
+    KIT.train(model, optimizer)
     gemini.save_checkpoint(path, model, optimizer)
     gemini.save_checkpoint(f"{path}-later", model, optimizer, async_save=True).wait()
     found = everything(model, optimizer), model.digest()
@@ -290,7 +265,7 @@ def fsdp2_saves(rank, path):
         fully_shard(layer, mesh=mesh_of((2, 2)))
     fully_shard(module, mesh=mesh_of((2, 2)))
     dcp.save({"model": get_model_state_dict(module)}, checkpoint_id=path)
-    model, optimizer = wrapped(Case((4, 1), 3, "fp32"), seed=5)
+    model, optimizer = wrapped(MeshCase((4, 1), 3, "fp32"), seed=5)
     gemini.load_checkpoint(path, model)
     optimizer.close()
     return model.state_dict()
@@ -299,7 +274,7 @@ def fsdp2_saves(rank, path):
 def loads(rank, shapes, path):
     found = []
     for shape in shapes:
-        model, optimizer = wrapped(Case(shape, 3, "bf16"), seed=5)
+        model, optimizer = wrapped(MeshCase(shape, 3, "bf16"), seed=5)
         gemini.load_checkpoint(path, model, optimizer)
         found.append((everything(model, optimizer), model.digest()))
         optimizer.close()

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import gemini
-from bench.shared.models import Splittable, token_batches, token_loss
+from bench.shared.models import Splittable, token_batches
 from bench.shared.reference import everything, flat, relative_error, same
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
@@ -21,11 +21,12 @@ from tests.support.meshes import (
     STAGES,
     STEPS,
     Kit,
+    SplitCase,
     check_checkpoint,
     check_on_disk,
     check_reads,
     on_disk,
-    own_parts,
+    passes,
     reads,
     reference,
 )
@@ -40,12 +41,11 @@ BOUNDS = {"fp32": 2e-6, "bf16": 1e-2}
 
 
 @dataclass(frozen=True)
-class Case:
-    plan: str  # "blocks", "vocabulary" (97 rows, over two ranks) or "sequence"
-    stage: int = 3
-    precision: str = "fp32"
+class Case(SplitCase):
+    """shape: (dp, tp), or (replicate, shard, tp)."""
+
+    plan: str = "vocabulary"  # of 97 rows, over two ranks; "blocks" or "sequence"
     tied: bool = False
-    shape: tuple[int, ...] = (2, 2)  # (dp, tp), or (replicate, shard, tp)
     recomputed: bool = False
 
 
@@ -113,18 +113,7 @@ def batches(count, num_parts, seed=1):
     return [[part[:, :8] for part in parts] for parts in token_batches(count, num_parts, seed)]
 
 
-def train(model, optimizer, case, steps=STEPS):
-    norms, tp = [], case.shape[-1]
-    for parts in batches(steps, PARTS * dist.get_world_size() // tp):
-        for part in own_parts(parts, tp):
-            (token_loss(model, part) / PARTS).backward()
-        optimizer.step()
-        norms.append(optimizer.last_report.grad_norm)
-        optimizer.zero_grad()
-    return norms
-
-
-KIT = Kit(Splittable, wrapped, train, tp=2)
+KIT = Kit(Splittable, wrapped, batches)
 NAMED = "embed.weight", "norm.weight"  # split, and not
 
 
@@ -138,7 +127,7 @@ def in_order(state, tied=False):
 
 def update(rank, case):
     model, optimizer = wrapped(case, seed=0 if rank == 0 else 5)
-    norms = train(model, optimizer, case)
+    norms = KIT.train(model, optimizer, case)
     found = in_order(model.state_dict(), case.tied), model.digest(), norms
     optimizer.close()
     return found
@@ -155,9 +144,7 @@ def fsdp2_update(case):
         fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
     fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
     optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
-    for parts in batches(STEPS, PARTS * case.shape[0]):
-        for part in own_parts(parts, case.shape[1]):
-            (token_loss(module, part) / PARTS).backward()
+    for _ in passes(module, batches(STEPS, PARTS * case.shape[0]), tp=case.tp):
         norm = flat([p.grad.full_tensor() for p in module.parameters()]).norm()
         for p in module.parameters():
             p.grad.mul_(min(1.0, 0.3 / (float(norm) + 1e-6)))
@@ -178,14 +165,14 @@ def updates(rank, cases):
 
 def test_updates_agree_with_one_process_and_with_fsdp2():
     cases = [
-        Case("blocks", 1),
-        Case("blocks", 2),
-        Case("sequence", 2),
-        Case("sequence", 3),
-        Case("vocabulary", 1, tied=True),
-        Case("vocabulary", 3, tied=True),
-        Case("vocabulary", 3, shape=(2, 1, 2)),
-        Case("blocks", 3, "bf16"),
+        Case(stage=1, plan="blocks"),
+        Case(stage=2, plan="blocks"),
+        Case(stage=2, plan="sequence"),
+        Case(plan="sequence"),
+        Case(stage=1, tied=True),
+        Case(tied=True),
+        Case(shape=(2, 1, 2)),
+        Case(precision="bf16", plan="blocks"),
     ]
     results = run_ranks(updates, 4, cases)
     wanted = {key: want for result in results for key, want in result[2].items()}
@@ -207,7 +194,7 @@ def of_parts(rank):
     """A split parameter that is used outside of its layer."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    model, optimizer = wrapped(Case("vocabulary", 3))
+    model, optimizer = wrapped(Case())
     whole, weight = model.state_dict(), model.module.head.weight
     x = DTensor.from_local(torch.ones(3, 32), weight.device_mesh, [Replicate()])
     outside = (x @ weight.T).full_tensor().detach().clone()  # its chunk is fetched
@@ -227,10 +214,10 @@ def refused(rank):
 
 
 def goes_with_it(rank, folder):
-    recomputed = Case("vocabulary", 3, "bf16", recomputed=True)
+    recomputed = Case(precision="bf16", recomputed=True)
     return (
-        reads(KIT, [Case("vocabulary", 3), Case("vocabulary", 2)], *NAMED),
-        on_disk(KIT, [Case("vocabulary", 3, "bf16"), recomputed], folder),
+        reads(KIT, [Case(), Case(stage=2)], *NAMED),
+        on_disk(KIT, [Case(precision="bf16"), recomputed], folder),
         of_parts(rank),
         refused(rank),
     )
@@ -260,7 +247,7 @@ def test_readers_state_dicts_disks_and_refusals(tmp_path):
 
 def exports(rank, path):
     """Of one file, and of Hugging Face's; as another loads them."""
-    case, found = Case("vocabulary", 3, "bf16"), []
+    case, found = Case(precision="bf16"), []
     model, optimizer = wrapped(case, seed=5)
     gemini.load_checkpoint(path, model, optimizer)
     gemini.export_safetensors(f"{path}-exported", model)
@@ -279,9 +266,9 @@ def exports(rank, path):
 
 def test_a_checkpoint_is_of_whole_tensors_and_loads_at_any_size(tmp_path):
     path = str(tmp_path / "saved")
-    by_shape = {s: Case("vocabulary", 3, "bf16", shape=s) for s in ((4, 1), (2, 1), (1, 2))}
+    by_shape = {s: Case(shape=s, precision="bf16") for s in ((4, 1), (2, 1), (1, 2))}
     others = {4: [by_shape[4, 1]], 2: [by_shape[2, 1], by_shape[1, 2]]}
-    saved = check_checkpoint(KIT, Case("vocabulary", 3, "bf16"), others, path)
+    saved = check_checkpoint(KIT, Case(precision="bf16"), others, path)
     exported = Splittable(5)
     (weights, of_one_file) = run_ranks(exports, 4, path)[0]
     gemini.load_checkpoint(f"{path}-exported", exported)
@@ -298,9 +285,9 @@ def through_torchs_state_dicts(rank, shape):
         set_state_dict,
     )
 
-    case = Case("vocabulary", 3, "bf16", shape=shape)
+    case = Case(shape=shape, precision="bf16")
     model, optimizer = wrapped(case)
-    train(model, optimizer, case, steps=1)
+    KIT.train(model, optimizer, case, steps=1)
     weights, state = get_state_dict(model, optimizer)
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     other, its_optimizer = wrapped(case, seed=5)

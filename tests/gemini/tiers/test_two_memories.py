@@ -3,14 +3,13 @@
 The simulated device is hostile (`bench.shared.simulated`), and no operator may mix its memories.
 """
 
-import functools
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from bench.shared.models import seeded
-from bench.shared.reference import everything, same
+from bench.shared.models import seeded, token_loss
 from bench.shared.threads import run_threads
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.layout import specs_of
@@ -21,50 +20,55 @@ from optim import HybridAdam, NvmeConfig
 from optim.update import launch_tables
 from optim.update.launch_tables import LaunchTables
 from tests.support.apart import Apart
-from tests.support.device.placed import HOMES, NAMES, Forked, SpareLayer, batch, device, wrapped
+from tests.support.device.placed import (
+    Forked,
+    SpareLayer,
+    batch,
+    device,
+    place_gradients,
+    wrapped,
+)
+from tests.support.loops.schedules import HOMES, Little, Narrow, Sometimes, same
+from tests.support.loops.tails import PRECISIONS, batches, differences, everything, stepped
 from tests.support.pairs import pairs
 
-KINDS = {
-    "bf16": {"precision": "bf16"},
-    "fp32": {"precision": "fp32"},
-    "no-master": {"precision": "bf16", "master_weights": False},
-}
+TINY = partial(Little, 1)
+ALL = "kernels, all"  # model data in host memory
 
 
-def trained(backend, homes, steps=4, **options):
-    """Weights and state after steps that clip, leave a parameter alone, and skip."""
-    model, optimizer = wrapped(Forked(), backend, homes, max_norm=0.1, **options)
-    skipped = []
-    for step in range(steps):
+def clips_leaves_alone_and_skips(model, optimizer):
+    """Of `Narrow` or `Sometimes`: a step without the norm, and one that counts for nothing."""
+    draw = torch.Generator().manual_seed(0)
+    for step in range(4):
         hook = None
         if step == 2:
-            hook = model.module.second.weight.register_hook(lambda g: g * float("nan"))
-        model(batch(step), step != 1).float().pow(2).mean().backward()
-        optimizer.step()
+            hook = model.module.last.weight.register_hook(lambda g: g * float("nan"))
+        model(torch.randn(4, 5, generator=draw), 1 - step % 2).float().square().mean().backward()
         if hook is not None:
             hook.remove()
-        skipped.append(optimizer.last_report.skipped)
+        else:
+            assert float(optimizer.clip_grad_norm_(0.1)) > 0.1
+        optimizer.step()
+        assert optimizer.last_report.skipped == (step == 2)
         optimizer.zero_grad()
-    assert skipped == [step == 2 for step in range(steps)]
-    return model, optimizer
+        yield
 
 
-@pytest.mark.parametrize("homes", [HOMES[1], HOMES[2]], ids=[NAMES[1], NAMES[2]])
-def test_gradients_that_are_wider_in_some_steps_have_the_bits_of_the_device(homes):
-    """Two backwards add up in fp32, one has bf16; staging has them at the same address."""
+def widens(model, optimizer):
+    """Two backwards add up in fp32, one has bf16."""
+    data = iter(batches(6))
+    for backwards in (2, 1, 2, 1):
+        for _ in range(backwards):
+            token_loss(model, next(data)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
 
-    def run(homes):
-        backend = device(by_triton=True)
-        with Apart(backend):
-            model, optimizer = wrapped(Forked(), backend, homes, precision="bf16")
-            for step, backwards in enumerate((2, 1, 2, 1)):
-                for part in range(backwards):
-                    model(batch(4 * step + part)).float().pow(2).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return everything(model, optimizer)
 
-    assert same(run(homes), run(HOMES[0]))
+@pytest.mark.parametrize("home", ["kernels", "kernels, gradients"])
+def test_gradients_that_are_wider_in_some_steps_have_the_bits_of_the_device(home):
+    """Staging has them at the same address."""
+    same(widens, "serial", home, apart=True, module=TINY)
 
 
 @pytest.mark.ci  # the interpreter
@@ -111,26 +115,27 @@ def test_what_kernels_update_on_nvme_has_the_bits_of_the_device():
                 optimizer.zero_grad()
         return everything(model, optimizer)
 
-    assert same(run(nvme_offload_fraction=1.0), run())
+    assert differences(run(nvme_offload_fraction=1.0), run()) == []
 
 
 def test_what_the_user_writes_to_weights_in_host_memory_is_what_the_next_step_starts_from():
-    backend = device(by_triton=True)
-    model, _ = trained(backend, (True, True, True), steps=1)
+    model, optimizer = stepped("serial", 1, **HOMES[ALL]())
     with torch.no_grad(), model.summon_full_params():
         for param in model.module.parameters():
             param.fill_(0.5)
     state = model.state_dict()
     assert all(torch.equal(value, torch.full_like(value, 0.5)) for value in state.values())
+    optimizer.close()
 
 
 def test_a_digest_is_that_of_the_same_weights_on_the_device():
     digests = set()
-    for params in (False, True):
-        backend = device(by_triton=True)
-        model, _ = trained(backend, (params, False, False), steps=1)
-        with Apart(backend):
+    for home in ("kernels, resident", "kernels, parameters alone"):
+        placed = HOMES[home]()
+        model, optimizer = stepped("serial", 1, **placed)
+        with Apart(placed["device"]):
             digests.add(model.digest())
+        optimizer.close()
     assert len(digests) == 1
 
 
@@ -141,14 +146,14 @@ def test_state_in_host_memory_needs_no_disk(monkeypatch):
         raise AssertionError("a file is made")
 
     monkeypatch.setattr(tensor_files, "TensorFiles", refuse)
-    start = {name: p.detach().clone() for name, p in Forked().named_parameters()}
-    model, _ = trained(device(by_triton=True), (True, True, True), steps=0)
+    start = {name: p.detach().clone() for name, p in Little().named_parameters()}
+    model, _ = stepped("serial", 0, **HOMES[ALL]())
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in start.items())
 
 
 def test_what_is_pinned_is_a_line_of_its_own():
-    model, _ = trained(device(by_triton=True), (True, True, True), steps=2)
+    model, _ = stepped("serial", 2, **HOMES[ALL]())
     rows = {(row.tier, row.kind): row for row in model.memory_report().rows}
     total, pinned = rows["host", "total"], rows["host", "of it pinned"]
     assert pinned.predicted_bytes == total.predicted_bytes > 0
@@ -177,7 +182,7 @@ def test_the_tables_of_launches_are_made_once(monkeypatch):
 
 
 def test_an_asynchronous_save_shows_state_that_is_in_host_memory():
-    model, optimizer = trained(device(by_triton=True), (False, False, True), steps=1)
+    model, optimizer = stepped("serial", 1, **HOMES["kernels"]())
     target = optimizer.targets[0]
     seen = []
     (stream,) = target.streams(target.names)
@@ -185,35 +190,38 @@ def test_an_asynchronous_save_shows_state_that_is_in_host_memory():
     assert {name for name, _ in seen} == {name for name, _ in model.module.named_parameters()}
 
 
-def result(backend, homes, **options):
-    if not backend.updates_by_triton:
-        return everything(*trained(backend, homes, **options))
-    with Apart(backend) as apart:
-        model, optimizer = trained(backend, homes, **options)
-    assert apart.operators > 100
-    return everything(model, optimizer)
+def check(where, grads, precision, who="kernels"):
+    """grads: where they wait, whatever the plan says."""
+    module = {"kernels": Narrow, "host": Sometimes}[who]
 
+    def placed(model, optimizer):
+        place_gradients(model, grads)
+        yield from clips_leaves_alone_and_skips(model, optimizer)
 
-@functools.cache
-def resident(kind, by_triton):
-    return result(device(by_triton), (False, False, False), **KINDS[kind])
-
-
-def check(homes, kind, by_triton):
-    got = result(device(by_triton, seed=5), homes, **KINDS[kind])
-    assert same(got, resident(kind, by_triton))
+    same(
+        placed, "serial", f"{who}{where}", serially=clips_leaves_alone_and_skips,
+        apart=who == "kernels", module=module, **PRECISIONS[precision],
+    )  # fmt: skip
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["hhd", pytest.param("dhh", marks=pytest.mark.ci)])
-def test_wherever_model_data_lives_the_bits_are_those_of_the_resident_run(name):
-    check(HOMES[NAMES.index(name)], "bf16", by_triton=True)
+@pytest.mark.parametrize("where", [", parameters", ", parameters alone"])
+def test_wherever_model_data_lives_the_bits_are_those_of_the_resident_run(where):
+    check(where, Tier.HOST, "bf16")
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("name", "kind", "by_triton"), pairs(NAMES[1:], KINDS, [True, False]))
-def test_on_both_paths_and_in_every_precision(name, kind, by_triton):
-    check(HOMES[NAMES.index(name)], kind, by_triton)
+@pytest.mark.parametrize(
+    ("where", "grads", "precision", "who"),
+    pairs(
+        ["", ", parameters", ", parameters alone", ", resident"],
+        [Tier.HOST, Tier.DEVICE],
+        ["bf16", "fp32", "rounded"],
+        ["kernels", "host"],
+    ),
+)
+def test_on_both_paths_and_in_every_precision(where, grads, precision, who):
+    check(where, grads, precision, who)
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.ci)])

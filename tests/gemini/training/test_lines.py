@@ -5,8 +5,19 @@ import signal
 import pytest
 
 from gemini.placement.timetable.updates import TAIL
-from tests.support import corpus
-from tests.support.lines import PLACES, Life, Point, made, points_of, search, some, step
+from tests.support import corpus, lines
+from tests.support.lines import (
+    BEGINS,
+    PLACES,
+    Life,
+    Point,
+    ctrl_c,
+    made,
+    points_of,
+    search,
+    some,
+    step,
+)
 from tests.support.loops import interrupted
 from tests.support.loops.tails import has_tail
 
@@ -63,20 +74,75 @@ def test_places_have_the_updates_that_they_name(place):
 def test_a_step_that_differs_is_found():
     before = signal.getsignal(signal.SIGINT)
     life = Life("serial, host, fp32")
-    life.interrupt(Point("none", "none", "none", 0, 1))
+    life.interrupt(Point("none", "none", "none", BEGINS, 1))
     life.model.module.layers[0].bias.data += 1
     with pytest.raises(AssertionError, match="differ"):
-        life.interrupt(Point("none", "none", "none", 0, 1))
+        life.interrupt(Point("none", "none", "none", BEGINS, 1))
     life.end()
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_points_are_where_python_looks_for_signals():
-    from gemini.units import align_up
+class Held:
+    def __enter__(self):
+        self.names = ["a", "b"]
 
-    (point,) = (p for p in points_of(lambda: align_up(5, 4)) if p.function == "align_up")
-    assert point == Point("gemini/units.py", "align_up", point.line, 0, 1)
-    assert point.line.startswith("def align_up(")
+    def __exit__(self, *_):
+        pass
+
+
+def doubled(names):
+    for name in names:
+        yield 2 * name
+
+
+def visited(names):
+    held = Held()
+    with held:
+        for name in doubled(names):
+            held.names.append(name)
+            held.names[0] += name
+        held.names += names
+    return held.names[0]
+
+
+VISITED = [  # by a line of `visited` or `doubled`, what looks for signals there, and how often
+    ("def visited(names):", "begins", 1),
+    ("with held:", "behind __exit__", 1),
+    ("for name in doubled(names):", "goes round", 2),
+    ("held.names.append(name)", "behind append", 2),
+    ("def doubled(names):", "begins", 1),
+    ("yield 2 * name", "begins", 2),
+    ("for name in names:", "goes round", 2),
+    ("def __exit__(self, *_):", "begins", 1),
+    ("def __enter__(self):", "begins", 1),
+]
+
+
+def test_points_are_where_python_looks_for_signals(monkeypatch):
+    """And neither behind an operator or `__enter__`, nor between lines that call nothing."""
+    monkeypatch.setattr(lines, "OURS", (__file__,))
+    points = points_of(lambda: visited("cd"))
+    found = {(p.line, p.look, p.time) for p in points if p.function != points[0].function}
+    assert found == {(line, look, n) for line, look, most in VISITED for n in {1, most}}
+
+
+def test_a_signal_behind_a_call_is_raised_by_that_call(monkeypatch):
+    """Inside of the `try` around it, with what it did done."""
+    monkeypatch.setattr(lines, "OURS", (__file__,))
+    held, caught = ["a"], []
+
+    def takes():
+        try:
+            taken = held.pop()
+        except KeyboardInterrupt:
+            caught.append(list(held))
+        else:
+            held.append(taken)
+
+    (point,) = (p for p in points_of(takes) if p.look == "behind pop")
+    with ctrl_c(point) as came:
+        takes()
+    assert came == [point] and caught == [[]] == [held]
 
 
 # -- drawn programs --
@@ -114,6 +180,6 @@ def test_a_drawn_program_that_differs_is_found(monkeypatch):
     program = interrupted.Program(is_half_frozen=False, rounds=[one])
     here = (program, "serial, host, fp32", 0, 1)  # the forward
     points, want = interrupted.points_of_call(*here)
-    nowhere, point = Point("none", "none", "none", 0, 1), points[len(points) // 2]
+    nowhere, point = Point("none", "none", "none", BEGINS, 1), points[len(points) // 2]
     assert interrupted.differs(want, interrupted.outcome_with(*here, nowhere)) == []
     assert "layers.0.weight" in interrupted.differs(want, interrupted.outcome_with(*here, point))

@@ -22,11 +22,12 @@ from bench.shared.workers import run_processes
 from gemini.integrations.colossalai import put_up
 from gemini.integrations.config import global_context, plugin_of, read_config
 from gemini.migrate import colossal
+from tests.integrations.cases import documents
 from tests.support.ports import free_port
 from tests.support.said import said
 
 ROOT = Path(__file__).resolve().parents[3]
-BLOCKS = tomllib.loads((Path(__file__).parent / "blocks.toml").read_text(encoding="utf-8"))["block"]
+BLOCKS, TESTED = documents.read()
 CHAPTERS = list(dict.fromkeys(block["page"] for block in BLOCKS if "code" in block))
 
 
@@ -35,17 +36,19 @@ def test_each_block_is_run_or_said_to_have_no_door():
     names = " ".join([row.get("title", "") for row in table["missing"]])
     names += "".join(f".{name}`" for name in colossal.names().missing)
     for block in BLOCKS:
-        assert block["lines"] and len({"test", "no_door", "code"} & block.keys()) == 1
+        assert block["lines"] and len({"no_door", "code"} & block.keys()) == 1
+        assert all(name in block["code"] for name in block.get("needs", ()))
         for name in block.get("no_door", ()):
             assert re.search(rf"[`.]{re.escape(name)}[`(]", names), name
-        if "test" in block:
-            path, _, name = block["test"].partition("::")
-            functions = ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
-            assert name in {getattr(node, "name", None) for node in functions}, block["test"]
-    twice = Counter(
-        (block["page"], n) for block in BLOCKS if "no_door" not in block for n in block["lines"]
-    )
-    assert max(twice.values()) == 1
+    for test in TESTED:
+        path, _, name = test.partition("::")
+        functions = ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+        assert name in {getattr(node, "name", None) for node in functions}, test
+    lines = [
+        *((block["page"], n) for block in BLOCKS if "code" in block for n in block["lines"]),
+        *((page, n) for pages in TESTED.values() for page, lines in pages.items() for n in lines),
+    ]
+    assert max(Counter(lines).values()) == 1
 
 
 def module(name, **names):
@@ -94,8 +97,8 @@ def images(*args, **options):
     return TensorDataset(pixels, torch.randint(0, 10, (24,), generator=draw))
 
 
-def small_world():
-    """What would be downloaded: models, data and how it is changed."""
+def small_world(needs):
+    """What would be downloaded, in place of these packages: models, data and how it is changed."""
     models = module("torchvision.models", resnet34=tiny, resnet50=Small)
     data = module("torchvision.datasets", CIFAR10=images, Caltech101=images)
     vision = module("torchvision", models=models, datasets=data, transforms=MagicMock())
@@ -103,13 +106,19 @@ def small_world():
     vit = module("timm.models.vision_transformer", _init_vit_weights=lambda layer: None, **parts)
     timm = module("timm.models", vit_base_patch16_224=tiny, vision_transformer=vit)
     cifar = module("titans.dataloader.cifar10", build_cifar=loaders)
-    return {
+    made = {
         "torchvision": vision, "torchvision.models": models, "torchvision.datasets": data,
         "torchvision.transforms": vision.transforms, "timm": module("timm", models=timm),
         "timm.models": timm, "torchvision.models.resnet": MagicMock(), "titans": MagicMock(),
         "torch.utils.tensorboard": MagicMock(), "titans.dataloader": MagicMock(),
         "titans.dataloader.cifar10": cifar,
     }  # fmt: skip
+    return {name: one for name, one in made.items() if name.partition(".")[0] in needs}
+
+
+def needs_of(blocks):
+    """Packages of all of them."""
+    return {"torch", *(name for block in blocks for name in block.get("needs", ()))}
 
 
 @pytest.fixture
@@ -119,19 +128,19 @@ def small(elsewhere, monkeypatch, tmp_path):
     with suppress(ImportError):  # it looks for torchvision when its first model is imported
         from transformers import GPT2LMHeadModel  # noqa: F401
     put_up()
-    for name, made in small_world().items():
-        monkeypatch.setitem(sys.modules, name, made)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("page", CHAPTERS)
-def test_the_code_of_a_page_runs_as_it_is(small, page):
+def test_the_code_of_a_page_runs_as_it_is(small, page, monkeypatch):
     names = {"__name__": "script"}
-    for block in BLOCKS:
-        if block["page"] != page or "code" not in block:
-            continue
-        if "from transformers" in block["code"]:
-            pytest.importorskip("transformers")
+    blocks = [block for block in BLOCKS if block["page"] == page and "code" in block]
+    needs = needs_of(blocks)
+    if "transformers" in needs:
+        pytest.importorskip("transformers")
+    for name, made in small_world(needs).items():
+        monkeypatch.setitem(sys.modules, name, made)
+    for block in blocks:
         if "file" in block:
             Path(block["file"]).write_text(block["code"], encoding="utf-8")
             continue
@@ -159,10 +168,11 @@ def _sized(rank, ranks, port, folder):
     torch.set_num_threads(1)
     torch.Tensor.cuda = lambda self: self
     put_up()
-    sys.modules.update(small_world())
+    blocks = [block for block in BLOCKS if block.get("ranks") == ranks]
+    sys.modules.update(small_world(needs_of(blocks)))
     unconfigured = global_context.config
     ran = []
-    for block in (block for block in BLOCKS if block.get("ranks") == ranks):
+    for block in blocks:
         global_context.config = unconfigured
         code = block["code"]
         for here, there in block["sized"].items():

@@ -6,7 +6,6 @@ import importlib
 import os
 import re
 import sys
-import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +18,7 @@ from gemini.integrations import classic
 from gemini.integrations.classic import hooks
 from gemini.integrations.colossalai import put_up
 from gemini.migrate import colossal
+from tests.integrations.cases import documents
 from tests.support import frozen
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -109,9 +109,8 @@ def test_what_is_spawned_meets_by_itself_under_torchrun_too(monkeypatch):
 
 
 def pages_of_code():
-    text = (Path(__file__).parent / "blocks.toml").read_text(encoding="utf-8")
     code = {}
-    for block in tomllib.loads(text)["block"]:
+    for block in documents.read()[0]:
         if "code" in block and "file" not in block:
             code[block["page"]] = code.get(block["page"], "") + block["code"]
     return code

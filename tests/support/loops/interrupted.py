@@ -28,7 +28,7 @@ import torch
 
 from gemini import load_checkpoint, save_checkpoint
 from tests.support.corpus import Find, keep
-from tests.support.lines import PLACES, SECONDS, Point, collecting, ctrl_c, made
+from tests.support.lines import PLACES, SECONDS, Point, collecting, ctrl_c, made, stop
 from tests.support.loops import programs
 from tests.support.loops.cases import HalfFrozen
 from tests.support.loops.programs import LAYERS, REFUSALS, Call, Run
@@ -215,7 +215,7 @@ def carry_out(program: Program, place: str, around: Around) -> Outcome:
                 values = everything(model, optimizer)
                 break
             except KeyboardInterrupt:  # it may come later: a tail delivers it when it has ended
-                sys.settrace(None)
+                stop()
                 caught += 1
                 model.zero_grad()
                 run.losses.clear()
