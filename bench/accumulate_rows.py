@@ -254,7 +254,7 @@ def deepspeed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for _ in range(args.steps):
             for peer, living in ranks.items():
                 steps[peer] += living.step()
-                living.rest()
+                living.settle()
         ends = {peer: living.finish() for peer, living in ranks.items()}
     finally:
         for living in ranks.values():

@@ -193,7 +193,7 @@ class Fio:
 
 
 FIO = "fio/write"
-Form = Ours | TorchSave | Fsdp | Fio
+Saver = Ours | TorchSave | Fsdp | Fio
 
 
 def drop_cache(path: Path) -> None:
@@ -257,27 +257,27 @@ def measure(layers: int, folder: Path) -> dict[str, Any]:
     kept = Ours(layers, 1.0, folder, keep_versions=1)
     numel = sum(p.numel() for p in resident.model.parameters())
     nbytes = numel * STATE_ITEMSIZE
-    forms: dict[str, Form] = {
+    savers: dict[str, Saver] = {
         "ours": resident,
         "ours/nvme": nvme,
         "torch/save-gather": TorchSave(layers, folder),
         "fsdp2/dcp": Fsdp(layers, folder),
         FIO: Fio(-(-nbytes // PIECE_BYTES) * PIECE_BYTES, folder),
     }
-    save: dict[str, list[float]] = {name: [] for name in forms}
-    load: dict[str, list[float]] = {name: [] for name in forms}
+    save: dict[str, list[float]] = {name: [] for name in savers}
+    load: dict[str, list[float]] = {name: [] for name in savers}
     stalls: list[float] = []
     pins: list[tuple[float, float]] = []
     mixed: list[float] = []
     ram: list[float] = []
     for turn in range(ROUNDS + 1):
-        for name, form in forms.items():
-            form.clear()
+        for name, saver in savers.items():
+            saver.clear()
             if name == "ours":
                 ram.append(extra_ram(lambda: save["ours"].append(seconds_of(resident.save))))
             else:
-                save[name].append(seconds_of(form.save))
-            load[name].append(seconds_of(form.load))
+                save[name].append(seconds_of(saver.save))
+            load[name].append(seconds_of(saver.load))
         stalls.append(async_stall(nvme)[0])
         pins.append(pinned_stall(kept))
         mixed.append(mixed_gb_per_s(folder))
@@ -291,7 +291,7 @@ def measure(layers: int, folder: Path) -> dict[str, Any]:
             "save_gb_s": nbytes / statistics.median(save[name]) / 1e9,
             "load_gb_s": nbytes / statistics.median(load[name]) / 1e9,
         }
-        for name in forms
+        for name in savers
     ]
     stall = statistics.median(stalls)
     sync = statistics.median(save["ours/nvme"])

@@ -221,9 +221,9 @@ def play(
                     for step in range(first, min(first + STEPS_A_TURN, args.steps)):
                         found = slowest(ranks[name].step())
                         if step == first:
-                            found["follows_rest"] = 1.0
+                            found["follows_settle"] = 1.0
                         measured[name].steps[-1].append(found)
-                    ranks[name].rest()
+                    ranks[name].settle()
         for name in list(ranks):
             with _reason_of(measured[name], ranks):
                 on_disk = disk_bytes(folders[name] / "state")

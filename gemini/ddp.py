@@ -51,7 +51,7 @@ from gemini.runtime.wrap.keep_fp32 import (
 from gemini.runtime.wrap.materialise import Materialiser
 from gemini.runtime.wrap.module_check import ModuleCheck
 from gemini.runtime.wrap.precision import check_travelling
-from gemini.runtime.wrap.shared_memory import check_memory, leave_behind
+from gemini.runtime.wrap.shared_memory import check_memory, note_shared_memory
 from gemini.runtime.wrap.specs import (
     Collected,
     check_module,
@@ -205,7 +205,7 @@ class GeminiDDP(ModuleFace):
             tail_communicator=comm.for_thread() if goes_on(update) else None,
             update=update, together=together,
         )  # fmt: skip
-        leave_behind(self.engine, memory)
+        note_shared_memory(self.engine, memory)
         values.fill_buffers()
         self._cast_by(precision, list(fp32_modules.values()))
         self.broadcast_buffers = communication.broadcast_buffers

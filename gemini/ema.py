@@ -99,7 +99,7 @@ class EMA:
     def _copy(self) -> None:
         for chunk in self._chunks:
             self._kept.put(chunk.spec.id, self._model.engine.weights.master_of(chunk))
-        self._kept.rest()
+        self._kept.release_staging()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -119,7 +119,7 @@ class EMA:
                 assert average is not None
                 average.lerp_(self._model.engine.weights.master_of(chunk), 1 - self.decay)
                 self._kept.put(chunk.spec.id, average)
-            self._kept.rest()
+            self._kept.release_staging()
         else:
             self._copy()
         self.num_averaged += 1
@@ -139,13 +139,13 @@ class EMA:
                 engine.refuse_beside_pass("ema.swapped()")
                 self._ready("swapped()")
                 engine.call("ema.swapped()")
-                stack.enter_context(engine.lent())
+                stack.enter_context(engine.swapped())
             try:
                 with engine.lock:
                     for chunk in self._chunks:
                         self._exchange(chunk)
                         swapped.append(chunk)
-                    self._follow()
+                    self._release_payloads()
                 yield
             finally:
                 with engine.lock:
@@ -153,7 +153,7 @@ class EMA:
                     # Only chunks that were exchanged: any other would get the average for good.
                     for chunk in swapped:
                         self._exchange(chunk)
-                    self._follow()
+                    self._release_payloads()
 
     @torch.no_grad()
     def _exchange(self, chunk: Chunk) -> None:
@@ -163,10 +163,10 @@ class EMA:
         engine.weights.set_master(chunk, average.clone())
         self._kept.put(chunk.spec.id, average.copy_(weights))
 
-    def _follow(self) -> None:
+    def _release_payloads(self) -> None:
         """Release payloads, so that the next gather takes the exchanged shards."""
         engine = self._model.engine
-        self._kept.rest()
+        self._kept.release_staging()
         engine.manager.release_all()
         engine.weights.after_step(trained=False)
         params = [slot.param for chunk in self._chunks for slot in chunk.spec.slots]

@@ -170,7 +170,7 @@ class ModuleFace(nn.Module):
         # memory may be released: values take their places below.
         with ExitStack() as stack:
             for one in sharding.opaque.values():  # of which modules read some to save it
-                stack.enter_context(one.lent(torch.zeros(one.form.nbytes, dtype=torch.uint8)))
+                stack.enter_context(one.bound_to(torch.zeros(one.form.nbytes, dtype=torch.uint8)))
             self._root.state_dict(destination=state, prefix=prefix, keep_vars=True)
         for name in [name for name in state if name not in before]:
             value = state[name]
@@ -212,7 +212,7 @@ class ModuleFace(nn.Module):
         one. Raises AttributeError if the inner module has no such method. If it fails, rank 0
         raises its error and the others RuntimeError.
         """
-        from gemini.saved_config import lent_configs, written_dtype
+        from gemini.saved_config import substituted_configs, written_dtype
 
         save: Callable[..., Any] = self.module.save_pretrained  # type: ignore[assignment]
         state = self.state_dict() if state_dict is None else state_dict
@@ -222,8 +222,8 @@ class ModuleFace(nn.Module):
                 state = dict(renamed(state, SavedNames(self.module).saved))
                 tensors = {n: v.dtype for n, v in state.items() if isinstance(v, Tensor)}
                 dtype = written_dtype(self.module, tensors)
-                lent = lent_configs(getattr(save, "__self__", self.module), dtype)
-                with lent, wrappers_aside(self.module):
+                substituted = substituted_configs(getattr(save, "__self__", self.module), dtype)
+                with substituted, wrappers_aside(self.module):
                     save(save_directory, state_dict=state, **options)
             except Exception as raised:
                 error = raised

@@ -69,7 +69,7 @@ class PrecisionPolicy:
         element: the same run has the same bits in every home of its state.
     keep_originals: frozen weights that came in fp32 and compute in 16 bits keep their fp32 values
         too, 4 bytes a parameter: `unwrap()`, state dicts and checkpoints then have these, and
-        masters start from them after a thaw. Without, all of these have the rounded values.
+        masters start from them after unfreezing. Without, all of these have the rounded values.
     communication_dtype: `"bf16"`, `"fp16"` or `"fp32"`: dtype of gradients between ranks; they have
         their own dtype before and after. None is that dtype: the precision, or fp32 for gradients
         that several backwards have added up.

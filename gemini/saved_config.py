@@ -39,15 +39,15 @@ def save_config(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> No
 
 
 @contextmanager
-def lent_configs(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+def substituted_configs(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """Context in which copies stand in for a model's configs, so that its own `save_pretrained`
     changes the copies, and saves them with `dtype` and not with that of its parameters."""
     own = {name: vars(model)[name] for name in _CONFIGS if name in vars(model)}
     for name, config in own.items():
-        lent = copy.deepcopy(config)
-        if hasattr(lent, "save_pretrained"):
-            vars(lent)["save_pretrained"] = _saver(lent, dtype)
-        setattr(model, name, lent)
+        substitute = copy.deepcopy(config)
+        if hasattr(substitute, "save_pretrained"):
+            vars(substitute)["save_pretrained"] = _saver(substitute, dtype)
+        setattr(model, name, substitute)
     try:
         yield
     finally:

@@ -251,7 +251,7 @@ class BoundOptimizer(torch.optim.Optimizer):
                     PlainTarget(params, group_of, rule, self._config, self.param_groups)
                 )
         for target in self._targets:
-            self.state.update(target.shown_state())
+            self.state.update(target.state_views())
         self._bound.update({id(param): rule for param, _ in new})
 
     def _leave_out_frozen(self) -> bool:

@@ -89,7 +89,7 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
                 "clipped": float(before[0].grad_norm > job.max_norm),
                 "committed": float(tail.committed)}  # fmt: skip
 
-    def rest() -> None:
+    def settle() -> None:
         if before[0] is not None:
             before[0].behind.wait()
 
@@ -97,8 +97,8 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
         return wrapped(input_ids=ids, labels=ids).loss
 
     if "micro_batches" in job.options:
-        return Trainer(partial(_by_layers, wrapped, job), lambda loss: None, step, behind, rest)
-    return Trainer(forward, lambda loss: loss.backward(), step, behind, rest)
+        return Trainer(partial(_by_layers, wrapped, job), lambda loss: None, step, behind, settle)
+    return Trainer(forward, lambda loss: loss.backward(), step, behind, settle)
 
 
 def _by_layers(wrapped: Any, job: Job, ids: Any) -> Any:

@@ -67,7 +67,7 @@ class Trainer:
     step: Callable[[], object]
     # what the step before did behind itself, in seconds, asked when another has been taken
     behind: Callable[[], dict[str, float]] = dict
-    rest: Callable[[], object] = lambda: None  # wait until nothing of a step is under way
+    settle: Callable[[], object] = lambda: None  # wait until nothing of a step is under way
 
 
 def number_of_settings(given: Any) -> int:

@@ -52,9 +52,9 @@ class Ranks:
         """What each rank measured of one step."""
         return self._ask("step")
 
-    def rest(self) -> None:
+    def settle(self) -> None:
         """Wait until nothing of the last step is under way."""
-        self._ask("rest")
+        self._ask("settle")
 
     def finish(self) -> list[dict[str, Any]]:
         """What each rank measured of its whole life; they end."""

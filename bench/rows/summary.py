@@ -75,7 +75,7 @@ def summary(
 
     lives: of each round what the ranks said when they were `ready` and at their `end`, and
         `nvme_bytes`. steps: of each round the seconds and the loss of every step; those that follow
-        a rest (`follows_rest`) are not counted.
+        a `settle` (`follows_settle`) are not counted.
     """
     fixed = {
         "name": row.name,
@@ -86,7 +86,7 @@ def summary(
     if reason is not None:
         return {**fixed, "reason": reason}
     counted = [
-        [step for step in life[WARMUP_STEPS:] if "follows_rest" not in step] for life in steps
+        [step for step in life[WARMUP_STEPS:] if "follows_settle" not in step] for life in steps
     ]
     timed = [step for life in counted for step in life]
     samples: dict[str, list[float]] = {part: [step[part] for step in timed] for part in PARTS}

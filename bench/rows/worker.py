@@ -4,9 +4,9 @@
     python -m bench.rows.worker --prepare PEER     # import it, compile what it compiles
 
 It answers with one line of JSON on stdout when it is ready, and to every line it reads: `step`
-trains one step; `rest` waits until nothing of it is under way; `finish` says what was measured, and
-ends it. So does the end of its input: whoever started it is gone. What the packages print goes to
-stderr.
+trains one step; `settle` waits until nothing of it is under way; `finish` says what was measured,
+and ends it. So does the end of its input: whoever started it is gone. What the packages print goes
+to stderr.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def serve(job: Job, answers: TextIO) -> None:
     for line in sys.stdin:
         if line.strip() == "finish":
             break
-        if line.strip() == "rest":
-            trainer.rest()
+        if line.strip() == "settle":
+            trainer.settle()
             say()
             continue
         say(**timed_step(trainer, batches[step, job.own_batch].to(job.device), job.device))

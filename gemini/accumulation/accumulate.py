@@ -317,7 +317,7 @@ class _Work:
             if j in wanted:
                 self.streams.begin(j)
                 known.surveyed, known.draws[shape] = self._whole_survey(chain, j)
-            self.streams.follow([known.drawn(one) for one in self._shapes[: j + 1]])
+            self.streams.expect_draws([known.drawn(one) for one in self._shapes[: j + 1]])
         return known.surveyed, is_new
 
     @property

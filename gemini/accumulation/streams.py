@@ -112,8 +112,8 @@ class Streams:
         self._device = device
         self.starts = [self.now()]
 
-    def follow(self, draws: Sequence[Draws]) -> None:
-        """Let micro-batches draw this, one after the other."""
+    def expect_draws(self, draws: Sequence[Draws]) -> None:
+        """Expect micro-batches to draw this, one after the other."""
         del self.starts[1:]
         for one in draws:
             self.starts.append(one.behind(self.starts[-1]))

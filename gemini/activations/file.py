@@ -108,7 +108,7 @@ class SavedFile:
             self._end_one_write()
         return self._space.end - self._space.free_bytes
 
-    def serve(self, meter: WriteMeter) -> None:
+    def attach_meter(self, meter: WriteMeter) -> None:
         """Count in `meter` what is written from now on, and was."""
         meter.count(self.written_bytes)
         self._meter = meter
@@ -122,7 +122,7 @@ class SavedFile:
             self._file, self._engine = file, ThreadEngine(NUM_THREADS)
         return self._file, self._engine
 
-    def free_staging(self) -> None:
+    def release_staging(self) -> None:
         """Give the buffers back until the next write. Waits for writes that are under way."""
         while self._writes:
             self._end_one_write()
@@ -217,7 +217,7 @@ class SavedFile:
 
     def close(self) -> None:
         """Wait for what is under way, and give disk, memory and threads back."""
-        self.free_staging()
+        self.release_staging()
         if self._engine is not None:
             self._engine.close()
         if self._file is not None:

@@ -92,13 +92,13 @@ class HostTier:
         of_file = (0, 0) if file is None else (file.written_bytes, file.read_bytes)
         return self._out_bytes, self._in_bytes, *of_file
 
-    def serve(self, meter: WriteMeter) -> None:
+    def attach_meter(self, meter: WriteMeter) -> None:
         if self._file is not None:
-            self._file.serve(meter)
+            self._file.attach_meter(meter)
 
-    def free_staging(self) -> None:
+    def release_staging(self) -> None:
         if self._file is not None:
-            self._file.free_staging()
+            self._file.release_staging()
 
     # -- out --
 

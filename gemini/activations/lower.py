@@ -34,11 +34,11 @@ class LowerTier(Protocol):
 
     def moved(self) -> Moved: ...
 
-    def serve(self, meter: WriteMeter) -> None:
-        """Count what files are written in an optimizer's meter; see `SavedFile.serve`."""
+    def attach_meter(self, meter: WriteMeter) -> None:
+        """Count what files are written in an optimizer's meter; see `SavedFile.attach_meter`."""
         ...
 
-    def free_staging(self) -> None:
+    def release_staging(self) -> None:
         """Give `staging_bytes` back until something is written."""
         ...
 
@@ -72,10 +72,10 @@ class NoTier:
     def moved(self) -> Moved:
         return 0, 0, 0, 0
 
-    def serve(self, meter: WriteMeter) -> None:
+    def attach_meter(self, meter: WriteMeter) -> None:
         """Nothing is written."""
 
-    def free_staging(self) -> None:
+    def release_staging(self) -> None:
         """There is none."""
 
     def save(self, storage: UntypedStorage) -> None:
@@ -123,11 +123,11 @@ class FileTier:
     def moved(self) -> Moved:
         return 0, 0, self.file.written_bytes, self.file.read_bytes
 
-    def serve(self, meter: WriteMeter) -> None:
-        self.file.serve(meter)
+    def attach_meter(self, meter: WriteMeter) -> None:
+        self.file.attach_meter(meter)
 
-    def free_staging(self) -> None:
-        self.file.free_staging()
+    def release_staging(self) -> None:
+        self.file.release_staging()
 
     def save(self, storage: UntypedStorage) -> Copy:
         return self.file.write(storage.data_ptr(), storage.nbytes())

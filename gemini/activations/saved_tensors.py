@@ -135,21 +135,21 @@ class SavedTensors:
         moved = zip(self._lower.moved(), self._moved_before, strict=True)
         return SavedTraffic(*(now - before for now, before in moved))
 
-    def serve(self, meter: WriteMeter) -> None:
+    def attach_meter(self, meter: WriteMeter) -> None:
         """Count what files are written in the meter of an optimizer's budget."""
-        self._lower.serve(meter)
+        self._lower.attach_meter(meter)
 
     def keep_at_most(self, nbytes: int | None) -> None:
         """Let at most `nbytes` stay in the device's memory; None: all."""
         self._keep, self._is_told = nbytes, True
         if nbytes is None:
-            self.free_staging()
+            self.release_staging()
 
-    def free_staging(self) -> None:
+    def release_staging(self) -> None:
         """Free the host memory through which bytes leave until some do: where nothing leaves, no
         plan counts it."""
         with self._lock:
-            self._lower.free_staging()
+            self._lower.release_staging()
 
     def keep_what_fits(self) -> None:
         """Let as many bytes stay as there is room for now."""

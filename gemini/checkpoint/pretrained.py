@@ -377,19 +377,19 @@ class _Values(Mapping[str, Tensor]):
     def quantise(self, config: Any) -> None:
         """Replace linear layers by bitsandbytes layers, whose weights are quantised one at a time,
         on request: at most one is in memory unquantised."""
-        forms: dict[Any, nn.Parameter] = {}
+        templates: dict[Any, nn.Parameter] = {}
         for name, layer in put_quantised(self._module, config):
             place = self._taken(f"{name}.weight")
-            weight = without_memory(layer, self._files.spec_of(place).dtype, forms)
+            weight = without_memory(layer, self._files.spec_of(place).dtype, templates)
             self._make(weight, place, partial(quantised, layer))
 
     def quantise_experts(self, module: nn.Module, quantize: object) -> None:
         """Replace stacked experts by NF4 parameters, which are quantised one at a time, where
         `quantize` asks for that."""
-        forms: dict[Any, nn.Parameter] = {}
+        templates: dict[Any, nn.Parameter] = {}
         for name, experts, key in [*stacked_experts(module, quantize)]:
             place = self._taken(name)
-            weight = put_experts(experts, key, self._files.spec_of(place).dtype, forms)
+            weight = put_experts(experts, key, self._files.spec_of(place).dtype, templates)
             self._make(weight, place, quantised_experts)
 
     def _taken(self, name: str) -> str:

@@ -80,19 +80,19 @@ def quantised_experts(values: Tensor) -> nn.Parameter:
 
 
 def put_experts(
-    module: nn.Module, key: str, dtype: torch.dtype, forms: dict[Any, nn.Parameter]
+    module: nn.Module, key: str, dtype: torch.dtype, templates: dict[Any, nn.Parameter]
 ) -> nn.Parameter:
     """Replace stacked experts by a parameter without memory, in the form of its quantised bytes,
     and return it. A bitsandbytes layer makes their weights from it.
 
-    forms: a cache, see `without_memory`.
+    templates: a cache, see `without_memory`.
     """
     from bitsandbytes.nn.parametrize import replace_parameter_4bit_prequantized
 
     shape = module.get_parameter(key).shape
-    if (shape, dtype) not in forms:
-        forms[shape, dtype] = quantised_experts(torch.zeros(shape, dtype=dtype))
-    known: Any = forms[shape, dtype]
+    if (shape, dtype) not in templates:
+        templates[shape, dtype] = quantised_experts(torch.zeros(shape, dtype=dtype))
+    known: Any = templates[shape, dtype]
     setattr(module, key, nn.Parameter(known.data, requires_grad=False))
     replace_parameter_4bit_prequantized(
         module, key, known.quant_state.as_dict(packed=True), torch.device("cpu")
@@ -118,18 +118,20 @@ def quantised(layer: Any, values: Tensor) -> nn.Parameter:
     return quantised_one
 
 
-def without_memory(layer: Any, dtype: torch.dtype, forms: dict[Any, nn.Parameter]) -> nn.Parameter:
+def without_memory(
+    layer: Any, dtype: torch.dtype, templates: dict[Any, nn.Parameter]
+) -> nn.Parameter:
     """Give a layer a weight without memory, in the form of its quantised bytes, and return it.
 
-    forms: a cache by (shape, dtype): only the first weight of each is quantised to learn its form.
+    templates: a cache by (shape, dtype): only the first weight of each is quantised, for its form.
     """
     shape = layer.out_features, layer.in_features
     if layer.source_cls.__name__ == "Conv1D":
         shape = shape[::-1]
-    if (shape, dtype) not in forms:
-        forms[shape, dtype] = quantised(layer, torch.zeros(shape, dtype=dtype))
-        drop_storage(forms[shape, dtype])
-    return _put(layer, copy.deepcopy(forms[shape, dtype]))
+    if (shape, dtype) not in templates:
+        templates[shape, dtype] = quantised(layer, torch.zeros(shape, dtype=dtype))
+        drop_storage(templates[shape, dtype])
+    return _put(layer, copy.deepcopy(templates[shape, dtype]))
 
 
 def _put(layer: Any, weight: Any) -> nn.Parameter:

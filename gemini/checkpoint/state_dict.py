@@ -38,12 +38,12 @@ def get_state_dict(
     runs.visit(keep)
     of_part = {id(part): there[key] for key, part in runs.tensors.items()}
 
-    def shown(value: Any) -> Any:
+    def with_flat_runs(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: shown(inner) for name, inner in value.items()}
+            return {name: with_flat_runs(inner) for name, inner in value.items()}
         return of_part[id(value)] if isinstance(value, StreamedRuns) else value
 
-    state = shown(state_of(runs, model, optimizer, first=True))
+    state = with_flat_runs(state_of(runs, model, optimizer, first=True))
     return state["model"], state.get("optim", {})
 
 

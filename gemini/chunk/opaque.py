@@ -25,7 +25,7 @@ from gemini.units import PARAM_ALIGN_NUMEL, align_up
 
 from .layout import Form, Leaf, ParamSpec
 from .local import is_dtensor
-from .parameter import ChunkView, ParamHandle, call_shown, handle_of, learn
+from .parameter import ChunkView, ParamHandle, call_native, handle_of, register_hidden_class
 from .storage import Chunk
 
 
@@ -44,8 +44,8 @@ class OpaqueHandle(ParamHandle):
 
     opaque: Opaque
 
-    def shown(self) -> AbstractContextManager[None]:
-        return self.opaque.shown()
+    def native(self) -> AbstractContextManager[None]:
+        return self.opaque.native()
 
 
 class Opaque:
@@ -68,7 +68,7 @@ class Opaque:
         self._places = [*_places_of(param, places[0][1])]
         self.form = _form_of(self.names[0], param, self._places)
         self.tensors: list[tuple[Tensor, Tensor, Leaf]] = []
-        self._stays = self._is_shown = True  # until it is released
+        self._stays = self._is_native = True  # until it is released
         self._calls = 0  # that use it now
         self.digest: str | None = None  # of form and bytes, once asked for
         self._packs: list[Any] = []  # modules that would pack it for a CPU in evaluation
@@ -121,7 +121,7 @@ class Opaque:
         for name, module in self._modules:
             key, form = name.rpartition(".")[2], self.form
             new = module._parameters.get(key)
-            known = _shown_class(type(self.param))
+            known = _native_class(type(self.param))
             if new is None or new is self.param or not isinstance(new, known):
                 continue
             other = Opaque(new, [(name, module)])
@@ -158,12 +158,12 @@ class Opaque:
     @torch.no_grad()
     def saved(self, flat: Tensor) -> dict[str, Tensor]:
         """State dict entries: copies from uint8 [nbytes], under its library's names."""
-        with self.lent(flat):
+        with self.bound_to(flat):
             return {name: value.detach().clone() for name, value in self._entries()}
 
     @property
     def saved_names(self) -> list[str]:
-        with self.lent(torch.zeros(self.form.nbytes, dtype=torch.uint8)):
+        with self.bound_to(torch.zeros(self.form.nbytes, dtype=torch.uint8)):
             return [name for name, _ in self._entries()]
 
     @torch.no_grad()
@@ -182,7 +182,7 @@ class Opaque:
         if name is not None and state is not None:  # some of it is in a packed value
             dot = f"{name}."
             about = {k.removeprefix(dot): values[k] for k in values if k.startswith(dot)}
-            known: Any = _shown_class(type(self.param))
+            known: Any = _native_class(type(self.param))
             made: Any
             if self.form.kind == "Params4bit":
                 made = known.from_prequantized(values[name], about, device="cpu")
@@ -191,12 +191,12 @@ class Opaque:
                 made.quant_state = type(state).from_dict(about, torch.device("cpu"))
             leaves = {place.leaf: place.tensor for place in _places_of(made, None)}
         elif name is not None and hasattr(self.param, "__tensor_flatten__"):
-            if type(values[name]) is not _shown_class(type(self.param)):
+            if type(values[name]) is not _native_class(type(self.param)):
                 self._refuse(name, f"a {type(values[name]).__name__}")
             leaves = {place.leaf: place.tensor for place in _places_of(values[name], None)}
         else:
             live = {id(tensor): leaf.name for tensor, _, leaf in self.tensors}
-            with self.lent(torch.zeros(self.form.nbytes, dtype=torch.uint8)):
+            with self.bound_to(torch.zeros(self.form.nbytes, dtype=torch.uint8)):
                 own = {key: live[id(value)] for key, value in self._entries() if id(value) in live}
             leaves = {leaf: values[key] for key, leaf in own.items() if key in values}
         for leaf in self.form.leaves:
@@ -230,9 +230,9 @@ class Opaque:
                     yield key, value
 
     @contextmanager
-    def lent(self, flat: Tensor) -> Iterator[None]:
+    def bound_to(self, flat: Tensor) -> Iterator[None]:
         """Context in which its tensors are views of uint8 [nbytes], and not of the payload."""
-        with self.shown():
+        with self.native():
             for tensor, _, leaf in self.tensors:
                 tensor.data = view_of(leaf, flat).data
             try:
@@ -249,35 +249,35 @@ class Opaque:
     def call_begins(self) -> None:
         """A call begins to use it: it is as its library made it."""
         self._calls += 1
-        self._show_or_hide()
+        self._update_class()
 
     def call_ends(self) -> None:
         self._calls = max(0, self._calls - 1)
-        self._show_or_hide()
+        self._update_class()
 
     def forget_calls(self) -> None:
         """Forget all open calls."""
         self._calls = 0
-        self._show_or_hide()
+        self._update_class()
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def native(self) -> Iterator[None]:
         self.call_begins()
         try:
             yield
         finally:
             self.call_ends()
 
-    def _show_or_hide(self) -> None:
-        shown = self._stays or self._calls > 0
-        if shown == self._is_shown:
+    def _update_class(self) -> None:
+        native = self._stays or self._calls > 0
+        if native == self._is_native:
             return
         # The class is what decides who answers an operator: the library itself while a call runs,
-        # else `call_shown`, which fetches the chunk first.
-        self._is_shown = shown
+        # else `call_native`, which fetches the chunk first.
+        self._is_native = native
         for tensor in (self.param, *(tensor for tensor, _, _ in self.tensors)):
-            known = _shown_class(type(tensor))
-            tensor.__class__ = known if shown else _hidden_class(known)
+            known = _native_class(type(tensor))
+            tensor.__class__ = known if native else _hidden_class(known)
 
 
 class OpaqueChunk(Chunk):
@@ -355,7 +355,7 @@ def is_opaque(param: Tensor) -> bool:
     )
 
 
-_SHOWN: dict[type, type] = {ChunkView: Tensor}  # by what hides it
+_NATIVE: dict[type, type] = {ChunkView: Tensor}  # by what hides it
 _BITSANDBYTES = ("Params4bit", "Int8Params")
 
 
@@ -457,7 +457,7 @@ def _hidden_class(known: type) -> type:
         return ChunkView
 
     def torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return call_shown(func, args, kwargs or {})
+        return call_native(func, args, kwargs or {})
 
     def refuse(self: Any, *args: Any) -> Any:
         return handle_of(self).owner.__reduce_ex__(*args)  # type: ignore[union-attr]
@@ -470,10 +470,10 @@ def _hidden_class(known: type) -> type:
         "__qualname__": known.__qualname__,
     }
     hidden = type(known.__name__, (known,), members)
-    _SHOWN[hidden] = known
-    learn(hidden)
+    _NATIVE[hidden] = known
+    register_hidden_class(hidden)
     return hidden
 
 
-def _shown_class(kind: type) -> type:
-    return _SHOWN.get(kind, kind)
+def _native_class(kind: type) -> type:
+    return _NATIVE.get(kind, kind)

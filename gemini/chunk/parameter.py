@@ -65,7 +65,7 @@ class ParamHandle:
     engine: EngineHandle
     param: ParamId
 
-    def shown(self) -> AbstractContextManager[None]:
+    def native(self) -> AbstractContextManager[None]:
         """Context in which an operator of its library runs; see `gemini.chunk.opaque`."""
         return nullcontext()
 
@@ -264,7 +264,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return _compute(func, args, kwargs, handles, gives_views=takes_data or has_views)
 
 
-def call_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_native(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on opaque parameters as their library has it, after their gathers."""
     handles: list[ParamHandle] = []
     _find_handles((*args, *kwargs.values()), handles)
@@ -283,7 +283,7 @@ def call_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     def compute(there: Mapping[EngineHandle, tuple[ChunkId, ...]]) -> Any:
         with ExitStack() as stack:
             for handle in handles:
-                stack.enter_context(handle.shown())
+                stack.enter_context(handle.native())
             result = func(*args, **kwargs)
             if hasattr(result, "__tensor_flatten__") and all(result is not arg for arg in args):
                 result = result.clone()  # nobody watches what a wrapper of the library consists of
@@ -301,9 +301,9 @@ def call_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return compute({engine: engine.fetch(params) for engine, params in used.items()})
 
 
-def learn(hidden: type) -> None:
-    """Learn the class of an opaque parameter that no call uses: operators on it call
-    `call_shown`."""
+def register_hidden_class(hidden: type) -> None:
+    """Register the class of an opaque parameter that no call uses: operators on it call
+    `call_native`."""
     _WRAPPED.add(hidden)
 
 
@@ -313,7 +313,7 @@ def _use_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | N
     assert handle is not None
     if func == _GET_GRAD:
         grad = handle.engine.gradient_of(handle.param)
-        # until a forward thaws it, what autograd has left to a parameter that was frozen
+        # until a forward unfreezes it, what autograd has left to a parameter that was frozen
         return _GET_GRAD(args[0]) if grad is None else grad
     handle.engine.set_gradient(handle.param, args[1] if func == _SET_GRAD else None)
     return None

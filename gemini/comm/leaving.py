@@ -47,10 +47,10 @@ def watch(member: Communicator) -> None:
 @cache
 def rest_at_exit() -> None:
     """Drop groups, and give gloo's threads time, when this process ends."""
-    atexit.register(_rest)  # runs before functions that were registered earlier
+    atexit.register(_drop_groups)  # runs before functions that were registered earlier
 
 
-def _rest() -> None:
+def _drop_groups() -> None:
     # Only of a destroyed group: the threads of another may wait for a rank that still works.
     if not dist.is_initialized():
         for member in list(_members):

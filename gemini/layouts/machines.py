@@ -139,7 +139,7 @@ def cluster_here(precision: str = "bf16") -> Cluster:
     of_ranks = comm.gather_objects(measured(comm, device, dtype))
     every, weights, latencies = zip(*of_ranks, strict=True)
     found = least_bandwidths(every)
-    link, ways = Link(max(latencies), found.collective), machine.speeds.links
+    link, links = Link(max(latencies), found.collective), machine.speeds.links
     left = min(comm.gather_objects((machine.device_bytes_left, machine.host_bytes_left)))
     on_cpu = device.type == "cpu"
     own, node = (int(USABLE * nbytes) for nbytes in left)
@@ -147,7 +147,7 @@ def cluster_here(precision: str = "bf16") -> Cluster:
     threads = min(torch.get_num_threads(), cores)
     return Cluster(
         comm.world_size, here, own // (here if on_cpu else 1), node // here,
-        replace(found, host_to_device=ways.host_to_device, device_to_host=ways.device_to_host),
+        replace(found, host_to_device=links.host_to_device, device_to_host=links.device_to_host),
         *_attention(found.flops, on_cpu), min(weights), link, link,
         burst=max(1.0, threads / min(threads, cores / here)) if on_cpu else 1.0,
         **_of_device(on_cpu),

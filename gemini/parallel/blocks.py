@@ -190,7 +190,7 @@ class BlockLinear(nn.Module):
         return y if bias is None else y + bias
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Product of the wholes from blocks; this rank's block of it. See [Note: panels]."""
+        """Product of the whole tensors, from blocks: this rank's block. See [Note: panels]."""
         along = (
             self._grid.group(self._grid.layout.columns),
             self._grid.group(self._grid.layout.rows[-1]),

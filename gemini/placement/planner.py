@@ -82,7 +82,7 @@ def plan_below(
 ) -> PlanResult:
     """Plan in the homes of `plan`, and in lower ones where this trace leaves less room.
 
-    Nothing rises but gradients. Parameters go to files where the host has no room for them; but
+    Only gradients are promoted. Parameters go to files where the host has no room for them; but
     those whose state has more versions, and no masters, go to the host at most, as files have the
     last version alone. params_stay: none goes anywhere. Raises BudgetError where no homes leave
     room for the trace.

@@ -66,7 +66,7 @@ class _ProfileBuilder:
             self._changes[tier, kind][start] += nbytes
             self._changes[tier, kind][end] -= nbytes
 
-    def follow(self, tier: Tier, kind: str, nbytes: Sequence[int]) -> None:
+    def add_series(self, tier: Tier, kind: str, nbytes: Sequence[int]) -> None:
         """Add `nbytes` of every moment; the last of them stays to the end of the iteration."""
         changes = self._changes[tier, kind]
         for moment, (before, now) in enumerate(pairwise((0, *nbytes))):
@@ -86,7 +86,7 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
     """
     total = plan.num_trace_moments
     builder = _ProfileBuilder(plan.num_moments + 1)
-    builder.follow(Tier.DEVICE, "non-model", non_model_bytes)
+    builder.add_series(Tier.DEVICE, "non-model", non_model_bytes)
     builder.add(Tier.DEVICE, "staging", plan.device_staging.nbytes)
     host = Tier.HOST if plan.has_host_tier else Tier.DEVICE
     builder.add(host, "staging", plan.host_staging.nbytes)

@@ -221,13 +221,13 @@ class PlanInputs:
         """Next tier below the device."""
         return Tier.HOST if self.has_host_tier else Tier.NVME
 
-    def staging(self, homes: Homes, *, params_may_rise: bool = False) -> tuple[Staging, Staging]:
+    def staging(self, homes: Homes, *, params_may_promote: bool = False) -> tuple[Staging, Staging]:
         """Buffers on device and host that these homes ask for.
 
         Files of state, of parameters and of gradients have buffers of their own, each as large as
         the largest block of its kind. A block that is read ahead of the step keeps its parameters
-        of memory in its buffer, to undo the step. params_may_rise: parameters on NVMe may move to
-        memory later.
+        of memory in its buffer, to undo the step. params_may_promote: parameters on NVMe may move
+        to memory later.
         """
         state = param = frozen = grad = early = 0
         for chunk in self.chunks:
@@ -237,7 +237,7 @@ class PlanInputs:
                 if home is Tier.NVME:
                     undo_file = align_up(block.undo_bytes, PAGE_BYTES)
                     state = max(state, align_up(block.disk_bytes, PAGE_BYTES) + undo_file)
-                    in_memory = params_may_rise or homes.param[i] is not Tier.NVME
+                    in_memory = params_may_promote or homes.param[i] is not Tier.NVME
                     if self.state.has_master and in_memory:
                         early = max(early, block.numel * FP32_BYTES)
                 if homes.grad[i] is Tier.NVME:

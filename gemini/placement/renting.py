@@ -1,4 +1,4 @@
-"""When homes rise again: rent against buying. Pure.
+"""When data is promoted again: rent against buying. Pure.
 
 What lives lower than recent iterations ask for costs seconds in each of them; when these add up to
 what it costs to bring it up, and down again, it comes up. So whatever batches come, iterations and
@@ -21,19 +21,19 @@ from gemini.placement.sizes import Bandwidths
 from gemini.placement.tiers import Tier
 from gemini.units import ChunkId, format_bytes
 
-LOOKS = (2, 4, 8)  # iterations that are looked back at; none rises after one
+LOOKS = (2, 4, 8)  # iterations that are looked back at; one promotes nothing
 
 _KNOWN = {True: "measured", False: "a bound"}
 
 Moved = Mapping[tuple[Tier, Tier], int]  # bytes, by where from and where to
 
 
-def rising(low: Plan, high: Plan) -> Moved:
+def promoted_bytes(low: Plan, high: Plan) -> Moved:
     """Bytes that live nearer to the device in the second of two plans."""
-    return sum(_rising_by_chunk(low, high).values(), Counter())
+    return sum(_promoted_by_chunk(low, high).values(), Counter())
 
 
-def _rising_by_chunk(low: Plan, high: Plan) -> dict[ChunkId, Counter[tuple[Tier, Tier]]]:
+def _promoted_by_chunk(low: Plan, high: Plan) -> dict[ChunkId, Counter[tuple[Tier, Tier]]]:
     order = list(Tier)
     found: dict[ChunkId, Counter[tuple[Tier, Tier]]] = {}
     for chunk, old, new in zip(low.chunks, low.shards, high.shards, strict=True):
@@ -48,8 +48,8 @@ def _rising_by_chunk(low: Plan, high: Plan) -> dict[ChunkId, Counter[tuple[Tier,
 
 def price(moved: Moved, links: Bandwidths, *, has_host_tier: bool) -> float:
     """Seconds to bring these bytes up, and down again."""
-    ways = [(*way, nbytes) for pair, nbytes in moved.items() for way in (pair, pair[::-1])]
-    return sum(sum(link_seconds(*way, links, has_host_tier).values()) for way in ways)
+    directed = [(*ends, nbytes) for pair, nbytes in moved.items() for ends in (pair, pair[::-1])]
+    return sum(sum(link_seconds(*ends, links, has_host_tier).values()) for ends in directed)
 
 
 def named(trace: Trace) -> str:
@@ -79,14 +79,14 @@ class HomeMoves:
         """Note a move to the homes of `plan`, made for an iteration."""
         self.num_down += 1
         self.last = reason
-        for chunk, moved in _rising_by_chunk(plan, high).items():
+        for chunk, moved in _promoted_by_chunk(plan, high).items():
             self.down_bytes += moved.total()
             self._left.setdefault(chunk, []).append((moved.total(), reason))
 
     def up(self, low: Plan, plan: Plan) -> None:
         """Note a move to the homes of `plan`: what left last comes back first."""
         self.num_up += 1
-        for chunk, moved in _rising_by_chunk(low, plan).items():
+        for chunk, moved in _promoted_by_chunk(low, plan).items():
             back = moved.total()
             self.up_bytes += back
             left = self._left.get(chunk, [])
@@ -124,7 +124,7 @@ class Tenancy:
 
     def __init__(self) -> None:
         self._recent: deque[Trace] = deque(maxlen=max(LOOKS))
-        self._looked: set[tuple[int, int]] = set()  # how many, and their peak: nothing rises
+        self._looked: set[tuple[int, int]] = set()  # how many, and their peak: no promotion
 
     def note(self, trace: Trace) -> None:
         """Note an iteration of training, as it was measured or forecast."""

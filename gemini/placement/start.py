@@ -29,7 +29,7 @@ class Start:
 
     peaks: by tier its planned peak (`total`) and what it is made of, as `Profile.peaks` has them.
     folders: of files, in words. written_bytes: to them, by a step.
-    may_rise: what is on a slower tier, after the first iteration.
+    may_promote: what is on a slower tier, after the first iteration.
     update_path: as `StepReport.update_path`. paths: by tier that has state, how it is updated.
     when: state is updated, in words; asked: the same as `update=`.
     optimizer: its class, and of a converted one what it stands for. decays: of its groups.
@@ -40,7 +40,7 @@ class Start:
     budgets: Budgets
     folders: str
     written_bytes: int
-    may_rise: bool
+    may_promote: bool
     update_path: str
     paths: Mapping[str, str]
     when: str
@@ -61,7 +61,7 @@ class Start:
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
         return (
             f"gemini memory of a rank on {self.device}, planned peak: {peaks}"
-            + (rises if self.may_rise and is_low else "")
+            + (rises if self.may_promote and is_low else "")
             + (f". By rank, {wear(self.written_bytes)}" if self.written_bytes else ""),
             f'gemini update by {self.update_path}: state {paths}; {self.when} (update="'
             f'{self.asked}")',

@@ -135,10 +135,10 @@ class Receipts:
         there = mine.to(engine.comm.device)
         engine.comm.all_reduce(there).wait()
         counts = {
-            f"{engine.layout.params[i].name}/step": _hex(int(shown[param]["step"]))
-            for shown in (target.shown_state(),)
+            f"{engine.layout.params[i].name}/step": _hex(int(views[param]["step"]))
+            for views in (target.state_views(),)
             for i, param in enumerate(engine.params)
-            if param in shown
+            if param in views
         }
         return {**dict(zip(keys, map(_hex, there.tolist()), strict=True)), **counts}
 

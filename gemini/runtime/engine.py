@@ -176,7 +176,7 @@ class GeminiEngine:
 
     @property
     def layout(self) -> ChunkLayout:
-        """Layout of chunks; another one where parameters are thawed."""
+        """Layout of chunks; another one where parameters are unfrozen."""
         return self.sharding.layout
 
     @property
@@ -226,7 +226,7 @@ class GeminiEngine:
         self.calls = Calls(
             passes=passes, weights=weights, overlap=self.overlap, in_use=self.in_use,
             meetings=self.meetings, gradients=self.gradients, homes=self.homes,
-            forward=self.events.forward, thaw=self._thaw,
+            forward=self.events.forward, unfreeze=self._unfreeze,
         )  # fmt: skip
         # methods of wings that optimizers and `GeminiDDP` call
         self.call = self.meetings.call
@@ -303,7 +303,7 @@ class GeminiEngine:
             self._persistent_buffers,
         )
         if self.saved_tensors is not None and config.nvme.meter is not None:
-            self.saved_tensors.serve(config.nvme.meter)
+            self.saved_tensors.attach_meter(config.nvme.meter)
         target = ShardTarget(
             in_use=self.in_use, weights=self.weights, passes=self.passes, overlap=self.overlap,
             events=self.events, calls=calls, groups=groups, rule=rule, config=config,
@@ -342,11 +342,11 @@ class GeminiEngine:
         if loss_scale is not None:
             self.control_vector.configure(loss_scale)
 
-    def _thaw(self, params: list[ParamId]) -> None:
-        """Thaw parameters that were frozen; see `thaw`. Collective."""
-        from .thaw import thaw
+    def _unfreeze(self, params: list[ParamId]) -> None:
+        """Unfreeze parameters that were frozen; see `unfreeze`. Collective."""
+        from .unfreeze import unfreeze
 
-        chunks = thaw(self.in_use, self.weights, self.meetings, params)
+        chunks = unfreeze(self.in_use, self.weights, self.meetings, params)
         if chunks:
             self.reducer.add(chunks)
 
@@ -401,10 +401,10 @@ class GeminiEngine:
         if not self.sampler.measures:
             return
         sharding = self.sharding
-        if self.comm.world_size == 1 and self.planning.follow(
+        if self.comm.world_size == 1 and self.planning.replan(
             trace, is_coarse=sharding.all_gathered
         ):
-            self._follow_plan()
+            self._adopt_plan()
         elif self.planning.should_remeasure():
             self.sampler.forget(trace)
 
@@ -417,9 +417,9 @@ class GeminiEngine:
             return
         self._agreements_left -= 1
         trace = self._last_trace if self.sampler.measures else None
-        if self.planning.follow_all(trace):
+        if self.planning.replan_together(trace):
             self._agreements_left = 0
-            self._follow_plan()
+            self._adopt_plan()
         elif self.planning.should_remeasure():
             if trace is not None:
                 self.sampler.forget(trace)
@@ -427,8 +427,8 @@ class GeminiEngine:
             self._agreements_left = 0
         self.homes.meet()
 
-    def _follow_plan(self) -> None:
-        """Follow a new plan of a measured iteration; homes stay until they may rise."""
+    def _adopt_plan(self) -> None:
+        """Adopt the new plan of a measured iteration; homes stay until promotion is allowed."""
         self.in_use.follow()
         self.homes.propose()
 
@@ -462,7 +462,7 @@ class GeminiEngine:
         return self.weights.summoned(writeback)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def swapped(self) -> Iterator[None]:
         """Refuse steps in the body, as averages stand in for the weights."""
         assert not self.is_swapped
         self.is_swapped = True
@@ -516,7 +516,7 @@ class GeminiEngine:
         self.gradients.check_complete()
         # Ranks may have come here by other calls, and collectives follow.
         self.meetings.barrier()
-        self.calls.thaw_what_is_trained()
+        self.calls.unfreeze_trained()
         self.gradients.resolve()
         self.sampler.end()
         self.write_back_changes()

@@ -80,7 +80,7 @@ class Meetings:
         self._has_met()
         manager.owes_meeting = False
         if all(other == kind for other, _ in said):
-            reducer.learn(backward, [dict(found) for _, found in said])
+            reducer.register_order(backward, [dict(found) for _, found in said])
         else:
             manager.ranks_differ = True
 

@@ -42,7 +42,7 @@ def refuse_copies(own: object, protocol: Any) -> NoReturn:
 class Sharding:
     """Sharding of one module on one rank, as it was wrapped.
 
-    Only `following` and `configure` change it: parameters are thawed, an optimizer brings settings.
+    Only `following` and `configure` change it: parameters are unfrozen, an optimizer has settings.
     A parameter is a view of its chunk's payload for the whole life of the engine.
     """
 
@@ -103,7 +103,7 @@ class Sharding:
             if part.param == param:
                 yield slice(part.offset, part.offset + part.numel), part.param_offset
 
-    def say_what_is_left(self, error: NvmeError) -> None:
+    def note_readable_params(self, error: NvmeError) -> None:
         """Add to the error which parameters are still in memory: one could not be read."""
         for chunk in self.chunks:
             with suppress(NvmeError):  # what was begun ahead may be lost too; then it is not there

@@ -58,7 +58,7 @@ def unwrap(
     """
     sharding = weights.sharding
     weights.write_back_changes()
-    weights.tell_rounded_once()
+    weights.warn_rounded_once()
     gradients.drop()
     manager.release_all()
     for chunk in sharding.chunks:

@@ -19,7 +19,7 @@ from gemini.chunk.storage import Chunk
 from gemini.dtypes import BYTES
 from gemini.placement.plan import Plan
 from gemini.runtime.memory.originals import has_same_values
-from gemini.runtime.memory.user_writes import UserWrites, follow_shard
+from gemini.runtime.memory.user_writes import UserWrites, refresh_master
 from gemini.runtime.schedule.planning import PlanInUse
 from gemini.runtime.schedule.regather import Regather
 from gemini.runtime.schedule.updating import Updating
@@ -71,15 +71,15 @@ class Attached(Protocol):
         """Wait until the last step counts. Raises what ended it; then it is undone."""
         ...
 
-    def follow_shards(self, chunks: Set[ChunkId]) -> None:
-        """Make masters follow these shards, which the user wrote to."""
+    def refresh_masters(self, chunks: Set[ChunkId]) -> None:
+        """Refresh masters from these shards, which the user wrote to."""
         ...
 
     def movable(self) -> Sequence[Tensor]:
         """Tensors of shards and state in memory, when nothing is under way."""
         ...
 
-    def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+    def state_views(self) -> Mapping[Tensor, dict[str, Tensor]]:
         """Step counts by parameter."""
         ...
 
@@ -87,12 +87,12 @@ class Attached(Protocol):
         """Keep state of these chunks too, which were frozen."""
         ...
 
-    def raise_state(self, plan: Plan) -> None:
-        """Raise blocks of state to their homes in a plan."""
+    def promote_state(self, plan: Plan) -> None:
+        """Promote blocks of state to their homes in a plan."""
         ...
 
-    def lower_state(self, plan: Plan) -> None:
-        """Lower blocks of state to their homes in a plan."""
+    def demote_state(self, plan: Plan) -> None:
+        """Demote blocks of state to their homes in a plan."""
         ...
 
     def homes_changed(self) -> None:
@@ -215,7 +215,7 @@ class Weights:
             if chunk.gathered:
                 user_writes.write_back(chunk)
         if user_writes.stale and self.target is not None:
-            self.target.follow_shards(user_writes.stale)
+            self.target.refresh_masters(user_writes.stale)
             user_writes.stale.clear()
 
     def after_step(self, *, trained: bool = True) -> None:
@@ -307,10 +307,10 @@ class Weights:
         shard = chunk.load_shard()
         originals = self._storage.originals
         original = originals.get(chunk.spec.id)
-        originals.rest()
+        originals.release_staging()
         if original is None:
             return shard
-        follow_shard(original, shard.to(original.device))
+        refresh_master(original, shard)
         return original
 
     def set_without_master(self, chunk: Chunk, values: Tensor) -> None:
@@ -319,12 +319,12 @@ class Weights:
         originals = self._storage.originals
         if chunk.spec.id in originals:
             originals.put(chunk.spec.id, values)
-            originals.rest()
+            originals.release_staging()
         elif not chunk.spec.trainable and values.dtype.itemsize > chunk.dtype.itemsize:
             is_exact = has_same_values(values.to(chunk.dtype), values)
             (originals.lost.discard if is_exact else originals.lost.add)(chunk.spec.id)
 
-    def tell_rounded(self, chunks: Collection[ChunkId], what: str) -> None:
+    def warn_rounded(self, chunks: Collection[ChunkId], what: str) -> None:
         """Warn, on rank 0, of frozen weights among these chunks that have lost their fp32 values.
 
         what: has the rounded ones.
@@ -339,9 +339,9 @@ class Weights:
                 what, names[0], len(names) - 1, self.sharding.precision_settings.dtype,
             )  # fmt: skip
 
-    def tell_rounded_once(self) -> None:
-        """`tell_rounded` of all chunks, before the first values that leave the engine."""
+    def warn_rounded_once(self) -> None:
+        """`warn_rounded` of all chunks, before the first values that leave the engine."""
         originals = self._storage.originals
-        if originals.lost and not originals.was_told:
-            originals.was_told = True
-            self.tell_rounded(originals.lost, "state dicts, checkpoints and unwrap() have")
+        if originals.lost and not originals.was_warned:
+            originals.was_warned = True
+            self.warn_rounded(originals.lost, "state dicts, checkpoints and unwrap() have")

@@ -87,12 +87,12 @@ class _Adapters:
                 else:
                     self.names.pop(number, None)
 
-    def follow(self, changed: set[ParamId]) -> set[ParamId]:
+    def affected_by(self, changed: set[ParamId]) -> set[ParamId]:
         """Parameters that leave if these have changed."""
         return {self._feeds.get(param, param) for param in changed} & self.names.keys()
 
     @torch.no_grad()
-    def shown(self, bucket: WeightBucket) -> WeightBucket:
+    def merged(self, bucket: WeightBucket) -> WeightBucket:
         found: dict[str, Tensor] = {}
         for name, tensor in bucket.tensors.items():
             number = self._number[name]
@@ -129,9 +129,9 @@ def merged_weights(
     engine = model.engine
     for bucket in leaving(
         engine.weights, engine.passes, engine.planning, engine.storage, parse_bytes(bytes), since,
-        also=adapters.follow,
+        also=adapters.affected_by,
     ):  # fmt: skip
-        yield adapters.shown(bucket)
+        yield adapters.merged(bucket)
 
 
 def named_weights(

@@ -117,11 +117,9 @@ def has_completion(
         ]
     else:
         end = tokenizer.eos_token
-        wholes = [p + c + ("" if c.endswith(end) else end) for p, c in pairs]
+        texts = [p + c + ("" if c.endswith(end) else end) for p, c in pairs]
         ids = list(
-            zip(
-                tokenizer(batch["prompt"])["input_ids"], tokenizer(wholes)["input_ids"], strict=True
-            )
+            zip(tokenizer(batch["prompt"])["input_ids"], tokenizer(texts)["input_ids"], strict=True)
         )
     return [common_prefix_length(one, whole) < min(len(whole), seq) for one, whole in ids]
 

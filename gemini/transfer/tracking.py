@@ -39,7 +39,7 @@ def tracked(
     total = Counter(dict(inputs.average))
     total[tier] += sum(map(bytes_of, chunks)) - (0 if marks is None else marks.nbytes)
     planning.keep_averages(tuple((tier, n) for tier, n in total.items() if n))
-    storage.follow(planning.plan)
+    storage.adopt_plan(planning.plan)
 
     def zeros(nbytes: int) -> Tensor:
         return sharding.backend.zeros(nbytes, torch.uint8, on_host=not on_device)

@@ -20,7 +20,7 @@ ITERATIONS = 5  # for which work is counted
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeParam:
     """Parameter whose update needs all of it.
 
     shape, stride: of its elements, flat in the order of its state. runs: (first element, number of
@@ -49,35 +49,35 @@ class Whole:
 class Bucket:
     """Parameters that are exchanged together, each with the rank that owns it."""
 
-    wholes: tuple[Whole, ...]
+    whole_params: tuple[WholeParam, ...]
     owners: tuple[int, ...]
 
     @property
     def group(self) -> str:
-        return self.wholes[0].group
+        return self.whole_params[0].group
 
-    def only(self, wanted: Callable[[Whole], bool]) -> Bucket:
+    def only(self, wanted: Callable[[WholeParam], bool]) -> Bucket:
         """Bucket of only these parameters; owners stay."""
-        pairs = [p for p in zip(self.wholes, self.owners, strict=True) if wanted(p[0])]
+        pairs = [p for p in zip(self.whole_params, self.owners, strict=True) if wanted(p[0])]
         return Bucket(tuple(whole for whole, _ in pairs), tuple(owner for _, owner in pairs))
 
-    def owned_by(self, rank: int) -> list[Whole]:
+    def owned_by(self, rank: int) -> list[WholeParam]:
         """Parameters of one owner, in the order in which they are sent."""
-        pairs = zip(self.wholes, self.owners, strict=True)
+        pairs = zip(self.whole_params, self.owners, strict=True)
         return [whole for whole, owner in pairs if owner == rank]
 
 
-def buckets_of(wholes: Sequence[Whole]) -> list[Bucket]:
+def buckets_of(whole_params: Sequence[WholeParam]) -> list[Bucket]:
     """Deal parameters to buckets: neighbours of one group, in order.
 
     Owners are balanced by work, the largest parameter first.
     """
     found: list[Bucket] = []
-    for _, members in groupby(wholes, key=lambda whole: whole.group):
+    for _, members in groupby(whole_params, key=lambda whole: whole.group):
         of_group = list(members)
         num_ranks = len(of_group[0].runs)
         limit = num_ranks * max(whole.numel for whole in of_group)
-        taken: list[Whole] = []
+        taken: list[WholeParam] = []
         for whole in of_group:
             if sum(one.numel for one in taken) + whole.numel > limit:
                 found.append(_owned(taken, num_ranks))
@@ -87,12 +87,12 @@ def buckets_of(wholes: Sequence[Whole]) -> list[Bucket]:
     return found
 
 
-def _owned(wholes: Sequence[Whole], num_ranks: int) -> Bucket:
-    load, owners = [0] * num_ranks, [0] * len(wholes)
-    for i in sorted(range(len(wholes)), key=lambda i: (-wholes[i].work, i)):
+def _owned(whole_params: Sequence[WholeParam], num_ranks: int) -> Bucket:
+    load, owners = [0] * num_ranks, [0] * len(whole_params)
+    for i in sorted(range(len(whole_params)), key=lambda i: (-whole_params[i].work, i)):
         owners[i] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
-        load[owners[i]] += wholes[i].work
-    return Bucket(tuple(wholes), tuple(owners))
+        load[owners[i]] += whole_params[i].work
+    return Bucket(tuple(whole_params), tuple(owners))
 
 
 def blocks_waiting(buckets: Sequence[Bucket], blocks: Sequence[Block]) -> int:
@@ -100,7 +100,7 @@ def blocks_waiting(buckets: Sequence[Bucket], blocks: Sequence[Block]) -> int:
 
     They are the blocks of one bucket, and of neighbours that share blocks with it.
     """
-    of_param = {whole.param: i for i, bucket in enumerate(buckets) for whole in bucket.wholes}
+    of_param = {whole.param: i for i, bucket in enumerate(buckets) for whole in bucket.whole_params}
     places: list[set[BlockId]] = [set() for _ in buckets]
     for block in blocks:
         for part in block.segments:

@@ -39,15 +39,15 @@ from gemini.optim.update.cpu_update import StepInputs
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId
 
-from .plan import Bucket, Whole
+from .plan import Bucket, WholeParam
 from .sites import Site, update_apart
 
-Resting = tuple[Block, Planes, bool]  # of a block in memory: where its state is, in the host's
+BlockInMemory = tuple[Block, Planes, bool]  # with its state, and whether that is in the host's
 Returning = tuple[Block, CopyTicket | None]  # updated, and what brings it back; see `Updater`
 Run = tuple[int, Tensor]  # first element of a parameter, and directions [n] from there
 
 
-class Ways(Protocol):
+class Transport(Protocol):
     """Communication between the ranks that have runs of the same parameters."""
 
     rank: int
@@ -63,8 +63,8 @@ class Ways(Protocol):
         ...
 
 
-class Alone:
-    """Ways of a process that has all of every parameter."""
+class LocalTransport:
+    """Transport of a process that has all of every parameter."""
 
     rank = 0
     world_size = 1
@@ -105,23 +105,23 @@ class MatrixUpdater:
         rule: UpdateRule,
         buckets: Sequence[Bucket],
         on_disk: Set[int],
-        ways: Mapping[str, Ways],
+        transports: Mapping[str, Transport],
         hyper: Sequence[Any],
     ) -> None:
         """on_disk: parameters of which a block is on some rank's disk."""
         self._site = site
         self._rule = rule
-        self._ways = ways
+        self._transports = transports
         self._hyper = hyper
         self._in = replace(site.inputs, rounding_seed=None)  # of directions none is rounded so
         self._out = StepInputs(rounding_seed=site.inputs.rounding_seed)
         self._buckets = [bucket.only(self._is_matrix) for bucket in buckets]
-        self._bucket_of = {w.param: i for i, b in enumerate(self._buckets) for w in b.wholes}
-        self._shape = {w.param: w.shape for bucket in self._buckets for w in bucket.wholes}
+        self._bucket_of = {w.param: i for i, b in enumerate(self._buckets) for w in b.whole_params}
+        self._shape = {w.param: w.shape for bucket in self._buckets for w in bucket.whole_params}
         self._on_disk = [
             i
-            for i, bucket in enumerate(buckets)
-            if self._buckets[i].wholes and any(w.param in on_disk for w in bucket.wholes)
+            for i, b in enumerate(buckets)
+            if self._buckets[i].whole_params and any(w.param in on_disk for w in b.whole_params)
         ]
         self._to_come: dict[int, set[BlockId]] = {i: set() for i in self._on_disk}
         self._taken: dict[BlockId, _Taken] = {}
@@ -136,7 +136,7 @@ class MatrixUpdater:
     def traffic(self) -> Traffic:
         return self._site.traffic()
 
-    def _is_matrix(self, whole: Whole) -> bool:
+    def _is_matrix(self, whole: WholeParam) -> bool:
         return isinstance(self._hyper[whole.param], MatrixOptions)
 
     # -- blocks on disk, before the step counts --
@@ -144,7 +144,7 @@ class MatrixUpdater:
     def begin(
         self,
         on_disk: Sequence[Block],
-        in_memory: Sequence[Resting],
+        in_memory: Sequence[BlockInMemory],
         views: BlockViews,
     ) -> None:
         """Begin with this rank's blocks, on disk and in memory."""
@@ -189,7 +189,9 @@ class MatrixUpdater:
 
     # -- blocks in memory, when it counts --
 
-    def update_in_memory(self, blocks: Sequence[Resting], views: BlockViews) -> Iterator[Returning]:
+    def update_in_memory(
+        self, blocks: Sequence[BlockInMemory], views: BlockViews
+    ) -> Iterator[Returning]:
         """Update the blocks in memory; yields each when it is done."""
         try:
             yield from self._update_in_memory(blocks, views)
@@ -205,11 +207,11 @@ class MatrixUpdater:
             self._leaving.pop().settle()
 
     def _update_in_memory(
-        self, blocks: Sequence[Resting], views: BlockViews
+        self, blocks: Sequence[BlockInMemory], views: BlockViews
     ) -> Iterator[Returning]:
         self._taken.clear()
         self._runs.clear()
-        come: dict[int, list[Resting]] = {}  # by their first bucket
+        come: dict[int, list[BlockInMemory]] = {}  # by their first bucket
         for block, planes, on_host in blocks:
             waits_for = self._waits_for(block, views)
             if waits_for:
@@ -286,43 +288,41 @@ class MatrixUpdater:
 
     def _exchange(self, bucket: Bucket) -> None:
         """Make the directions of a bucket orthogonal, in place. Collective."""
-        if not bucket.wholes:
+        if not bucket.whole_params:
             return
-        ways = self._ways[bucket.group]
-        if ways.world_size == 1:
-            for whole in bucket.wholes:
+        transport = self._transports[bucket.group]
+        if transport.world_size == 1:
+            for whole in bucket.whole_params:
                 self._direct(whole, self._here(whole, 0))
             return
-        rank, ranks = ways.rank, range(ways.world_size)
+        rank, ranks = transport.rank, range(transport.world_size)
         owned = [bucket.owned_by(owner) for owner in ranks]
         sent = [sum(whole.runs[rank][1] for whole in of_rank) for of_rank in owned]
         come = [sum(whole.runs[other][1] for whole in owned[rank]) for other in ranks]
-        dtype = self._dtype_of([whole.param for whole in bucket.wholes])
+        dtype = self._dtype_of([whole.param for whole in bucket.whole_params])
         out, found = self._site.zeros(sum(sent), dtype), self._site.zeros(sum(come), dtype)
         here = [run for of_rank in owned for whole in of_rank for run in self._here(whole, rank)]
         sizes = [run.numel() for run in here]
         for there, values in zip(out.split(sizes), here, strict=True):
             there.copy_(values)
-        ways.all_to_all(found, come, out, sent)
+        transport.all_to_all(found, come, out, sent)
         # The other ranks wait in the second exchange, so an error here must not skip it.
         try:
-            self._orthogonalise(owned[rank], found, ways.world_size)
+            self._orthogonalise(owned[rank], found, transport.world_size)
         finally:
-            ways.all_to_all(out, sent, found, come)
+            transport.all_to_all(out, sent, found, come)
         for there, values in zip(out.split(sizes), here, strict=True):
             values.copy_(there)
 
-    def _here(self, whole: Whole, rank: int) -> list[Tensor]:
+    def _here(self, whole: WholeParam, rank: int) -> list[Tensor]:
         """Directions of this rank's run of a parameter, block by block."""
         runs = [values for _, values in sorted(self._runs.get(whole.param, ()), key=_first)]
         numel = whole.runs[rank][1]
         if sum(run.numel() for run in runs) == numel:
             return runs
-        return [
-            self._site.zeros(numel, torch.bfloat16)
-        ]  # the step failed here, and others wait for it
+        return [self._site.zeros(numel, torch.bfloat16)]  # the step failed here, and others wait
 
-    def _direct(self, whole: Whole, runs: Sequence[Tensor]) -> None:
+    def _direct(self, whole: WholeParam, runs: Sequence[Tensor]) -> None:
         """Make the direction of a parameter orthogonal; `runs` are all of it, in order."""
         flat = runs[0] if len(runs) == 1 else torch.cat(tuple(runs))
         directed(
@@ -334,22 +334,22 @@ class MatrixUpdater:
             for run, values in zip(runs, flat.split([run.numel() for run in runs]), strict=True):
                 run.copy_(values)
 
-    def _orthogonalise(self, wholes: Sequence[Whole], found: Tensor, num_ranks: int) -> None:
+    def _orthogonalise(self, params: Sequence[WholeParam], found: Tensor, num_ranks: int) -> None:
         """Make directions orthogonal in place; `found` [n] has each rank's runs, rank by rank."""
-        sizes = [whole.runs[rank][1] for rank in range(num_ranks) for whole in wholes]
+        sizes = [whole.runs[rank][1] for rank in range(num_ranks) for whole in params]
         parts = found.split(sizes)
-        for k, whole in enumerate(wholes):
-            self._direct(whole, parts[k :: len(wholes)])
+        for k, whole in enumerate(params):
+            self._direct(whole, parts[k :: len(params)])
 
     def _bring_back(self, bucket: Bucket) -> None:
         """Copy directions that were exchanged before the step counted to blocks taken in now."""
-        for whole in bucket.wholes:
+        for whole in bucket.whole_params:
             for first, values in self._runs.get(whole.param, ()):
                 values.copy_(self._kept[whole.param][first])
 
     def _put_out(self, i: int, views: BlockViews) -> Iterator[Returning]:
         """Put out the blocks that wait for no other bucket, and yield each."""
-        for whole in self._buckets[i].wholes:
+        for whole in self._buckets[i].whole_params:
             self._runs.pop(whole.param, None)
         for taken in list(self._taken.values()):
             taken.waits_for.discard(i)

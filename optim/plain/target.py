@@ -20,7 +20,7 @@ from gemini.optim.state.memory import Memory, memory_of
 from gemini.optim.state.space import StateSpace, blocks_on_nvme
 from gemini.optim.state.state_stream import StateRun, StateStream
 from gemini.optim.state.tiered_state import TieredState
-from gemini.optim.step.driver import Step, take
+from gemini.optim.step.driver import Step, take_step
 from gemini.optim.step.executors import make_executor
 from gemini.optim.step.target import Target
 from gemini.optim.target import AmpInputs, Group
@@ -67,7 +67,7 @@ class PlainTarget(Target):
         space = StateSpace.pack([param.numel() for param in params], block_numel)
         matrices, num_waiting = None, 0
         if rule.works is Works.ON_MATRICES:
-            from .wholes import matrix_updates
+            from .matrices import matrix_updates
 
             matrices, num_waiting = matrix_updates(
                 rule, params, self._orders, self._columns, space.blocks, self._group_of,
@@ -99,23 +99,23 @@ class PlainTarget(Target):
         )
         self._stream = StateStream(self._tiered_state, [str(i) for i in range(len(params))])
 
-    def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        shown = super().shown_state()
+    def state_views(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        views = super().state_views()
         for segment in self._tiered_state.space.segments:
             planes = self._tiered_state.resident_run(segment.offset, segment.numel)
             if planes is not None:
                 order = self._orders[segment.param]
                 has = partial(self._tiered_state.columns.has, segment.param)
-                shown[self.params[segment.param]].update(
+                views[self.params[segment.param]].update(
                     {name: order.shaped(plane) for name, plane in planes.items() if has(name)}
                 )
         for i, param in enumerate(self.params):
             if not param.numel():
-                shown[param].update(
+                views[param].update(
                     {plane.name: torch.zeros(param.shape, dtype=DTYPES[plane.dtype])
                      for plane in self.planes if self._tiered_state.columns.has(i, plane.name)}
                 )  # fmt: skip
-        return shown
+        return views
 
     @torch.no_grad()
     def step(
@@ -128,7 +128,7 @@ class PlainTarget(Target):
         else:
             seen = [target.views(groups, amp) for target in together]
             may_fail = any(target.tiered_state.nvme is not None for target in together)
-            report = take(
+            report = take_step(
                 [
                     target.begin(views, hypers, amp, may_fail)
                     for target, (views, hypers) in zip(together, seen, strict=True)
@@ -231,12 +231,12 @@ class PlainTarget(Target):
 
     def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
         """Copies of state on disk; `cut` changes nothing, as no other process has a part of it."""
-        shown = self.shown_state()
+        views = self.state_views()
         found: dict[Tensor, dict[str, Tensor]] = {}
 
         def keep(run: StateRun) -> None:
             param, order = self.params[int(run.name)], self._orders[int(run.name)]
-            if run.plane in shown[param]:
+            if run.plane in views[param]:
                 return
             planes = found.setdefault(param, {})
             if run.plane not in planes:

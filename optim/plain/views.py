@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gemini.optim.state.pieces import Piece, Planes, plane_part
 from gemini.optim.state.space import Block, BlockSegment
-from gemini.optim.step.measuring import Cover, to_host
+from gemini.optim.step.measuring import ParamAndGrad, to_host
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId
 
@@ -93,7 +93,7 @@ def dense_grad(param: Tensor, order: Order) -> Tensor:
     return order.flat(grad.detach())
 
 
-class PlainViews(Cover):
+class PlainViews(ParamAndGrad):
     """View of the parameters that have a gradient, for one step.
 
     A parameter that does not lie in the order of its state is updated as a copy, which `write_back`
@@ -122,7 +122,7 @@ class PlainViews(Cover):
             if not self._orders[i].fits(self._params[i]):
                 self._params[i].detach().copy_(self._orders[i].shaped(flat))
 
-    # -- as a `Cover` of measuring passes --
+    # -- as a `ParamAndGrad` of measuring passes --
 
     def param(self, block: Block, part: BlockSegment) -> Tensor:
         return _part(self._flat, part)

@@ -1,7 +1,7 @@
-"""Stored planes of a block, as memory and disk have them, and shown ones, as all but updates see
-them.
+"""Stored planes of a block, as memory and disk have them, and logical ones, as all but updates
+see them.
 
-Shown are whole masters and planes in what updates are computed in; stored is what
+Logical are whole masters and planes in what updates are computed in; stored is what
 `StateLayout.stored` says: of split masters their remainders (`split_master.py`), of quantised
 planes codes and what groups of them share (`StateLayout.codec`).
 """
@@ -18,14 +18,14 @@ from .split_master import Planes, join, remainder_of, tiles, untied
 from .state_layout import MASTER, REMAINDER, WEIGHT, StateLayout
 
 
-def shown(
+def logical_planes(
     planes: Planes, layout: StateLayout, weight: Tensor | None, *, in_place: bool = False
 ) -> Planes:
-    """Shown planes of a block: copies of the stored ones where the two differ.
+    """Logical planes of a block: copies of the stored ones where the two differ.
 
-    layout: of the shown planes, with whole masters. weight: bf16 [n], its parameters, where masters
-    are split; else None. in_place: only planes that differ are copies, and `planes` are not valid
-    until `take`.
+    layout: of the logical planes, with whole masters. weight: bf16 [n], its parameters, where
+    masters are split; else None. in_place: only planes that differ are copies, and `planes` are not
+    valid until `store_planes`.
     """
     if not layout.is_quantised:
         if weight is None:
@@ -45,8 +45,8 @@ def shown(
 
 
 def unset(planes: Planes, layout: StateLayout, numel: int) -> Planes:
-    """Shown planes of a block of `numel` elements, for values that come: views of the stored ones
-    where the two are the same, else memory of their own. layout: as of `shown`."""
+    """Logical planes of a block of `numel` elements, for values that come: views of the stored ones
+    where the two are the same, else memory of their own. layout: as of `logical_planes`."""
     same = [MASTER] if layout.is_quantised else layout.names
     return {
         plane.name: planes[plane.name]
@@ -56,8 +56,8 @@ def unset(planes: Planes, layout: StateLayout, numel: int) -> Planes:
     }
 
 
-def take(planes: Planes, values: Planes, layout: StateLayout, *, is_split: bool) -> None:
-    """Write stored planes from `values`, which `shown` made of them and a caller has changed.
+def store_planes(planes: Planes, values: Planes, layout: StateLayout, *, is_split: bool) -> None:
+    """Write stored planes from `values`: what `logical_planes` gave and a caller has changed.
 
     Where there is a plane for the weight, it follows; elsewhere it is, or will be, the new master,
     rounded.
@@ -71,13 +71,13 @@ def take(planes: Planes, values: Planes, layout: StateLayout, *, is_split: bool)
                 planes[name].copy_(values[name])
         return
     if layout.has_master:
-        _take_master(planes, values[MASTER], is_split=is_split)
+        _store_master(planes, values[MASTER], is_split=is_split)
     names = [name for name in layout.names if name != MASTER]
     columns = [plane for name, plane in planes.items() if name not in (MASTER, REMAINDER, WEIGHT)]
     layout.codec.encode([values[name] for name in names], columns, layout, None)
 
 
-def _take_master(planes: Planes, master: Tensor, *, is_split: bool) -> None:
+def _store_master(planes: Planes, master: Tensor, *, is_split: bool) -> None:
     kept = planes[REMAINDER if is_split else MASTER]
     for values, out, weight in tiles(master, kept, planes.get(WEIGHT, kept)):
         values.copy_(untied(values))

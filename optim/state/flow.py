@@ -304,8 +304,8 @@ class Flow(Generic[R]):
                 with suppress(Exception):
                     ticket.wait()
 
-    def rest(self) -> None:
-        """Come to rest: nothing is under way, and no buffer has a span that is not touched."""
+    def quiesce(self) -> None:
+        """Quiesce: nothing is under way, and no buffer has a span that is not touched."""
         self.settle()
         for queue in (self.todo, self.reads, self.leaving, self.writes, self.cached):
             queue.clear()
@@ -318,7 +318,7 @@ class Flow(Generic[R]):
 
         Those come first whose buffer knows the weights of before; each gives it back by `give`.
         """
-        self.rest()
+        self.quiesce()
         touched = [span for span in self.spans if span.is_touched]
         return sorted(touched, key=lambda span: span.buffer is None)
 

@@ -86,7 +86,7 @@ class NvmeState:
         self._records = Records(space.blocks, layout, split, undo=undo, columns=columns)
         digest, there = space.digest() + self._records.name, self._records.in_file(blocks)
         self.store = open_store(digest, self._records.nbytes, config, label, there)
-        self._records.serve(self.store)
+        self._records.attach_store(self.store)
         self._step_bytes = self._bytes_of(self.blocks)
         try:
             self._check_budget(config.write_budget)
@@ -172,7 +172,7 @@ class NvmeState:
         before: Before,
     ) -> None:
         """Write the next version of blocks, and commit it as that of `step`."""
-        with self._lent() as writes:
+        with self._all_buffers() as writes:
             try:
                 for block in blocks:
                     with DeferredSignals():  # Ctrl-C comes between two blocks
@@ -223,18 +223,18 @@ class NvmeState:
     def prefetch(self) -> None:
         """Begin to read the first blocks of the next step. Never waits."""
         with DeferredSignals():
-            self._check_at_rest()
+            self._check_intact()
             self.flow.read_ahead()
 
-    def _look(self) -> None:
-        """Bring the state to rest: nothing is under way, and no buffer holds a block."""
+    def _quiesce(self) -> None:
+        """Quiesce the state: nothing is under way, and no buffer holds a block."""
         self.store.check_process()
         with DeferredSignals():
-            self._check_at_rest()
-            self.flow.rest()
-            self._check_at_rest(in_use=True)
+            self._check_intact()
+            self.flow.quiesce()
+            self._check_intact(in_use=True)
 
-    def _check_at_rest(self, *, in_use: bool = False) -> None:
+    def _check_intact(self, *, in_use: bool = False) -> None:
         """Raise RuntimeError where something has cut a step or a read off in its middle."""
         self._take_back()
         held = self.num_in_use if in_use else 0
@@ -357,9 +357,9 @@ class NvmeState:
     # -- between steps --
 
     @contextmanager
-    def _lent(self) -> Iterator[WriteBehind]:
+    def _all_buffers(self) -> Iterator[WriteBehind]:
         """Context: borrow every staging buffer for one sequential pass over blocks."""
-        self._look()
+        self._quiesce()
         pool, free = self._pool, self.flow.free
         writes = WriteBehind(pool)
         # The flow's buffers go to the pool and back whole: signals in between would lose one
@@ -384,7 +384,7 @@ class NvmeState:
 
         at: as this commit has them.
         """
-        with self._lent():
+        with self._all_buffers():
             reads = read_ahead(
                 self._pool, self._records.of(blocks), lambda record, b: record.read_all(b, at)
             )
@@ -396,7 +396,7 @@ class NvmeState:
                     if read is None:
                         return
                     record, buffer, _ = read
-                    visit(record.block, record.shown(buffer))
+                    visit(record.block, record.logical_planes(buffer))
             finally:
                 with DeferredSignals():
                     reads.close()
@@ -418,7 +418,7 @@ class NvmeState:
     ) -> None:
         """Show parameters without masters as they were at the first of these commits, where they
         have changed since."""
-        with self._lent():
+        with self._all_buffers():
             buffer = self._pool.take()
             try:
                 for record in self._records.of(self.blocks) if self._records.has_undo else ():
@@ -439,7 +439,7 @@ class NvmeState:
 
     def rewind(self, steps: int) -> None:
         """Make the commit of `steps` steps before the last one again; no block is written."""
-        self._look()
+        self._quiesce()
         self.store.rewind(steps)
 
     def forget_kept(self) -> None:
@@ -489,7 +489,7 @@ class NvmeState:
 
     def forget(self, blocks: Sequence[Block]) -> None:
         """Forget blocks that live elsewhere from now on: their space on disk is given back."""
-        self._look()
+        self._quiesce()
         self.store.forget(self._records.in_file(blocks))
         gone = {block.id for block in blocks}
         self._set_blocks([block for block in self.blocks if block.id not in gone])
@@ -499,7 +499,7 @@ class NvmeState:
 
         Between steps. On an error nothing has changed.
         """
-        self._look()
+        self._quiesce()
         self.store.check_step(self._bytes_of(blocks), "state that leaves memory")
         before = self.blocks
         self.store.remember(self._records.in_file(blocks))
@@ -528,7 +528,7 @@ class NvmeState:
 
     def empty_staging(self) -> None:
         """Forget what was read ahead and give the memory of the buffers back to the system."""
-        self._look()
+        self._quiesce()
         self._undo_slab = torch.empty(0)
         self._pool.empty()
 

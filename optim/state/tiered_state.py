@@ -53,7 +53,7 @@ class SplitMasters:
 class TieredState:
     """State of `space`: blocks `on_nvme` and `on_host`, the rest on the device of `memory`.
 
-    layout: as shown, with whole masters.
+    layout: the logical one, with whole masters.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TieredState:
         )
 
     def layout_of(self, block: Block) -> StateLayout:
-        """Layout of the shown planes of a block."""
+        """Layout of the logical planes of a block."""
         layout = self._layouts.get(block.id)
         if layout is None:
             params = {part.param for part in block.segments}
@@ -164,7 +164,7 @@ class TieredState:
         """Blocks that are not on disk."""
         return (*self.resident, *self.host)
 
-    def resting(self) -> list[tuple[Block, Planes, bool]]:
+    def blocks_in_memory(self) -> list[tuple[Block, Planes, bool]]:
         """Blocks in memory, their state as an update takes it, and whether that is the host's."""
         here = [(block, self.planes(block), False) for block in self.resident]
         return here + [(block, self.planes(block), True) for block in self.host]
@@ -174,31 +174,31 @@ class TieredState:
         self.settle()
         return self._slab_of[block.id].planes(block)
 
-    def shown(self, block: Block) -> Planes:
+    def logical_planes(self, block: Block) -> Planes:
         """State of a block that is in memory, as `layout` says; to read."""
-        from gemini.optim.rules.stored import shown
+        from gemini.optim.rules.stored import logical_planes
 
         masters = self._split_masters
         weight = masters.weights(block) if masters.in_memory(block) else None
-        return shown(self.planes(block), self.layout_of(block), weight)
+        return logical_planes(self.planes(block), self.layout_of(block), weight)
 
     def _change(self, block: Block, fill: Callable[[Block, Planes], None]) -> None:
-        """Let `fill` write to the shown planes of a block in memory."""
+        """Let `fill` write to the logical planes of a block in memory."""
         self._slab_of[block.id].drop(block)
-        values = self.shown(block)
+        values = self.logical_planes(block)
         fill(block, values)
-        self._take(block, self.planes(block), values)
+        self._store(block, self.planes(block), values)
 
-    def _take(self, block: Block, planes: Planes, values: Planes) -> None:
-        """Write `values`, shown planes, to the planes of a block in memory."""
-        from gemini.optim.rules.stored import take
+    def _store(self, block: Block, planes: Planes, values: Planes) -> None:
+        """Write `values`, logical planes, to the planes of a block in memory."""
+        from gemini.optim.rules.stored import store_planes
 
         is_split = self._split_masters.in_memory(block)
-        take(planes, values, self.layout_of(block), is_split=is_split)
+        store_planes(planes, values, self.layout_of(block), is_split=is_split)
 
     def resident_run(self, offset: int, numel: int) -> Planes | None:
         """Views of elements [offset, offset + numel) of the space, or None where they are not
-        together on the device, or not kept as they are shown."""
+        together on the device, or stored otherwise."""
         if self.layout.is_quantised:
             return None
         first = bisect_right(self.space.blocks, offset, key=lambda block: block.offset) - 1
@@ -209,7 +209,7 @@ class TieredState:
             return None
         return slab.run(blocks, offset, numel)
 
-    def rise(self, *, on_nvme: Set[BlockId], on_host: Set[BlockId]) -> None:
+    def promote(self, *, on_nvme: Set[BlockId], on_host: Set[BlockId]) -> None:
         """Leave only these blocks on disk and in host memory, and bring the others up.
 
         Between steps. On an error of the disk every block is where it was.
@@ -218,14 +218,14 @@ class TieredState:
         disk = () if self.nvme is None else self.nvme.blocks
         from_disk = [block for block in disk if block.id not in on_nvme]
         from_host = [block for block in self.host if block.id not in on_host]
-        rising = (*from_host, *from_disk)
-        new_device = self._slabs([block for block in rising if block.id not in on_host])
+        promoted = (*from_host, *from_disk)
+        new_device = self._slabs([block for block in promoted if block.id not in on_host])
         new_host = self._slabs([block for block in from_disk if block.id in on_host], host=True)
         place = {block.id: slab for slab in (*new_device, *new_host) for block in slab.blocks}
 
         # Everything is copied before anything is given back: a disk that fails leaves each block
         # where it was.
-        self.visit(lambda b, values: self._take(b, place[b.id].planes(b), values), rising)
+        self.visit(lambda b, values: self._store(b, place[b.id].planes(b), values), promoted)
         if self.nvme is not None and from_disk:
             if len(from_disk) < len(disk):
                 self.nvme.forget(from_disk)
@@ -241,10 +241,10 @@ class TieredState:
         if self.nvme is not None:
             self.nvme.prefetch()
 
-    def sink(self, *, on_nvme: Set[BlockId], on_host: Set[BlockId]) -> None:
+    def demote(self, *, on_nvme: Set[BlockId], on_host: Set[BlockId]) -> None:
         """Leave on the device only what is in neither, and in host memory what is not on disk.
 
-        Between steps; the inverse of `rise`. On an error of the disk nothing has changed.
+        Between steps; the inverse of `promote`. On an error of the disk nothing has changed.
         """
         self.settle()
         to_disk = [block for block in self.in_memory if block.id in on_nvme]
@@ -267,7 +267,7 @@ class TieredState:
         self._slab_of = self._index()
 
     def _copy_of_memory(self, block: Block, planes: Planes) -> None:
-        for name, value in self.shown(block).items():
+        for name, value in self.logical_planes(block).items():
             planes[name].copy_(value)
 
     def extend(
@@ -376,7 +376,7 @@ class TieredState:
         """Show the state of blocks (None: all); what comes from disk must be copied to be kept."""
         resident, on_disk = self._split(blocks)
         for block in resident:
-            look(block, self.shown(block))
+            look(block, self.logical_planes(block))
         if self.nvme is not None and on_disk:
             self.nvme.load(on_disk, look)
             with DeferredSignals():

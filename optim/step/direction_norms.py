@@ -28,7 +28,7 @@ from gemini.optim.update.launch_tables import LaunchTables, segments_of
 from gemini.optim.update.staging import DeviceStaging
 from gemini.optim.update.triton_update import UPDATE_BYTES, kernel_of
 
-from .measuring import Cover, run, to_host
+from .measuring import ParamAndGrad, run, to_host
 
 if TYPE_CHECKING:
     from gemini.optim.rules.measures import Measure, NormRule
@@ -61,7 +61,7 @@ class DirectionNorms:
     def run(
         self,
         state: TieredState,
-        cover: Cover,
+        param_and_grad: ParamAndGrad,
         measures: Mapping[int, Measure],
         inputs: StepInputs,
     ) -> None:
@@ -71,7 +71,7 @@ class DirectionNorms:
         params: list[int] = []
         left = [] if state.nvme is None else list(state.nvme.blocks)
         for blocks, planes, slab in _shards(state, self._staging()):
-            pieces, others = self._pieces(blocks, planes, cover, measures)
+            pieces, others = self._pieces(blocks, planes, param_and_grad, measures)
             left += others
             if pieces:
                 launch = self.launch_of(blocks[0].id, pieces, slab)
@@ -89,7 +89,7 @@ class DirectionNorms:
         ):
             measures[param].sums.append(squares)
         if left:
-            run(True, state, cover, measures, inputs, left)
+            run(True, state, param_and_grad, measures, inputs, left)
 
     def _coefficients(self, measures: Mapping[int, Measure]) -> Tensor:
         """Coefficients fp32 [counters, 12] on the device, of measured parameters."""
@@ -107,7 +107,7 @@ class DirectionNorms:
         self,
         blocks: Sequence[Block],
         planes: Sequence[Planes],
-        cover: Cover,
+        param_and_grad: ParamAndGrad,
         measures: Mapping[int, Measure],
     ) -> tuple[list[Piece], list[Block]]:
         """Measured pieces of blocks, and the blocks that have one whose weights are elsewhere."""
@@ -115,9 +115,9 @@ class DirectionNorms:
         left: list[Block] = []
         for block, of_block in zip(blocks, planes, strict=True):
             pieces = [
-                self._piece(cover, block, part, grad, of_block)
+                self._piece(param_and_grad, block, part, grad, of_block)
                 for part in block.segments
-                if part.param in measures and (grad := cover.grad(block, part)) is not None
+                if part.param in measures and (grad := param_and_grad.grad(block, part)) is not None
             ]
             whole = [piece for piece in pieces if piece is not None]
             found += whole if len(whole) == len(pieces) else []
@@ -125,13 +125,13 @@ class DirectionNorms:
         return found, left
 
     def _piece(
-        self, cover: Cover, block: Block, part: Any, grad: Tensor, planes: Planes
+        self, param_and_grad: ParamAndGrad, block: Block, part: Any, grad: Tensor, planes: Planes
     ) -> Piece | None:
         here = slice(part.offset, part.offset + part.numel)
         master = planes[MASTER][here] if MASTER in planes else None
         # of a parameter with a whole master the kernel reads nothing else
         reads = master is None or master.dtype == torch.int16
-        param = cover.param(block, part) if reads else grad
+        param = param_and_grad.param(block, part) if reads else grad
         if reads and not self._reaches(param):
             return None
         own = tuple(plane[here] for name, plane in planes.items() if name not in (MASTER, WEIGHT))

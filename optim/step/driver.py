@@ -118,7 +118,7 @@ class Step:
         if self._matrices is not None:
             nvme = self._nvme
             on_disk = [] if nvme is None else [span.record.block for span in nvme.flow.spans]
-            self._matrices.begin(on_disk, self._tiered_state.resting(), self._views)
+            self._matrices.begin(on_disk, self._tiered_state.blocks_in_memory(), self._views)
             for block, _ in self._matrices.ready(self._views):
                 raise AssertionError(f"block {block.id} is updated before it was read")
 
@@ -174,7 +174,7 @@ class Step:
 
     def _matrices_in_memory(self, updater: MatrixUpdater) -> Iterator[Block]:
         state, views = self._tiered_state, self._views
-        for block, copies in updater.update_in_memory(state.resting(), views):
+        for block, copies in updater.update_in_memory(state.blocks_in_memory(), views):
             state.put(copies)
             yield block
 
@@ -213,8 +213,8 @@ def alone(error: BaseException | None) -> None:
 
 
 @torch.no_grad()
-def take(steps: Sequence[Step], agree: Agree = alone) -> StepReport:
-    """Take the step of all targets: it counts on all of them, or on none."""
+def take_step(steps: Sequence[Step], agree: Agree = alone) -> StepReport:
+    """Take one step of all targets: it counts on all of them, or on none."""
     before = [step.moved() for step in steps]
     try:
         # Weights, copies and counts change together: a signal between them would tear the step.

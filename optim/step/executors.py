@@ -20,7 +20,7 @@ from .gradients import GradientRun
 if TYPE_CHECKING:
     from gemini.optim.matrices.plan import Bucket
     from gemini.optim.matrices.sites import Site
-    from gemini.optim.matrices.updater import MatrixUpdater, Ways
+    from gemini.optim.matrices.updater import MatrixUpdater, Transport
 
 
 def make_executor(
@@ -55,15 +55,15 @@ def make_executor(
 class MatrixUpdates:
     """Maker of the updater of a step.
 
-    ways: between the ranks that exchange matrices, by sharding group. buckets: of matrices, in
-    the order in which they are dealt with; on_disk: parameters of which a block is on some rank's
-    disk. Both are asked in every step, as trained parameters and homes may change.
+    transports: between the ranks that exchange matrices, by sharding group. buckets: in the order
+    of their exchanges. on_disk: parameters with a block on some rank's disk. Both are asked in
+    every step, as trained parameters and homes may change.
     """
 
     rule: UpdateRule
     group_of: Sequence[int | None]
     columns: Columns
-    ways: Mapping[str, Ways]
+    transports: Mapping[str, Transport]
     buckets: Callable[[], Sequence[Bucket]]
     on_disk: Callable[[], Set[int]]
 
@@ -83,4 +83,5 @@ class MatrixUpdates:
                     f"group {group} has another use_muon than when the state of its parameters was "
                     "made; make another optimizer, and load the state that goes on"
                 )
-        return MatrixUpdater(site, self.rule, self.buckets(), self.on_disk(), self.ways, hyper)
+        buckets, on_disk = self.buckets(), self.on_disk()
+        return MatrixUpdater(site, self.rule, buckets, on_disk, self.transports, hyper)

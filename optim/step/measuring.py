@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     from gemini.optim.rules.measures import Measure
 
 # Runs the norms of a rule on a device; its arguments are those of `run` but the first.
-ByKernels: TypeAlias = Callable[[TieredState, "Cover", Mapping[int, "Measure"], StepInputs], None]
+ByKernels: TypeAlias = Callable[
+    [TieredState, "ParamAndGrad", Mapping[int, "Measure"], StepInputs], None
+]
 
 TILE_NUMEL = 1 << 18  # by position in a parameter, so that its cuts change little
-DEVICE_TILE_NUMEL = (
-    1 << 20
-)  # a block at most: an operator is a launch there, and waits for no cache
+# a block at most: an operator is a launch there, and waits for no cache
+DEVICE_TILE_NUMEL = 1 << 20
 
 
-class Cover:
-    """Parameters of a target, as a pass sees them: this rank's part, and the other ranks."""
+class ParamAndGrad:
+    """Parameters and gradients of a target, for a measuring pass: of this rank, and sums of all."""
 
     def param(self, block: Block, part: BlockSegment) -> Tensor:
         """Weights [n] of a segment without a master; to read."""
@@ -82,7 +83,7 @@ class Measuring:
         """All of them, in order of parameters."""
         return [tensor for carried in self._carried for tensor in carried.values()]
 
-    def shown(self, param: int) -> dict[str, Tensor]:
+    def tensors_of(self, param: int) -> dict[str, Tensor]:
         """Tensors of a parameter by name, as they are carried."""
         return dict(self._carried[param])
 
@@ -102,7 +103,7 @@ class Measuring:
     def told(
         self,
         state: TieredState,
-        cover: Cover,
+        param_and_grad: ParamAndGrad,
         hyper: Sequence[Any],
         steps: Sequence[int],
         inputs: StepInputs,
@@ -116,9 +117,9 @@ class Measuring:
         found = [None if one is None else rule.begun(one, dtype) for one in hyper]
 
         def largest(param: int) -> float:
-            return cover.largest(param) * inputs.factor
+            return param_and_grad.largest(param) * inputs.factor
 
-        self._next = {i: self.shown(i) for i, one in enumerate(hyper) if one is not None}
+        self._next = {i: self.tensors_of(i) for i, one in enumerate(hyper) if one is not None}
         for kind in rule.measures:
             measures = {}
             for i, carried in self._next.items():
@@ -126,10 +127,10 @@ class Measuring:
                 asked = MeasuredParam(rule, found[i], steps[i], shape, partial(largest, i), carried)
                 if kind.is_of(shape):
                     measures[i] = kind(asked)
-            measure = partial(run, kind.of_state, state, cover, measures, inputs)
+            measure = partial(run, kind.of_state, state, param_and_grad, measures, inputs)
             if kind is Norms and by_kernels is not None:
-                measure = partial(by_kernels, state, cover, measures, inputs)
-            for i, sums in cover.add_up(measures, measure).items():
+                measure = partial(by_kernels, state, param_and_grad, measures, inputs)
+            for i, sums in param_and_grad.add_up(measures, measure).items():
                 found[i] = measures[i].told(sums)
         return found
 
@@ -137,7 +138,7 @@ class Measuring:
 def run(
     of_state: bool,
     state: TieredState,
-    cover: Cover,
+    param_and_grad: ParamAndGrad,
     measures: Mapping[int, Measure],
     inputs: StepInputs,
     blocks: Sequence[Block] | None = None,
@@ -156,14 +157,14 @@ def run(
 
     def look(block: Block, planes: Planes) -> None:
         for part in block.segments:
-            grad = cover.grad(block, part) if part.param in measures else None
+            grad = param_and_grad.grad(block, part) if part.param in measures else None
             if grad is None:
                 continue
             here = slice(part.offset, part.offset + part.numel)
             others = [plane[here] for name, plane in planes.items() if name != MASTER]
             weight = planes[MASTER][here] if MASTER in planes else None
             if of_state and weight is None:
-                weight = cover.param(block, part)
+                weight = param_and_grad.param(block, part)
             place = grad.device
             for tile in _tiles(part, DEVICE_TILE_NUMEL if grad.is_cuda else TILE_NUMEL):
                 entering = grad[tile].to(dtype).mul(inputs.factor)

@@ -132,8 +132,8 @@ class Gates:
 class Tail:
     """Tail of a submitted step, from its first block to its end.
 
-    agree: the vote of `optim.step.driver.take`, in the tail's thread. agree_in_memory: the vote on
-        updates in memory. where: context in which that thread works.
+    agree: the vote of `optim.step.driver.take_step`, in the tail's thread. agree_in_memory: the
+        vote on updates in memory. where: context in which that thread works.
     behind: the ticket of the tail's end. error: set at the end if the tail failed; all ranks have
         one or none has. is_torn: memory has blocks of two steps.
     """

@@ -20,7 +20,7 @@ from gemini.optim.update.cpu_update import StepInputs
 from gemini.tickets import Done, Ticket
 
 from .executor import Executor
-from .measuring import Cover, Measuring
+from .measuring import Measuring, ParamAndGrad
 
 if TYPE_CHECKING:
     from gemini.nvme import BlockStore
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
     from .driver import Step
 
-Shown: TypeAlias = Callable[[], tuple[Cover, StepInputs]]
+MeasureInputs: TypeAlias = Callable[[], tuple[ParamAndGrad, StepInputs]]
 
 
 class Target:
     """State of some parameters, the executor that updates it, and counts of steps.
 
     A subclass has parameters and gradients, of a plain module or of an engine: it makes
-    `_tiered_state` and `_executor`, and begins steps, which `optim.step.driver.take` takes.
+    `_tiered_state` and `_executor`, and begins steps, which `optim.step.driver.take_step` takes.
 
     params: by their index here, which is their counter.
     """
@@ -145,11 +145,11 @@ class Target:
         """Take over state, shaped like the parameters."""
         raise NotImplementedError
 
-    def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+    def state_views(self) -> Mapping[Tensor, dict[str, Tensor]]:
         """Views of the state that costs nothing to show, for `optimizer.state`."""
         counts = self._executor.counts
         return {
-            param: {"step": counts[i], **self._measuring.shown(i)}
+            param: {"step": counts[i], **self._measuring.tensors_of(i)}
             for i, param in enumerate(self.params)
             if self._group_of[i] is not None
         }
@@ -197,16 +197,16 @@ class Target:
         return found
 
     def _told(
-        self, hypers: Sequence[Any], taken: Sequence[int], show: Shown
+        self, hypers: Sequence[Any], taken: Sequence[int], show: MeasureInputs
     ) -> tuple[list[Any], Sequence[Any]]:
         """Hyperparameters of a step, with what measures found: by parameter, and as the executor
         takes them. show: called where there are measures, for what they measure."""
         by_param = self._by_param(hypers, taken)
         if self._rule.measures:
             numbers = [count + 1 for count in self.step_counts]
-            cover, inputs = show()
+            param_and_grad, inputs = show()
             by_param = self._measuring.told(
-                self._tiered_state, cover, by_param, numbers, inputs,
+                self._tiered_state, param_and_grad, by_param, numbers, inputs,
                 self._executor.norms_by_kernels,
             )  # fmt: skip
             rows = zip(by_param, self._group_of, strict=True)

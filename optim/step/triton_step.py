@@ -269,7 +269,7 @@ class TritonStep(DeviceStep):
                 self._rule.elementwise, groups, device, ControlVector(None, device),
                 memory=self._memory, stochastic=self._rounding_seed is not None,
             )  # fmt: skip
-        found.follow(own)
+        found.copy_from(own)
         found.set_present(active)
         found.set_measure(0.0)
         found.begin(hypers, with_norm=True)

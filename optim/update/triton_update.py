@@ -209,7 +209,7 @@ class TritonUpdater:
         if found_inf is not None:
             self.control[BAD] = found_inf.to(self.control) > 0
 
-    def follow(self, other: TritonUpdater) -> None:
+    def copy_from(self, other: TritonUpdater) -> None:
         """Take over what a step begins with from another updater, and its staging."""
         self._groups, self.staging = other._groups, other.staging
         self._coefficients.copy_(other._coefficients)

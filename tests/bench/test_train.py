@@ -190,10 +190,10 @@ def test_the_default_is_held_to_the_best_placement_that_a_user_could_name():
     assert ratios([default]) == []
 
 
-def test_a_step_that_follows_a_rest_is_not_counted():
+def test_the_step_after_settle_is_not_counted():
     """Nothing of the row itself was behind it."""
     steps, ends = life(1.0, 100)
-    steps[2] |= {"step_seconds": 0.1, "follows_rest": 1.0}
+    steps[2] |= {"step_seconds": 0.1, "follows_settle": 1.0}
     row = row_of("ours/nvme-tail", [(steps, ends)])
     assert row["step_seconds"] == 1.0 and row["steps_by_round"] == [[1.0]]
 
@@ -221,8 +221,8 @@ def test_rows_take_turns_that_end_when_nothing_is_under_way(monkeypatch, tmp_pat
             said.append(self.name)
             return [{"loss": 1.0}]
 
-        def rest(self):
-            said.append("rest")
+        def settle(self):
+            said.append("settle")
 
         def finish(self):
             return []
@@ -237,8 +237,8 @@ def test_rows_take_turns_that_end_when_nothing_is_under_way(monkeypatch, tmp_pat
     measured = {row.name: train.Measured(row, {}) for row in group}
     train.play(group, args, tmp_path, tmp_path / "none", measured, 0)
     turns = [["serial"] * 3, ["tail"] * 3, ["serial"] * 2, ["tail"] * 2]
-    assert said == [word for turn in turns for word in (*turn, "rest")]
-    assert ["follows_rest" in step for step in measured["ours/nvme-tail"].steps[0]] == [
+    assert said == [word for turn in turns for word in (*turn, "settle")]
+    assert ["follows_settle" in step for step in measured["ours/nvme-tail"].steps[0]] == [
         True, False, False, True, False
     ]  # fmt: skip
 

@@ -231,7 +231,7 @@ def digests(rank):
             model.engine.chunks[2].payload[0] += 1  # as a bad memory cell would
         found[name].append(model.digest())
         if rank == 1:
-            model.engine.target.shown_state()[model.engine.params[3]]["step"].add_(1)
+            model.engine.target.state_views()[model.engine.params[3]]["step"].add_(1)
         found[name].append(model.digest())
     return found
 

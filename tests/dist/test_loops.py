@@ -44,8 +44,8 @@ def test_loops_written_for_torch_have_the_updates_of_torch(world_size, place, bo
     if not of_operators:  # two of the other five cases for each loop, or one and "files"
         case, share = CASES.index((world_size, place, bound)), 1 if place == "files" else 2
         names = [name for i, name in enumerate(names) if (i + case) % 5 < share]
-    if place == "files":  # in one process: tests/gemini/training/test_thaw.py
-        names = [name for name in names if not name.startswith("thawed")]
+    if place == "files":  # in one process: tests/gemini/training/test_unfreeze.py
+        names = [name for name in names if not name.startswith("unfrozen")]
     found = run_ranks(all_loops, world_size, place, names)[0]
     bounds = BOUNDS | DEEP if place == "files" else BOUNDS
     wrong = {name: error for name, error in found.items() if error > bounds.get(name, bound)}

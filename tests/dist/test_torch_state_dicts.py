@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ci
 
 FULL = StateDictOptions(full_state_dict=True)
 RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FORMS = ({"placement": "resident"}, {"placement": "nvme"}, {"placement": "mixed"},
+LAYOUTS = ({"placement": "resident"}, {"placement": "nvme"}, {"placement": "mixed"},
          {"precision": "fp32"})  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def shown(rank, form):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_rank_has_its_part_or_all_or_rank_0_has(world_size):
     """Bit for bit the masters and moments; cut over dimension 0 as FSDP2 does."""
-    results = run_ranks(shown, world_size, FORMS[world_size - 1])
+    results = run_ranks(shown, world_size, LAYOUTS[world_size - 1])
     want, sizes = results[0][1], results[0][2]
     assert len(want) > 50
     for rank, (found, *_) in enumerate(results):
@@ -120,9 +120,9 @@ def through_dcp(rank, path, form, saves, options):
 def test_what_dcp_saved_of_them_it_loads_at_any_other_world_size(saves, loads, flat, tmp_path):
     """Bit for bit, also at another placement; flat as torchtitan has them."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    forms = FORMS[saves - 1], FORMS[loads - 1]
-    want = run_ranks(through_dcp, saves, tmp_path, forms[0], True, options)[0]
-    got = run_ranks(through_dcp, loads, tmp_path, forms[1], False, options)[0]
+    layouts = LAYOUTS[saves - 1], LAYOUTS[loads - 1]
+    want = run_ranks(through_dcp, saves, tmp_path, layouts[0], True, options)[0]
+    got = run_ranks(through_dcp, loads, tmp_path, layouts[1], False, options)[0]
     assert want[2] == [2] * len(want[2]) and want[1][0]["lr"] == 3e-3
     assert_same(got, want)
 

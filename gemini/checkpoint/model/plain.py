@@ -51,7 +51,7 @@ def plain_runs(
         planes = {plane.name for plane in target.planes}
         whole |= {
             by_id[id(param)]: {name: state[name] for name in state if name not in planes}
-            for param, state in target.shown_state().items()
+            for param, state in target.state_views().items()
         }
     segments = [
         (flat, [ShardSegment(ParamId(i), 0, flat.numel(), 0)])

@@ -214,18 +214,18 @@ class RunState:
         """Show every run, state on disk a block at a time. The visitor copies values it keeps."""
         for module in self.modules:
             for stream in module.streams:
-                stream.visit(self.shown(module, look))
+                stream.visit(self.visitor(module, look))
 
     def visit_weights(self, look: RunVisitor) -> None:
         """Show the runs of weights without a master."""
         for module in self.modules:
-            module.weights.visit(self.shown(module, look))
+            module.weights.visit(self.visitor(module, look))
 
     def snapshot(self) -> Snapshot:
         """Snapshot of this state, to be shown while training continues."""
         return Snapshot(self)
 
-    def shown(self, module: ModuleRuns, look: RunVisitor) -> StateVisitor:
+    def visitor(self, module: ModuleRuns, look: RunVisitor) -> StateVisitor:
         """Visitor of a module's streams that shows their runs to `look`."""
 
         def show(run: StateRun) -> None:
@@ -289,13 +289,13 @@ class Snapshot:
         """Show all runs that the next step changes in place: weights, and state in memory."""
         self._state.visit_weights(look)
         for module, stream, _ in self._pins:
-            stream.visit_memory(self._state.shown(module, look))
+            stream.visit_memory(self._state.visitor(module, look))
 
     def visit_disk(self, look: RunVisitor) -> None:
         """Show state on disk, whose version is kept until then. Any thread may call."""
         for module, stream, pin in self._pins:
             if pin is not None:
-                stream.visit(self._state.shown(module, look), pin)
+                stream.visit(self._state.visitor(module, look), pin)
 
     def close(self) -> None:
         """Let go of what was not shown. Any number of times."""
@@ -330,7 +330,7 @@ def sharded_runs(
         if spec.form is None
     }
     if once and weights:
-        engine.weights.tell_rounded_once()
+        engine.weights.warn_rounded_once()
     has_masters = target is not None and target.has_master
     chunks = [chunk for chunk in engine.chunks if chunk.spec.dtype != BYTES]
     shown = [chunk for chunk in chunks if chunk.counts or not once]
@@ -350,7 +350,7 @@ def sharded_runs(
     def whole() -> SmallState:
         if target is None:
             return {}
-        found: Mapping[Any, dict[str, Tensor]] = target.shown_state()
+        found: Mapping[Any, dict[str, Tensor]] = target.state_views()
         by_name = {target.names[id(param)]: state for param, state in found.items()}
         # a copy of a tied weight: another stage shows it
         return {n: state for n, state in by_name.items() if n in regions and n not in silent}

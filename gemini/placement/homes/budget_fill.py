@@ -44,8 +44,8 @@ def _fill(problem: PlanInputs, demand: Demand, order: str) -> Homes:
     _force_onto_nvme(problem, lowest)
     device_staging, _ = problem.staging(lowest)
     if not problem.has_host_tier and problem.fixed_params is None and "p" in order:
-        device_staging, _ = problem.staging(problem.lowest(Tier.NVME), params_may_rise=True)
-    # Staging comes first: the lowest homes ask for the largest buffers, and whatever rises from
+        device_staging, _ = problem.staging(problem.lowest(Tier.NVME), params_may_promote=True)
+    # Staging comes first: the lowest homes ask for the largest buffers, and what is promoted from
     # them needs no more. Prefetched payloads are given up before a plan fails.
     room = demand.room(problem, prefetch=True)
     room.reserve(device_staging.nbytes)
@@ -60,10 +60,10 @@ def _fill(problem: PlanInputs, demand: Demand, order: str) -> Homes:
     for kind in order:
         for chunk in _in_order(problem):
             i = chunk.id
-            may_rise = problem.fixed_params is None and homes.param[i] is not Tier.DEVICE
+            may_promote = problem.fixed_params is None and homes.param[i] is not Tier.DEVICE
             if (
                 kind == "p"
-                and may_rise
+                and may_promote
                 and problem.may_be_here("param", i)
                 and room.take_param(chunk)
             ):
@@ -250,7 +250,7 @@ def _spill_host(problem: PlanInputs, homes: Homes) -> None:
         for chunk in problem.chunks:  # as `_join_on_nvme` will have it
             if Tier.NVME in (spilled.param[chunk.id], spilled.grad[chunk.id]):
                 spilled.state[chunk.id] = [Tier.NVME for _ in chunk.blocks]
-        staging = problem.staging(spilled, params_may_rise=True)[1].nbytes
+        staging = problem.staging(spilled, params_may_promote=True)[1].nbytes
         over = host_bytes(problem, homes) + staging - problem.budgets.host
         for row, index, nbytes in _rows_on_host(problem, homes, kind):
             if over > 0:

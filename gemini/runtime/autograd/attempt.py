@@ -61,7 +61,7 @@ class Attempt:
             return "it has changed buffers of the module already"
         if self._inputs.have_changed:
             return "it has changed its inputs already"
-        if not self._homes.may_sink():
+        if not self._homes.may_demote():
             return "nothing on the device could leave it"
         return None
 
@@ -69,7 +69,7 @@ class Attempt:
         """Move all that may leave the device, and bring random generators back."""
         self._sampler.abandon()
         self._homes.graph_is_open = self._graph_was_open
-        self._homes.sink_all()
+        self._homes.demote_all()
         torch.set_rng_state(self._random)
         if self._device is not None and self._drawn is not None:
             torch.cuda.set_rng_state(self._drawn, self._device)

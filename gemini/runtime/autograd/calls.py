@@ -57,13 +57,13 @@ class Calls:
         self,
         *, passes: Passes, weights: Weights, overlap: UpdateOverlap, in_use: PlanInUse,
         meetings: Meetings, gradients: Gradients, homes: MovingHomes,
-        forward: EngineEvent[[]], thaw: Callable[[list[ParamId]], None],
+        forward: EngineEvent[[]], unfreeze: Callable[[list[ParamId]], None],
     ) -> None:  # fmt: skip
-        """forward: of the whole module, begins. thaw: what requires gradients by now."""
+        """forward: of the whole module, begins. unfreeze: what requires gradients by now."""
         sharding = self._sharding = weights.sharding
         self._passes, self._weights, self._overlap = passes, weights, overlap
         self._planning, self._ledger = in_use.planning, in_use.ledger
-        self._cycle, self._forward, self._thaw = gradients.cycle, forward, thaw
+        self._cycle, self._forward, self._unfreeze = gradients.cycle, forward, unfreeze
         self._meetings, self._gradients, self._homes = meetings, gradients, homes
         self.midway = Midway(sharding, in_use, passes, homes)
         self.hook_handles: list[Any] = []  # on modules and parameters
@@ -122,17 +122,17 @@ class Calls:
             handles.append(tensor.register_hook(unscaling_hook(self.taken_out, param)))
 
     @taking_turns
-    def thaw_what_is_trained(self) -> None:
-        """Thaw frozen parameters that require a gradient by now; see `thaw`."""
+    def unfreeze_trained(self) -> None:
+        """Unfreeze frozen parameters that require a gradient by now; see `unfreeze`."""
         params = self._sharding.params
-        thawed = [param for param in self._unheard if params[param].requires_grad]
-        if not thawed:
+        unfrozen = [param for param in self._unheard if params[param].requires_grad]
+        if not unfrozen:
             return
         with DeferredSignals():  # Ctrl-C finds them frozen, or trained and listened to
-            self._thaw(thawed)
+            self._unfreeze(unfrozen)
             self._modules.trained(self._is_trained)
-            self._unheard = [param for param in self._unheard if param not in thawed]
-            for param in thawed:
+            self._unheard = [param for param in self._unheard if param not in unfrozen]
+            for param in unfrozen:
                 self._listen_to(param)
                 grad = take_gradient(params[param])
                 if grad is not None:  # of a submodule that was called by itself
@@ -227,7 +227,7 @@ class Calls:
             self._weights.take_replaced()
         for listener in self._forward.listeners:
             listener()
-        self.thaw_what_is_trained()
+        self.unfreeze_trained()
         self._gradients.notice_broken_backward()
         if not self._passes.in_schedule:
             self.begin_cycle()
@@ -345,7 +345,7 @@ class Calls:
         """Forget open module calls: the backward has ended."""
         self._modules.forget()
         self._manager.forget_users()
-        self._manager.hold_everything()
+        self._manager.reset_states()
 
     def unpin(self) -> None:
         """Allow the release of chunks that were pinned for a pass."""
@@ -562,7 +562,7 @@ class Calls:
         try:
             manager.prepare(chunks, in_cycle)
         except NvmeError as error:
-            self._sharding.say_what_is_left(error)
+            self._sharding.note_readable_params(error)
             raise
         if measured:
             self._collector.after_change()

@@ -92,7 +92,7 @@ class Midway:
             self._sampler.keep(forecast)
         waiting = self._homes.waiting_bytes()
         if torch.is_grad_enabled() and not self._planning.has_room(forecast, waiting):
-            self._sink("backward")
+            self._demote_state("backward")
 
     def _forecast(self, at_end: int) -> Trace | None:
         """Trace of an iteration whose forward ended with so many bytes: a known one in proportion.
@@ -136,9 +136,9 @@ class Midway:
         self._homes.release_idle()
         self._collector.after_change()
         if self._ledger.device_bytes() + other + self.most_bytes > budget:
-            self._sink("forward")
+            self._demote_state("forward")
 
-    def _sink(self, part: str) -> None:
+    def _demote_state(self, part: str) -> None:
         self._collector.before_change()
-        self._homes.sink_state(part)
+        self._homes.demote_all_state(part)
         self._collector.after_change()

@@ -78,7 +78,7 @@ class SavedCalls:
     def around(self, module: nn.Module) -> Iterator[None]:
         """Context of a forward."""
         if not torch.is_grad_enabled():
-            self.saved.free_staging()
+            self.saved.release_staging()
             with self._tracking(module):
                 yield
             return

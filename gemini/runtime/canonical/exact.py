@@ -70,10 +70,10 @@ def integer_of(bins: Sequence[Tensor]) -> int | None:
     return total
 
 
-def over_ranks(comm: Communicator, wholes: Sequence[int]) -> list[float]:
+def over_ranks(comm: Communicator, integers: Sequence[int]) -> list[float]:
     """Sums over all ranks of each of these integers, rounded once to fp64. Collective."""
     mask = (1 << LIMB_BITS) - 1
-    limbs = [whole >> (LIMB_BITS * i) & mask for whole in wholes for i in range(NUM_LIMBS)]
+    limbs = [integer >> (LIMB_BITS * i) & mask for integer in integers for i in range(NUM_LIMBS)]
     said = comm.numbers(limbs, torch.int64)
     comm.all_reduce(said).wait()
     added, found = said.tolist(), []

@@ -129,4 +129,4 @@ def of_run(values: Tensor, start: int, param: int, add: _Sum) -> Tensor:
 def _counts(weights: Weights) -> list[float]:
     if weights.target is None:
         return []
-    return [float(state["step"]) for state in weights.target.shown_state().values()]
+    return [float(state["step"]) for state in weights.target.state_views().values()]

@@ -30,7 +30,7 @@ def full_parameters(weights: Weights, *, everywhere: bool = False) -> Iterator[t
     """
     weights.write_back_changes()
     sharding = weights.sharding
-    weights.tell_rounded_once()
+    weights.warn_rounded_once()
     for chunk in sharding.chunks:
         for param, value in (
             _on_every_rank(weights, chunk)
@@ -83,7 +83,7 @@ def cut_parameters(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """
     weights.write_back_changes()
     sharding = weights.sharding
-    weights.tell_rounded_once()
+    weights.warn_rounded_once()
     for chunk in sharding.chunks:
         mine = weights.master_of(chunk).to(weights.exact_dtype(chunk))
         for param, value in gathered(sharding, chunk, mine, cut=True):

@@ -345,7 +345,7 @@ def say_start(
         budgets=plan.budgets,
         folders=_folders_of(planning.nvme_folder, config) if written else "",
         written_bytes=written,
-        may_rise=not (planning.homes_are_final or is_static),
+        may_promote=not (planning.homes_are_final or is_static),
         update_path=update_path,
         paths={home.value: plan.path_of(home).value for home in dict.fromkeys(homes)},
         when=when_updated(overlap),

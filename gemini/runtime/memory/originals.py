@@ -2,7 +2,7 @@
 
 Masters start from the originals of trained chunks, which are then dropped. Frozen chunks have
 originals, which stay, if `keep_originals=True` asks for them: `unwrap()`, `state_dict()` and
-checkpoints give them back, and masters start from them after a thaw.
+checkpoints give them back, and masters start from them after unfreezing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def original_homes(specs: Sequence[ChunkSpec], plan: Plan) -> dict[ChunkId, Tier
 class Originals:
     """Originals [S] fp32 by chunk, each in its home: memory of the device, of the host, or a file.
 
-    Until `rest` is called files have staging, and the original that was read last is in memory too.
+    Until `release_staging` is called files have staging, and the last original read is in memory.
 
     lost: frozen chunks whose values were rounded and that have none.
     """
@@ -64,7 +64,7 @@ class Originals:
         self._last: tuple[ChunkId, Tensor] | None = None  # read from a file; asked for by block
         self.memory_bytes: Counter[Tier] = Counter()
         self.lost: set[ChunkId] = set()
-        self.was_told = False  # a warning has named them
+        self.was_warned = False  # a warning has named them
 
     def __contains__(self, chunk: ChunkId) -> bool:
         return chunk in self._memory or chunk in self._in_file
@@ -112,7 +112,7 @@ class Originals:
 
     def drop(self, chunk: ChunkId) -> None:
         self._leave_memory(chunk)
-        self.rest()
+        self.release_staging()
         if chunk in self._in_file:
             self._in_file.discard(chunk)
             self._give_space_back()
@@ -124,14 +124,14 @@ class Originals:
 
     def complete(self) -> None:
         """Give back the unused room of files: all originals that will come have come."""
-        self.rest()
+        self.release_staging()
         self._give_space_back()
 
-    def rest(self) -> None:
-        """Give back staging and the original that was read last: none is read for a while."""
+    def release_staging(self) -> None:
+        """Release staging and the original that was read last: none is read for a while."""
         self._last = None
         for file in self._files:
-            file.rest()
+            file.release_staging()
 
     @property
     def chunks(self) -> frozenset[ChunkId]:
@@ -151,7 +151,7 @@ class Originals:
         return sum(store.traffic.written_bytes for store in self.stores)
 
     def movable(self) -> list[Tensor]:
-        self.rest()
+        self.release_staging()
         return list(self._memory.values())
 
     def clear(self) -> None:

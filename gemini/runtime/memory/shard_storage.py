@@ -111,7 +111,7 @@ class ShardStorage:
                 self.keep_shards(before)
             raise
 
-    def thaw(self, chunks: Collection[ChunkId]) -> None:
+    def unfreeze(self, chunks: Collection[ChunkId]) -> None:
         """Move frozen shards to versioned files, as steps update them from now on.
 
         No step is under way.
@@ -214,7 +214,7 @@ class ShardStorage:
             from .gradient_homes import HostGradients
 
             own = self.host_gradients = HostGradients(self._backend)
-            self.follow(plan)
+            self.adopt_plan(plan)
             for chunk in chunks if self._backend.pin is not None else ():
                 if homes[chunk.spec.id] is Tier.HOST and chunk.spec.trainable:
                     own.reserve(chunk.spec.id, chunk.spec.shard_numel, chunk.dtype)
@@ -225,7 +225,7 @@ class ShardStorage:
         for chunk in chunks:
             chunk.gradient.send(by_home.get(homes[chunk.spec.id]))
 
-    def follow(self, plan: Plan) -> None:
+    def adopt_plan(self, plan: Plan) -> None:
         """Take from a plan with the same homes how many bytes of gradients may be on their way."""
         if self.host_gradients is not None:
             self.host_gradients.rooms = {s.chunk: s.leaving_bytes for s in plan.shards}
@@ -267,7 +267,7 @@ class ShardStorage:
         if self._forgets:
             self.forget_gradients()
 
-    def serve(self, block_numel: int, depth: int, meter: WriteMeter | None) -> None:
+    def configure_files(self, block_numel: int, depth: int, meter: WriteMeter | None) -> None:
         """Adjust files to an optimizer: its read-ahead depth, and its budget of written bytes.
 
         The meter counts bytes of originals that were written before, too. Files of parameters have
@@ -279,7 +279,7 @@ class ShardStorage:
             meter.written_bytes += self.originals.written_bytes
         for files in (self.params, self.frozen):
             if files is not None:
-                files.serve(depth, meter)
+                files.configure(depth, meter)
 
     @property
     def files(self) -> list[TensorFiles]:

@@ -87,7 +87,8 @@ class UserWrites:
         return changed
 
 
-def follow_shard(master: Tensor, shard: Tensor) -> None:
-    """Make fp32 `master` [n] round to `shard` [n]; where it does already it keeps its bits."""
+def refresh_master(master: Tensor, shard: Tensor) -> None:
+    """Make fp32 `master` [n] round to `shard` [n] of any memory; if it does, it keeps its bits."""
+    shard = shard.to(master.device)
     differs = master.to(shard.dtype) != shard
     master.copy_(torch.where(differs, shard.float(), master))

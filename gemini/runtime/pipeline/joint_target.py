@@ -11,10 +11,10 @@ from torch import Tensor
 from gemini.chunk.storage import Chunk
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.report import StepReport
-from gemini.optim.step.driver import take
+from gemini.optim.step.driver import take_step
 from gemini.optim.target import AmpInputs, Group
 from gemini.runtime.gradients.cycle import PendingClip
-from gemini.runtime.step.agreement import heard
+from gemini.runtime.step.agreement import check_agreement
 from gemini.runtime.step.target import ShardTarget
 
 from .seats import Agreed, Seats
@@ -68,7 +68,7 @@ class JointStep:
                 self.members, hypers, clips, agreed.parts, strict=True
             )
         ]
-        return take(steps, partial(self._together.raise_what_any_raised, self.seats))
+        return take_step(steps, partial(self._together.raise_what_any_raised, self.seats))
 
     def clip(self, clip: Clip) -> Tensor | None:
         """Clip the gradients of the coming step; the norm is over all stages.
@@ -124,7 +124,7 @@ class JointStep:
         ]
         agreed = self._together.vote(seats, ballots, norm_type)
         for member, agreement in zip(self.members, agreed.parts, strict=True):
-            heard(member.sharding.comm, agreement)
+            check_agreement(member.sharding.comm, agreement)
         if agreed.strayed:
             raise RuntimeError(
                 f"the ranks of {', '.join(sorted(set(agreed.strayed)))} issued different "

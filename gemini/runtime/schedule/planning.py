@@ -32,7 +32,7 @@ from gemini.placement.policy import (
     StaticPlacement,
     never_released,
 )
-from gemini.placement.renting import HomeMoves, Raised, price, rising
+from gemini.placement.renting import HomeMoves, Raised, price, promoted_bytes
 from gemini.placement.sizes import (
     BudgetError,
 )
@@ -70,7 +70,7 @@ class Planning:
     _begun: tuple[PlanInputs, bool] = field(init=False)
     # cache of `payload_room_bytes`, with the plan and the inputs that it was computed from
     _room: tuple[PlanResult, PlanInputs, int] | None = field(default=None, init=False)
-    homes_are_final: bool = field(init=False)  # chosen for a trace, or asked to rise
+    homes_are_final: bool = field(init=False)  # chosen for a trace, or promoted
     result: PlanResult = field(init=False)  # of training
     overruns: Overruns = field(init=False)  # of the budgets
     _num_ahead: int = field(init=False)  # buffers asked for; `inputs` has what there is room for
@@ -190,7 +190,7 @@ class Planning:
         """Whether homes move with what iterations ask for."""
         return self.overruns.limits_device and not self.keeps_homes
 
-    def follow(self, trace: Trace, *, is_coarse: bool = False) -> bool:
+    def replan(self, trace: Trace, *, is_coarse: bool = False) -> bool:
         """Plan a measured iteration in the present homes; returns whether plans changed.
 
         A plan made with a trace is kept as long as the same calls come and ask for no more,
@@ -203,11 +203,11 @@ class Planning:
             return False
         was_waiting, self.waiting_bytes = self.waiting_bytes, 0
         try:
-            return self._follow(trace, is_coarse)
+            return self._replan(trace, is_coarse)
         finally:
             self.waiting_bytes = was_waiting
 
-    def _follow(self, trace: Trace, is_coarse: bool) -> bool:
+    def _replan(self, trace: Trace, is_coarse: bool) -> bool:
         known = self._planned_for(trace.kind, trace.signature)
         is_training = known is not None and known.result is self.result
         if known is not None and known.result is not None:
@@ -278,7 +278,7 @@ class Planning:
         except BudgetError as error:
             self._refused(inputs, error.without_frames())
 
-    def follow_all(self, trace: Trace | None) -> bool:
+    def replan_together(self, trace: Trace | None) -> bool:
         """Plan with the traces of all ranks, in the present homes; returns whether it was possible.
 
         Collective. `trace`: of this rank; None where it has none. Where ranks ran different
@@ -390,7 +390,7 @@ class Planning:
         return max(found.profile.total(Tier.DEVICE)[: found.plan.num_trace_moments])
 
     def raised(self, trace: Trace) -> Raised | None:
-        """Homes that rise where such iterations leave room; None where nothing rises."""
+        """Higher homes, if such iterations leave room; None if nothing is promoted."""
         inputs, here = replace(self.inputs, trace=trace), self.plan
         try:
             now = plan_within(here, inputs, self.policy)
@@ -400,7 +400,7 @@ class Planning:
             return None
         if not _differ(here, found.plan):
             return None
-        moved, links = rising(self.plan, found.plan), inputs.bandwidths
+        moved, links = promoted_bytes(self.plan, found.plan), inputs.bandwidths
         asked = price(moved, links, has_host_tier=inputs.has_host_tier)
         return Raised(inputs, found, now.cost.seconds - found.cost.seconds, asked)
 
@@ -433,7 +433,7 @@ class Planning:
     def higher(self) -> PlanResult | None:
         """Plan result with homes raised to what the first trace leaves room for; once.
 
-        Collective. None where nothing rises. `use_plan` makes it the plan.
+        Collective. None if nothing is promoted. `use_plan` makes it the plan.
         """
         if self.homes_are_final or not self.has_trace or isinstance(self.policy, StaticPlacement):
             return None
@@ -551,7 +551,7 @@ class PlanInUse:
 
     def follow(self) -> None:
         """Read files ahead in the order of the plan, which has changed."""
-        self.storage.follow(self.planning.plan)
+        self.storage.adopt_plan(self.planning.plan)
 
     def place_gradients(self, chunks: list[Chunk]) -> None:
         """Put gradients into the homes of the plan."""

@@ -34,7 +34,7 @@ from gemini.placement.timetable.steps import MAX_UNDER_WAY
 from gemini.runtime.events import EngineEvent
 from gemini.units import ChunkId, ParamId
 
-MAX_LEARNED = 16  # kinds of backwards
+MAX_ORDERS = 16  # kinds of backwards
 
 # The calls of a cycle, and how many of them are before the backward
 Backward = tuple[Sequence[Call], int]
@@ -192,8 +192,8 @@ class Reducer:
                 found[chunk] = max(numbers)
         return found
 
-    def learn(self, backward: Backward, found: Sequence[Mapping[ChunkId, int]]) -> None:
-        """Fix the places of reductions by what every rank has `found` in such a backward.
+    def register_order(self, backward: Backward, found: Sequence[Mapping[ChunkId, int]]) -> None:
+        """Register the order of reductions, from what every rank has `found` in such a backward.
 
         All ranks call it with the same values.
         """
@@ -204,7 +204,7 @@ class Reducer:
         self._known.pop(backward, None)
         in_order = sorted(places.items(), key=lambda place: (place[1], -place[0]))
         self._known[backward] = tuple((number, chunk) for chunk, number in in_order)
-        if len(self._known) > MAX_LEARNED:
+        if len(self._known) > MAX_ORDERS:
             del self._known[next(iter(self._known))]
 
     # -- gradients --

@@ -191,9 +191,9 @@ class Sampler:
     def specs_changed(self, specs: Sequence[ParamSpec]) -> None:
         """Sample training again: frozen parameters are trained now, so iterations are others."""
         self._specs = specs
-        self.look_again()
+        self.remeasure()
 
-    def look_again(self) -> None:
+    def remeasure(self) -> None:
         """Sample training again: its traces were measured in other homes."""
         self._stale.update(key for key in self.collector.traces if key[0] == "train")
 

@@ -25,7 +25,7 @@ from gemini.placement.timetable.steps import room_ahead, schedule_gathers
 from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.units import ChunkId, ParamId
 
-MAX_LEARNED = 16
+MAX_CYCLES = 16
 
 # Name of a cycle: kind and inputs, and a hash of what the cycle before it needed. So two forwards
 # before one backward, or evaluations between steps, have steps of their own.
@@ -135,7 +135,7 @@ class StatefulTensorMgr:
         self._overdue: dict[ChunkId, None] = {}  # to be released, and still in use
         self._seen: list[Call] = []  # needs of this cycle's calls so far, none twice in succession
         self._cycle: Cycle = ("train", "", 0)
-        self._learned: dict[Cycle, GatherSteps] = {}  # most recently used last
+        self._cycle_steps: dict[Cycle, GatherSteps] = {}  # most recently used last
         self._steps: GatherSteps | None = None  # that this cycle follows
         self._place = 0  # there: of the next step
         self._step: GatherStep | None = None  # of the call that came last
@@ -202,7 +202,7 @@ class StatefulTensorMgr:
             check_transition(self._names[param], old, TensorState.READY_FOR_REDUCE)
         self._states[param] = TensorState.READY_FOR_REDUCE
 
-    def hold_everything(self) -> None:
+    def reset_states(self) -> None:
         """Set all parameters to `HOLD`: a backward has ended, none is used, no gradient waits."""
         self._states = [TensorState.HOLD] * len(self._states)  # which is legal from any state
 
@@ -220,7 +220,7 @@ class StatefulTensorMgr:
                     self._recent[name] = None
         self._room_ahead = room_ahead(self._nbytes.values(), self._max_prefetch)
         self._payload_room_bytes = self._room_of_plan()
-        self._learned.clear()
+        self._cycle_steps.clear()
         self._steps, self._behind, self._carried = None, [], frozenset()
 
     # -- bytes --
@@ -266,7 +266,7 @@ class StatefulTensorMgr:
                 self._payload_room_bytes = self._room_of_plan()
             self._gather_now(wanted)
         else:
-            self._follow(step, wanted)
+            self._execute_step(step, wanted)
         for chunk in wanted:
             if self._chunks[chunk].pending is not None:
                 self._chunks[chunk].wait_gathered()
@@ -352,11 +352,11 @@ class StatefulTensorMgr:
         # What came under the last cycle's name; the next one's name has what came before it, so
         # that two kinds of iteration that take turns are told apart.
         if seen:
-            self._learn(self._cycle, seen)
+            self._register_cycle(self._cycle, seen)
         self._cycle = (kind, signature, hash(seen))
         planned = self._steps_for(kind, signature)
-        learned = self._learned.get(self._cycle)
-        self._steps = planned if learned is None else learned
+        registered = self._cycle_steps.get(self._cycle)
+        self._steps = planned if registered is None else registered
         if self.ranks_differ:  # and so may what they expect
             self._steps = None
         self._carried = planned.carried if planned and self._steps is planned else frozenset()
@@ -432,7 +432,7 @@ class StatefulTensorMgr:
         """Carry out the next steps as long as they need the same chunks as the one before."""
         while self._place > 0 and self._is_next(steps, steps[self._place - 1].needs):
             self._place += 1
-            self._follow(steps[self._place - 1], ())
+            self._execute_step(steps[self._place - 1], ())
 
     def _kept_for_repeats(self, rows: Sequence[ChunkId]) -> tuple[ChunkId, ...]:
         """Chunks of `rows` that are kept, as this rank's next call may repeat its need of them.
@@ -445,7 +445,7 @@ class StatefulTensorMgr:
             return ()
         return tuple(chunk for chunk in rows if chunk in self._seen[-1])
 
-    def _follow(self, step: GatherStep, wanted: Sequence[ChunkId]) -> None:
+    def _execute_step(self, step: GatherStep, wanted: Sequence[ChunkId]) -> None:
         # A call that raised has no end; without this its chunks would stay gathered for good.
         for rows in self._behind:  # ends that did not come
             self._release_planned(rows)
@@ -491,9 +491,9 @@ class StatefulTensorMgr:
             for chunk in missing:
                 self._gather(chunk)
 
-    def _learn(self, cycle: Cycle, seen: tuple[Call, ...]) -> None:
-        """Plan steps for cycles of this name: they will need what this one needed."""
-        known = self._learned.pop(cycle, None)
+    def _register_cycle(self, cycle: Cycle, seen: tuple[Call, ...]) -> None:
+        """Register steps for cycles of this name, which will need what this one needed."""
+        known = self._cycle_steps.pop(cycle, None)
         planned = self._steps_for(cycle[0], cycle[1])
         if planned is not None and planned.needs == seen:
             return
@@ -502,9 +502,9 @@ class StatefulTensorMgr:
             room = [max(limit, sum(self._nbytes.get(c, 0) for c in call)) for call in seen]
             schedule = schedule_gathers(seen, room, self._nbytes, self._max_prefetch)
             known = gather_steps(seen, schedule.gathers, schedule.always)
-        self._learned[cycle] = known
-        if len(self._learned) > MAX_LEARNED:
-            del self._learned[next(iter(self._learned))]
+        self._cycle_steps[cycle] = known
+        if len(self._cycle_steps) > MAX_CYCLES:
+            del self._cycle_steps[next(iter(self._cycle_steps))]
 
     def _limit_bytes(self) -> int:
         """Bytes for payloads: the largest need and the prefetched chunks, within the room."""

@@ -25,7 +25,7 @@ def exchange(sharding: Sharding, ballot: Ballot, norm_type: float = 2.0) -> Agre
     return Agreement.of(list(map(Ballot.from_text, said)), scope, norm_type)
 
 
-def heard(comm: Communicator, agreement: Agreement) -> None:
+def check_agreement(comm: Communicator, agreement: Agreement) -> None:
     """Check the outcome of a vote, and begin a new log of collectives.
 
     Raises SequenceError where ranks did not do the same before, and ReplicaError where replicas

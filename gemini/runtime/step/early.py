@@ -286,7 +286,7 @@ class EarlySpans:
             self.forget()
             return updater
         assert expected is not None and views is not None
-        self.come_behind()
+        self.make_device_wait()
         is_expected = self._executor.decided_as(expected)
         kept = {i: one for i, one in early.items() if is_expected and one.is_as_it_was}
         self._early = {i: one for i, one in early.items() if i not in kept}
@@ -319,7 +319,7 @@ class EarlySpans:
         """Drop second versions, and let what the device does next come behind what reads
         gradients."""
         if self._early:
-            self.come_behind()
+            self.make_device_wait()
         for one in self._early.values():
             one.slab.drop(one.block)
         self._early.clear()
@@ -331,7 +331,7 @@ class EarlySpans:
     def _keeping(self, chunk: Chunk) -> None:
         """A shard is about to be written: that comes behind what reads it."""
         if self._early:
-            self.come_behind()
+            self.make_device_wait()
 
     def settle(self) -> None:
         """Drop second versions, whose memory is about to move: the host waits for copies."""
@@ -340,7 +340,7 @@ class EarlySpans:
         for one in reversed(copies):  # they end in order
             one.settle()
 
-    def come_behind(self) -> None:
+    def make_device_wait(self) -> None:
         """Let what the device is given from now on come behind early updates and their copies."""
         self._behind.wait()
         for one in self._early.values():

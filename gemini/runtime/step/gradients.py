@@ -16,7 +16,7 @@ from gemini.optim.step.gradients import GradientRun, Measured
 from gemini.runtime.gradients.cycle import GradientCycle, PendingClip
 from gemini.runtime.sharding import Sharding
 
-from .agreement import exchange, heard
+from .agreement import check_agreement, exchange
 from .executors import run_of
 from .state.shard_state import StepCalls
 
@@ -89,7 +89,7 @@ class StepGradients:
 
     def _vote(self, chunks: Sequence[Chunk], norm_type: float | None) -> Agreement:
         agreement = exchange(self._sharding, self.ballot(chunks, norm_type), norm_type or 2.0)
-        heard(self._sharding.comm, agreement)
+        check_agreement(self._sharding.comm, agreement)
         return agreement
 
     def ballot(self, chunks: Sequence[Chunk], norm_type: float | None) -> Ballot:

@@ -2,7 +2,7 @@
 pays.
 
 What an iteration asks for is known before its forward: as it was measured, or by a bound. When
-homes rise again is said in `gemini.placement.renting`.
+data is promoted is said in `gemini.placement.renting`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gemini.memtracer.trace import Kind, Trace
 from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, PlanResult
-from gemini.placement.renting import Tenancy, iteration_in_words, named, rising
+from gemini.placement.renting import Tenancy, iteration_in_words, named, promoted_bytes
 from gemini.placement.tiers import Tier
 from gemini.runtime.schedule.iteration_plans import Lowered
 from gemini.runtime.schedule.planning import PlanInUse
@@ -68,7 +68,7 @@ class MovingHomes:
         if not planning.homes_follow or self._weights.target is None:
             return
         if trains:
-            self._rise_as_found()
+            self._promote_as_found()
         trace = self._sampler.expected()
         is_measured = trace in self._sampler.traces()
         waiting = self.waiting_bytes()
@@ -130,13 +130,13 @@ class MovingHomes:
             return
         if lowered.refused is not None:
             planning.say_lacking(trace, lowered, is_measured=is_measured)
-        if not rising(lowered.result.plan, planning.plan) and not gradients_leave:
+        if not promoted_bytes(lowered.result.plan, planning.plan) and not gradients_leave:
             planning.keep_lacking(trace, lowered)
             return
         reason = iteration_in_words(trace, is_measured=is_measured)
-        self._sink(trace, lowered, reason, gradients_leave=gradients_leave)
+        self._demote(trace, lowered, reason, gradients_leave=gradients_leave)
 
-    def _sink(
+    def _demote(
         self, trace: Trace, lowered: Lowered, reason: str, *,
         gradients_leave: bool = False, in_pass: bool = False,
     ) -> None:  # fmt: skip
@@ -151,7 +151,7 @@ class MovingHomes:
             plan = (lowered.training or lowered.result).plan
             files = None if stay else self._storage.new_gradient_files(plan)
             try:
-                self.lower_homes(lowered.result.plan, in_pass=in_pass)
+                self.demote_homes(lowered.result.plan, in_pass=in_pass)
             except BaseException:
                 if files is not None:
                     files.close()
@@ -182,7 +182,7 @@ class MovingHomes:
         """Release payloads that no call uses, in a pass."""
         self._manager.make_room()
 
-    def may_sink(self) -> bool:
+    def may_demote(self) -> bool:
         """Whether anything on the device could leave it now."""
         if (
             not self._planning.homes_follow
@@ -195,19 +195,19 @@ class MovingHomes:
             for shard in self._planning.plan.shards
         )
 
-    def sink_all(self) -> None:
+    def demote_all(self) -> None:
         """Move all that may leave the device, as a forward found no memory there."""
-        self._sink_lowest(f"{self._iteration()}, which found no memory")
+        self._demote_lowest(f"{self._iteration()}, which found no memory")
         log.warning(
             "a forward ran out of memory; it begins again, and its Python runs twice: %s",
             self._planning.moves,
         )
 
-    def sink_state(self, part: str) -> None:
+    def demote_all_state(self, part: str) -> None:
         """Move all state that may leave the device, in a pass, as its `part` takes more than was
         known."""
-        if self.may_sink() and self._planning.plan.blocks_on(Tier.DEVICE):
-            self._sink_lowest(f"{self._iteration()}, as its {part} was under way", in_pass=True)
+        if self.may_demote() and self._planning.plan.blocks_on(Tier.DEVICE):
+            self._demote_lowest(f"{self._iteration()}, as its {part} was under way", in_pass=True)
             log.warning(
                 "an iteration takes more than such inputs did before, and state has left the "
                 "device in its middle: %s", self._planning.moves,
@@ -218,7 +218,7 @@ class MovingHomes:
         planning = self._planning
         return named(replace(planning.inputs.trace, kind=kind, signature=signature))
 
-    def _sink_lowest(self, reason: str, *, in_pass: bool = False) -> None:
+    def _demote_lowest(self, reason: str, *, in_pass: bool = False) -> None:
         """Use the lowest homes, for all that anybody knows; `in_pass` parameters stay."""
         planning = self._planning
         trace, budgets = planning.inputs.trace, planning.inputs.budgets
@@ -227,8 +227,8 @@ class MovingHomes:
         lowered = planning.lowered(everything, params_stay=params_stay)
         if lowered is None:
             return
-        if rising(lowered.result.plan, planning.plan):
-            self._sink(trace, replace(lowered, refused=None), reason, in_pass=in_pass)
+        if promoted_bytes(lowered.result.plan, planning.plan):
+            self._demote(trace, replace(lowered, refused=None), reason, in_pass=in_pass)
 
     # -- up --
 
@@ -241,7 +241,7 @@ class MovingHomes:
     def gradients_dropped(self) -> None:
         """Raise homes to what the first measured iteration leaves; look whether more would pay.
 
-        What pays rises before the next forward: here an overlapped step may be under way, and
+        What pays is promoted before the next forward: here an overlapped step may be under way, and
         nothing waits for it.
         """
         if not self._may_move():
@@ -254,8 +254,8 @@ class MovingHomes:
             planned, inputs = self._higher
             if inputs is None:
                 self._higher = None
-                self._rise(planned, inputs)
-                self._sampler.look_again()  # its traces were measured in other homes
+                self._promote(planned, inputs)
+                self._sampler.remeasure()  # its traces were measured in other homes
         elif self._sharding.comm.world_size > 1:  # they agree in a step
             return
         elif self._planning.homes_follow and self._planning.has_trace:
@@ -263,13 +263,13 @@ class MovingHomes:
             if found is not None:
                 self._higher = found.result, found.inputs
 
-    def _rise_as_found(self) -> None:
+    def _promote_as_found(self) -> None:
         """Raise homes to what pays, once gradients were dropped."""
         if self._higher is None or self._higher[1] is None or not self._may_move():
             return
         if not any(chunk.gradient.exists for chunk in self._sharding.chunks):
             higher, self._higher = self._higher, None
-            self._rise(*higher)
+            self._promote(*higher)
 
     def _may_move(self) -> bool:
         return not self.graph_is_open and self._weights.target is not None and self._is_whole()
@@ -278,11 +278,11 @@ class MovingHomes:
         """Whether no memory is given away for a while; see `optim.state.parking`."""
         return not any(chunk.is_parked for chunk in self._sharding.chunks)
 
-    def _rise(self, planned: PlanResult, inputs: PlanInputs | None) -> None:
+    def _promote(self, planned: PlanResult, inputs: PlanInputs | None) -> None:
         planning = self._planning
         before = planning.plan
         with DeferredSignals():
-            self.raise_homes(planned, inputs)
+            self.promote_homes(planned, inputs)
             planning.moves.up(before, planned.plan)
             self._tenancy.end()
 
@@ -314,7 +314,7 @@ class MovingHomes:
         )
 
     @torch.no_grad()
-    def lower_homes(self, plan: Plan, *, in_pass: bool = False) -> None:
+    def demote_homes(self, plan: Plan, *, in_pass: bool = False) -> None:
         """Move shards and state down to where `plan` has them.
 
         Before a forward, while no graph is open; `in_pass` state alone moves. Gradients that wait
@@ -324,7 +324,7 @@ class MovingHomes:
         assert target is not None
         target.settle()
         if in_pass:
-            target.lower_state(plan)
+            target.demote_state(plan)
             return
         self._manager.release_all()
         pairs = zip(self._sharding.chunks, plan.shards, strict=True)
@@ -334,7 +334,7 @@ class MovingHomes:
             {chunk.spec.id: chunk.shard for chunk in to_files}, target.committed_step
         )
         try:
-            target.lower_state(plan)
+            target.demote_state(plan)
         except BaseException:
             self._storage.keep_shards(
                 [chunk.spec.id for chunk in self._sharding.chunks if chunk.files is not None]
@@ -351,7 +351,7 @@ class MovingHomes:
                 chunk.leave_device()
 
     @torch.no_grad()
-    def raise_homes(self, planned: PlanResult, inputs: PlanInputs | None = None) -> None:
+    def promote_homes(self, planned: PlanResult, inputs: PlanInputs | None = None) -> None:
         """Bring shards and state nearer, to where `planned` has them, and make it the plan.
 
         inputs: what it was made with, where that is another trace. Between iterations, when there
@@ -366,7 +366,7 @@ class MovingHomes:
             for chunk, shard in zip(self._sharding.chunks, planned.plan.shards, strict=True):
                 if shard.param_home is not _home(chunk):
                     chunk.bring_home(shard.param_home is Tier.HOST)
-            target.raise_state(planned.plan)
+            target.promote_state(planned.plan)
         except BaseException:
             self._send_down(self._planning.plan)
             self._in_use.place_gradients(self._sharding.chunks)

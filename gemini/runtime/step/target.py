@@ -31,7 +31,7 @@ from gemini.optim.state.deferred_signals import TailSignals
 from gemini.optim.state.pieces import Planes, Updater
 from gemini.optim.state.space import Block
 from gemini.optim.state.state_stream import BlockFiller, StateStream, inside
-from gemini.optim.step.driver import Agree, Step, alone, take
+from gemini.optim.step.driver import Agree, Step, alone, take_step
 from gemini.optim.step.executor import Executor
 from gemini.optim.target import AmpInputs, Group
 from gemini.optim.update.cpu_update import StepInputs
@@ -51,7 +51,7 @@ from .views import ShardViews
 if TYPE_CHECKING:
     from gemini.optim.state.disk.state_version import StateVersion
     from gemini.optim.step.executor import AnyUpdater
-    from gemini.optim.step.measuring import Cover
+    from gemini.optim.step.measuring import ParamAndGrad
     from gemini.optim.step.triton_step import TritonStep
 
     from .early import EarlySpans
@@ -168,7 +168,7 @@ class ShardTarget(ShardState):
 
     def _carry_out(self, step: Step, agree: Agree = alone) -> StepReport:
         is_tail = cast("ShardViews", step.views).goes_on  # asked once: see `_views`
-        return self._begin_tail(step, agree) if is_tail else take([step], agree)
+        return self._begin_tail(step, agree) if is_tail else take_step([step], agree)
 
     def _begin_tail(self, step: Step, agree: Agree) -> StepReport:
         """Carry a step out after this call, which returns when no budget and no rank is against it.
@@ -233,11 +233,11 @@ class ShardTarget(ShardState):
             self.kept_steps.begin_step(self._small_state)
         power_sum, taken = agreement.power_sum, self._taken(agreement.present)
 
-        def show() -> tuple[Cover, StepInputs]:
-            from .state.shard_cover import ShardCover
+        def show() -> tuple[ParamAndGrad, StepInputs]:
+            from .state.shard_param_and_grad import ShardParamAndGrad
 
-            cover = ShardCover(self._sharding, self._chunks, clip.norm(power_sum))
-            return cover, StepInputs.clipping(clip, power_sum, self.scale)
+            param_and_grad = ShardParamAndGrad(self._sharding, self._chunks, clip.norm(power_sum))
+            return param_and_grad, StepInputs.clipping(clip, power_sum, self.scale)
 
         by_param, hypers = self._told(hypers, taken, show)
         updater = self._executor.begin(hypers, taken, power_sum, clip)
@@ -376,7 +376,7 @@ class ShardTarget(ShardState):
 
             def fill_and_follow(block: Block, planes: Planes) -> None:
                 fill(block, planes)
-                shards.follow_master(block, planes)
+                shards.store_master(block, planes)
 
             self.tiered_state.overwrite(fill_and_follow, whole=whole)
         self._tiered_state.torn = None
@@ -394,7 +394,7 @@ class ShardTarget(ShardState):
                     if shares[part.param]:
                         here = exact[inside(part)]
                         here.add_(planes[plane][inside(part)].sub(here).mul_(shares[part.param]))
-                shards.follow(block, exact)
+                shards.store(block, exact)
 
             self.tiered_state.overwrite(move)
 
@@ -421,8 +421,8 @@ class ShardTarget(ShardState):
         try:
             shards = Shards(self._chunks, self._sharding.backend)
             steps_kept.nvme.rewind(steps)
-            state.visit(shards.follow_master)
-            steps_kept.nvme.load_weights(commits, shards.follow)
+            state.visit(shards.store_master)
+            steps_kept.nvme.load_weights(commits, shards.store)
             shards.end()
             steps_kept.put_back(memory, self._small_state)
             state.torn = None
@@ -556,13 +556,13 @@ class ShardTarget(ShardState):
         if self._early is not None:
             self._early.settle()
 
-    def raise_state(self, plan: Plan) -> None:
+    def promote_state(self, plan: Plan) -> None:
         self._end_early()
-        super().raise_state(plan)
+        super().promote_state(plan)
 
-    def lower_state(self, plan: Plan) -> None:
+    def demote_state(self, plan: Plan) -> None:
         self._end_early()
-        super().lower_state(plan)
+        super().demote_state(plan)
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
         self._end_early()
@@ -591,7 +591,7 @@ class ShardTarget(ShardState):
         self._tail.end()
         if self._early is not None:
             self._early.close()
-        self._events.keeping.leave(self._follow_payload)
+        self._events.keeping.leave(self._refresh_from_payload)
         self._ledger.forget_state()
         if self.kept_steps is not None:
             self.kept_steps.close()

@@ -99,7 +99,7 @@ class ShardViews:
         self.watch: Callable[[BlockId], None] | None = None  # told of every block that is updated
         self._shards = [Shard.of(chunk, reaches_host=staging is None) for chunk in chunks]
         self._beside: dict[BlockId, BesideState] = {}
-        self._lenders: list[TensorFiles] = []  # files whose buffers these are in
+        self._acquired_from: list[TensorFiles] = []  # files whose buffers these are in
         self._brought: dict[BlockId, Tensor] = {}  # parameters [n] on the device that updates
         self._coming: CopyTicket | None = None  # the last one to there from a buffer of files
         self._signature: object | None = None
@@ -132,7 +132,7 @@ class ShardViews:
             return found, ()
         from .beside_state import BesideState
 
-        lent: dict[TensorFiles, list[Buffer]] = {}
+        acquired: dict[TensorFiles, list[Buffer]] = {}
         for block, has_master in blocks:
             chunk, grads = self._chunks[block.shard], None
             if not self.touches(block):
@@ -148,16 +148,16 @@ class ShardViews:
                 block.id, chunk.spec.id, index, params, not has_master, grads
             )
             for files in (params, grads):
-                if files is not None and files not in lent:
-                    self._lenders.append(files)
-                    lent[files] = self._borrow(files)
-        sets = zip(*lent.values(), strict=False)
-        return found, [dict(zip(lent, one, strict=True)) for one in sets]
+                if files is not None and files not in acquired:
+                    self._acquired_from.append(files)
+                    acquired[files] = self._acquire(files)
+        sets = zip(*acquired.values(), strict=False)
+        return found, [dict(zip(acquired, one, strict=True)) for one in sets]
 
-    def _borrow(self, files: TensorFiles) -> list[Buffer]:
+    def _acquire(self, files: TensorFiles) -> list[Buffer]:
         # With those of the thread that trains, a tail would wait for reads that wait for the tail.
         count = self._num_waiting + (BUFFERS_AHEAD if self.goes_on else 0)
-        return files.lend(count, to_thread=self.goes_on)
+        return files.acquire_buffers(count, to_thread=self.goes_on)
 
     def touches(self, block: Block) -> bool:
         if self._shards[block.shard].has_gradient:
@@ -258,9 +258,9 @@ class ShardViews:
         coming, self._coming = self._coming, None
         if coming is not None and not coming.ready():  # those before it too: they are of one stream
             coming.settle()
-        for files in self._lenders:
-            files.take_back()
-        for kept in (self._lenders, self._beside, self._brought):
+        for files in self._acquired_from:
+            files.release_buffers()
+        for kept in (self._acquired_from, self._beside, self._brought):
             kept.clear()
 
     def save(self, block: Block, undo: Callable[..., Tensor]) -> bool:

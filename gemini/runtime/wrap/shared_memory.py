@@ -51,7 +51,7 @@ def check_memory(
     params: those that chunks take, by name. given: a state dict gives them values, and the memory
         that they have is only their form.
 
-    Returns the memory of `params`, for `leave_behind`.
+    Returns the memory of `params`, for `note_shared_memory`.
     """
     memory: list[tuple[StorageWeakRef, Owner]] = []
     for name, param in params:
@@ -73,7 +73,7 @@ def check_memory(
         if (owner := _owner_of(name, tensor, in_chunk=False))
     ]
     open_: list[Owner] = []
-    found = [*(owner for _, owner in memory), *others, *_left_behind()]
+    found = [*(owner for _, owner in memory), *others, *_shared_before()]
     for owner in sorted(found, key=lambda owner: (str(owner.device), owner.start)):
         open_ = [o for o in open_ if o.end > owner.start and o.device == owner.device]
         for other in open_:
@@ -151,28 +151,28 @@ def _share(one: Owner, other: Owner) -> bool:
 # -- of modules that are wrapped already --
 
 # memory that parameters had before they were wrapped, while another owner keeps it; by their engine
-_LEFT: list[tuple[weakref.ref[Any], StorageWeakRef, Owner]] = []
+_SHARED: list[tuple[weakref.ref[Any], StorageWeakRef, Owner]] = []
 
 
-def leave_behind(engine: Any, memory: Sequence[tuple[StorageWeakRef, Owner]]) -> None:
+def note_shared_memory(engine: Any, memory: Sequence[tuple[StorageWeakRef, Owner]]) -> None:
     """Note which memory of before somebody else still has: a parameter of a module that is wrapped
     later, say."""
     _forget()
     for ref, owner in memory:
         if not ref.expired():
             name = f"{owner.name} of a module that is wrapped already"
-            _LEFT.append((weakref.ref(engine), ref, replace(owner, name=name)))
+            _SHARED.append((weakref.ref(engine), ref, replace(owner, name=name)))
 
 
-def _left_behind() -> list[Owner]:
+def _shared_before() -> list[Owner]:
     _forget()
-    return [owner for _, _, owner in _LEFT]
+    return [owner for _, _, owner in _SHARED]
 
 
 def _forget() -> None:
     """Drop memory that is free, and that of engines that have ended."""
-    _LEFT[:] = [
+    _SHARED[:] = [
         (engine, ref, owner)
-        for engine, ref, owner in _LEFT
+        for engine, ref, owner in _SHARED
         if (there := engine()) is not None and not there.is_unwrapped and not ref.expired()
     ]

@@ -30,7 +30,7 @@ class PinnedState:
         for record, buffer, checksums in read_ahead(pool, self._records, read):
             for part, checksum in zip(record.committed, checksums, strict=True):
                 self._pinned.check(part.block, checksum)
-            look(record.block, record.shown(buffer))
+            look(record.block, record.logical_planes(buffer))
             for part in record.committed:
                 self._pinned.let_go(part.block)
 

@@ -37,7 +37,7 @@ from gemini.optim.rules.state_layout import (
     Columns,
     StateLayout,
 )
-from gemini.optim.rules.stored import shown, take, unset
+from gemini.optim.rules.stored import logical_planes, store_planes, unset
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.ranges import named
@@ -93,7 +93,7 @@ class Filed:
 
     block: Block
     layout: StateLayout  # of the planes in the file
-    shown_as: StateLayout  # with whole masters
+    logical_layout: StateLayout  # with whole masters
     state: FilePart
     undo: FilePart | None  # the weight of split masters, or the undo plane
     undo_dtype: torch.dtype
@@ -204,24 +204,24 @@ class Filed:
         view = buffer.view[self.undo.start : self.undo.stop]
         return torch.frombuffer(view, dtype=self.undo_dtype, count=self.block.numel)
 
-    def shown(self, buffer: Buffer) -> Planes:
-        """Shown planes, with whole masters. To be read, as long as the buffer is: it does not hold
-        the block any more."""
+    def logical_planes(self, buffer: Buffer) -> Planes:
+        """Logical planes, with whole masters. To be read, as long as the buffer is: it does not
+        hold the block any more."""
         planes = self._planes(buffer)
-        return shown(planes, self.shown_as, planes.pop(WEIGHT, None), in_place=True)
+        return logical_planes(planes, self.logical_layout, planes.pop(WEIGHT, None), in_place=True)
 
     def change(self, buffer: Buffer, fill: Callable[[Block, Planes], None], before: Before) -> None:
-        """Let `fill` write to the shown planes, which are before that as `before` says."""
+        """Let `fill` write to the logical planes, which are before that as `before` says."""
         planes = self._planes(buffer)
         if before == "read":
-            values = self.shown(buffer)
+            values = self.logical_planes(buffer)
         else:
             stored = {name: plane for name, plane in planes.items() if name != WEIGHT}
-            values = unset(stored, self.shown_as, self.block.numel)
+            values = unset(stored, self.logical_layout, self.block.numel)
             for plane in values.values() if before == "zero" else ():
                 plane.zero_()
         fill(self.block, values)
-        take(planes, values, self.shown_as, is_split=self.is_split)
+        store_planes(planes, values, self.logical_layout, is_split=self.is_split)
 
 
 class Records:
@@ -268,8 +268,8 @@ class Records:
             )
         self.nbytes += kept_nbytes
 
-    def serve(self, store: BlockStore) -> None:
-        """Have the parts in this store."""
+    def attach_store(self, store: BlockStore) -> None:
+        """Attach the store whose files have the parts."""
         for record in self._of.values():
             record.store = store
 
@@ -291,10 +291,10 @@ class Records:
 
     def columns_of(self, blocks: Sequence[Block]) -> Columns:
         """Columns of these blocks, by position."""
-        shown_as = [record.shown_as for record in self.of(blocks)]
-        if all(layout is self._layout for layout in shown_as):
+        layouts = [record.logical_layout for record in self.of(blocks)]
+        if all(layout is self._layout for layout in layouts):
             return ALL_COLUMNS
-        return Columns(tuple(frozenset(layout.names) for layout in shown_as))
+        return Columns(tuple(frozenset(layout.names) for layout in layouts))
 
     def in_file(self, blocks: Sequence[Block]) -> list[BlockId]:
         """All blocks that the file has of these."""

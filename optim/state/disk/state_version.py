@@ -38,7 +38,7 @@ from gemini.units import PARAM_ALIGN_NUMEL, BlockId
 from .records import FilePart, Records
 
 _TEXT_BYTES = 1 << 16  # of names and planes, at most
-_SHOWN = ("float32", "float64")  # dtypes of planes that are shown
+_LOGICAL_DTYPES = ("float32", "float64")  # of logical planes
 _KIND_IN_FILES = {kind.in_files or name: name for name, kind in KIND_OF.items()}
 
 
@@ -51,14 +51,14 @@ class StateVersion:
 
     paths: tuple[str, ...]  # of the store's files, in order
     index: Index
-    layout: StateLayout  # as it is shown
+    layout: StateLayout  # the logical one
     blocks: tuple[tuple[int, bool], ...]  # of each: elements, and whether its masters are split
     has_undo: bool  # see `Records`
     columns: Columns = ALL_COLUMNS  # which planes a block has, by its position
     starts: tuple[int, ...] = field(init=False, compare=False)  # bytes; of each block, and the end
 
     def __post_init__(self) -> None:
-        kinds = {plane.dtype for plane in self.layout.planes} - set(_SHOWN)
+        kinds = {plane.dtype for plane in self.layout.planes} - set(_LOGICAL_DTYPES)
         wrong = [numel for numel, _ in self.blocks if numel < 1 or numel % PARAM_ALIGN_NUMEL]
         if kinds or wrong or not self.blocks or len(self.blocks) > len(self.index.entries):
             raise ValueError(f"planes of {sorted(kinds)}, blocks of {wrong[:3]} elements")
@@ -72,7 +72,7 @@ class StateVersion:
         return self.starts[-1]
 
     def layout_of(self, i: int) -> StateLayout:
-        """Layout of the shown planes of a block."""
+        """Layout of the logical planes of a block."""
         return self.columns.of({i}, self.layout)
 
     def records(self) -> Records:
@@ -171,7 +171,7 @@ class VersionReader:
         self._open = [open_direct(Path(path)) for path in version.paths]
         self._engine = ThreadEngine()
         self._buffer = BufferPool(1, self._records.buffer_nbytes(version.all_blocks())).take()
-        self._shown: tuple[int, Planes] | None = None
+        self._logical: tuple[int, Planes] | None = None
 
     def close(self) -> None:
         """Close the files: no block is read any more."""
@@ -180,16 +180,16 @@ class VersionReader:
             file.close()
 
     def block(self, i: int) -> Planes:
-        """Shown planes of block i; good until the next call. Raises NvmeError."""
-        if self._shown is None or self._shown[0] != i:
+        """Logical planes of block i; good until the next call. Raises NvmeError."""
+        if self._logical is None or self._logical[0] != i:
             record = self._records[self._version.block(i)]
-            self._shown = None
+            self._logical = None
             tickets = [self._engine.read(self._transfer(part)) for part in record.committed]
             for part, ticket in zip(record.committed, tickets, strict=True):
                 if ticket.wait() != self._files.index.entries[part.block].checksum:
                     raise ChecksumError(f"block {part.block} of a recovered store does not verify")
-            self._shown = i, record.shown(self._buffer)
-        return self._shown[1]
+            self._logical = i, record.logical_planes(self._buffer)
+        return self._logical[1]
 
     def _transfer(self, part: FilePart) -> Transfer:
         extent = self._files.extent(part.block)

@@ -197,7 +197,7 @@ def whole_parameters(make):
     assert model.unwrap().get_parameter(make.weight).shape == shape
 
 
-def thawing(make):
+def unfreezing(make):
     module, name = plain(make.column), make.weight.split(".")[0]
     module.get_submodule(name).requires_grad_(False)
     model = make.model(module)
@@ -229,7 +229,7 @@ ROWS = {
     "`set_all_reduce_hook`": hooked,
     "`p.grad`": grad,
     "`summon_full_params`, `unwrap`": whole_parameters,
-    "thawing": thawing,
+    "unfreezing": unfreezing,
     "without fp32 masters": lambda make: make.step(master_weights=False),
     "`communication_dtype`": lambda make: make.step(communication_dtype="fp32"),
     "`overlap_allgather`": lambda make: make.step(

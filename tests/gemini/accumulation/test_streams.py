@@ -71,7 +71,7 @@ def test_a_generator_that_was_seeded_is_not_ahead(monkeypatch):
 
 def test_generators_are_as_before_if_an_error_ends_the_step_and_behind_it_otherwise():
     streams = Streams(torch.device("cpu"))
-    streams.follow([Draws(3), Draws(5)])
+    streams.expect_draws([Draws(3), Draws(5)])
     with pytest.raises(ZeroDivisionError), streams.moved():
         torch.rand(1)
         raise ZeroDivisionError

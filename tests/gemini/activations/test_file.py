@@ -159,7 +159,7 @@ def test_buffers_are_there_while_something_may_leave(tmp_path):
     assert torch.equal(gradient(saved), expected()) and file.staging_bytes == 8 * ROW
     copy = file.write(x.data_ptr(), ROW)
     assert copy.num_pending == 1
-    file.free_staging()
+    file.release_staging()
     read = file.read(copy)
     read.wait()
     assert torch.equal(read.landing[:ROW].view(torch.float32), x.detach())

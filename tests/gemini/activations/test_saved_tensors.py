@@ -56,7 +56,7 @@ class Shelf:
     def drop(self, copy, arrival):
         self.log.append(("drop", self.items.index(copy)))
 
-    def free_staging(self):
+    def release_staging(self):
         pass
 
     def close(self):

@@ -36,7 +36,7 @@ def cases():
     for i, name in enumerate(LOOPS):
         places = ["resident", "host"] if "place" in name else everywhere
         place = places[i % len(places)]
-        if name.startswith("thawed") and place == "files":  # see test_thaw.py
+        if name.startswith("unfrozen") and place == "files":  # see test_unfreeze.py
             place = "nvme"
         yield pytest.param(name, place)
         if i % 3 == 0 and "place" not in name:

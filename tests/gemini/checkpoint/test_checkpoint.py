@@ -246,8 +246,8 @@ def test_all_differences_are_listed_at_once_and_strict_can_be_given_up(tmp_path)
 
 
 def test_the_digest_follows_weights_and_not_where_they_are():
-    forms = [("resident", 0.002), ("nvme", 0.01), ("host", 0.004)]
-    found = {make(placement, chunk_size_m=size)[0].digest() for placement, size in forms}
+    layouts = [("resident", 0.002), ("nvme", 0.01), ("host", 0.004)]
+    found = {make(placement, chunk_size_m=size)[0].digest() for placement, size in layouts}
     assert len(found) == 1
     model, optimizer = make()
     before = model.digest()

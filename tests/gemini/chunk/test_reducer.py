@@ -120,7 +120,7 @@ def test_a_chunk_has_its_place_behind_the_last_call_and_gradient_of_any_rank(chu
     reducer.arrived(chunks[1], 0, torch.ones(1))
     found = reducer.found({0: 3, 1: 2})
     assert found == {0: 3, 1: 3} and log == []
-    reducer.learn((CALLS, 2), [{0: 4}, found])
+    reducer.register_order((CALLS, 2), [{0: 4}, found])
     reducer.finish()
     log.clear()
     agree.side_effect = lambda chunks: pytest.fail("all ranks know")

@@ -218,22 +218,22 @@ def test_a_step_reads_10_bytes_an_element_and_writes_12():
 
 
 def test_lion_and_fp16_and_parameters_in_files_keep_whole_masters(tmp_path):
-    def forms(optimizer):
+    def block_counts(optimizer):
         optimizer.bind()
         nvme = optimizer.targets[0].tiered_state.nvme
         found = nvme.store.layout.num_blocks, len(nvme.blocks)
         optimizer.close()
         return found
 
-    split, num_blocks = forms(wrapped("serial")[1])
+    split, num_blocks = block_counts(wrapped("serial")[1])
     assert 1.5 * num_blocks < split < 2 * num_blocks  # the last of a chunk may be short
-    whole, num_blocks = forms(wrapped("serial", precision="fp16")[1])
+    whole, num_blocks = block_counts(wrapped("serial", precision="fp16")[1])
     assert whole == num_blocks
     model = GeminiDDP(Tower(), min_chunk_size_m=0.004)
     lion = HybridLion(
         model.parameters(), nvme_offload_fraction=1.0, nvme=NvmeConfig(block_numel=BLOCK)
     )
-    whole, num_blocks = forms(lion)
+    whole, num_blocks = block_counts(lion)
     assert whole == num_blocks
     torch.manual_seed(0)
     wide = nn.Sequential(*[nn.Linear(96, 96) for _ in range(12)])

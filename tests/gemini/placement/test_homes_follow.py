@@ -50,30 +50,32 @@ def test_no_iteration_passes_a_budget_whatever_length_comes_and_no_bit_changes(l
 
 
 @pytest.fixture
-def sunk(monkeypatch):
+def demoted(monkeypatch):
     """Bytes that each move down wrote, and by how many a step over the disk writes more since."""
-    found, sink = [], TieredState.sink
+    found, demote = [], TieredState.demote
 
     def step_bytes(state):
         return 0 if state.nvme is None else state.nvme.written_bytes_per_step
 
     def counted(state, **homes):
         written, before = state.nvme_written_total, step_bytes(state)
-        sink(state, **homes)
+        demote(state, **homes)
         found.append((state.nvme_written_total - written, step_bytes(state) - before))
 
-    monkeypatch.setattr(TieredState, "sink", counted)
+    monkeypatch.setattr(TieredState, "demote", counted)
     return found
 
 
-def test_state_goes_to_disk_where_the_host_is_full_and_only_what_goes_is_written(no_warning, sunk):
+def test_state_goes_to_disk_where_the_host_is_full_and_only_what_goes_is_written(
+    no_warning, demoted
+):
     lengths = (S, S, 32, 36, L, S)
     loop, free = Loop(1200, "120KiB").train(*lengths), Loop(1 << 20).train(*lengths)
     assert max(loop.peaks[1:]) <= 1200 * KIB
     assert loop.model.engine.planning.plan.blocks_on(Tier.NVME)
     assert_same(loop, free)
-    assert len([came for _, came in sunk if came]) > 1
-    assert all(written == came for written, came in sunk)
+    assert len([came for _, came in demoted if came]) > 1
+    assert all(written == came for written, came in demoted)
 
 
 @pytest.mark.parametrize("call", ["allocate", "pwritev", "fdatasync"])
@@ -381,7 +383,7 @@ def raised_at_every_allocation(loop, iterations):
         nothing = with_bytes_added(planning.inputs.trace, -(1 << 30))
         higher = planning.raised(nothing)
         if higher is not None:
-            loop.model.engine.homes.raise_homes(higher.result, higher.inputs)
+            loop.model.engine.homes.promote_homes(higher.result, higher.inputs)
         device.left = n
         try:
             loop.train(S)

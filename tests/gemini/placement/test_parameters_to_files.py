@@ -60,7 +60,7 @@ def lower_all(loop):
         for s in floor.shards
     )
     planned = plan_within(replace(floor, shards=shards), planning.inputs, planning.policy)
-    engine.homes.lower_homes(planned.plan)
+    engine.homes.demote_homes(planned.plan)
     planning.use_plan(planned)
     engine.storage.place_gradients(planned.plan, engine.chunks)
     engine.target.homes_changed()
@@ -153,7 +153,7 @@ def test_a_rise_from_files_that_fails_anywhere_has_moved_nothing():
         higher = engine.planning.raised(short)
         with failing("preadv", errno.EIO, after=num_failed, times=1) as failed:
             try:
-                engine.homes.raise_homes(higher.result, higher.inputs)
+                engine.homes.promote_homes(higher.result, higher.inputs)
             except nvme.NvmeError:
                 assert failed
                 assert (homes(loop), in_files(loop), engine.ledger.totals()) == before
@@ -191,11 +191,11 @@ def test_where_ram_is_the_device_all_goes_to_files_and_rises_and_no_bit_changes(
         for i, ids in enumerate(batches):
             if budget and i == 2:
                 assert not engine.sharding.all_gathered and Tier.DEVICE in engine_homes(engine)
-                engine.homes.sink_all()
+                engine.homes.demote_all()
                 assert engine_homes(engine) == {N} and engine.planning.moves.num_down == 1
             if budget and i == 4:
                 higher = engine.planning.raised(engine.planning.asked_by(engine.sampler.measured()))
-                engine.homes.raise_homes(higher.result, higher.inputs)
+                engine.homes.promote_homes(higher.result, higher.inputs)
                 assert Tier.DEVICE in engine_homes(engine)
             token_loss(model, ids).backward()
             optimizer.step()
@@ -211,7 +211,7 @@ def engine_homes(engine):
     return {h for shard in engine.plan.shards for h in (shard.param_home, *shard.state_homes)}
 
 
-def test_frozen_ones_go_too_and_are_thawed_there():
+def test_frozen_ones_go_too_and_are_unfrozen_there():
     def half():
         module = Tower()
         for param in module.layers[:2].parameters():
@@ -239,7 +239,7 @@ def test_those_of_kept_versions_without_masters_go_to_the_host_at_most():
         nvme_config = NvmeConfig(block_numel=1024, keep_versions=2)
         loop, free = pair((800, "400KiB"), nvme=nvme_config, on_nvme=1.0, **options)
         train((loop, free), S, S)
-        loop.model.engine.homes.sink_all()
+        loop.model.engine.homes.demote_all()
         assert loop.moves[0] == 1
         assert may_go or not in_files(loop)
         digest = loop.model.digest()

@@ -66,30 +66,30 @@ def test_ranks_that_planned_otherwise_are_found():
 def test_a_policy_that_says_all_itself_follows_no_measurement():
     static = planning(StaticPlacement(), budgets=Budgets())
     before = static.plan
-    assert not static.follow(trace_of(5 * ACTIVATIONS))
-    assert not static.follow_all(trace_of(5 * ACTIVATIONS)) and static.higher() is None
+    assert not static.replan(trace_of(5 * ACTIVATIONS))
+    assert not static.replan_together(trace_of(5 * ACTIVATIONS)) and static.higher() is None
     assert static.plan is before
 
 
 def test_what_was_planned_with_a_trace_stays_while_the_same_calls_come():
     made = planning()
     before = made.plan
-    assert not made.follow(trace_of(ACTIVATIONS // 2)) and made.plan is before
+    assert not made.replan(trace_of(ACTIVATIONS // 2)) and made.plan is before
     other = trace_of(ACTIVATIONS // 2)
-    assert not made.follow(replace(other, signature="other inputs"))  # of the same calls
+    assert not made.replan(replace(other, signature="other inputs"))  # of the same calls
     half = len(other.moments) // 2
     twice = other.moments[:half] + other.moments[:2] + other.moments[half:]  # a module again
     longer = replace(other, signature="longer", moments=twice)
-    assert made.follow(longer)  # a trace made ahead has no signature: it was of these inputs
+    assert made.replan(longer)  # a trace made ahead has no signature: it was of these inputs
     assert made.plan is not before and homes(made.plan) == homes(before)
-    assert not made.follow(longer)
+    assert not made.replan(longer)
     now = made.plan
-    assert made.follow(replace(other, signature="shorter"))  # planned beside it, in its homes
+    assert made.replan(replace(other, signature="shorter"))  # planned beside it, in its homes
     assert made.plan is now and homes(made.others["train", "shorter", 0].result.plan) == homes(
         before
     )
     assert made.steps_for("train", "shorter") is not made.steps_for("train", "longer")
-    assert not made.follow(replace(other, signature="shorter"))
+    assert not made.replan(replace(other, signature="shorter"))
 
 
 def test_an_assumption_gives_way_to_the_first_measurement_and_homes_rise_once():
@@ -97,7 +97,7 @@ def test_an_assumption_gives_way_to_the_first_measurement_and_homes_rise_once():
     low = made.plan
     assert any(home is not Tier.DEVICE for s in low.shards for home in s.state_homes)
     assert made.higher() is None  # nothing was measured
-    assert made.follow(trace_of(0)) and made.has_trace
+    assert made.replan(trace_of(0)) and made.has_trace
     assert homes(made.plan) == homes(low)
     raised = made.higher()
     assert raised is not None and made.plan is not raised.plan

@@ -297,7 +297,7 @@ def write(model):
 
 
 def train(model):
-    """A stack is thawed, which moves it to other files."""
+    """A stack is unfrozen, which moves it to other files."""
     stack = getattr(model, "module", model).model.layers[1].mlp.experts.down_proj
     stack.requires_grad_(True)
     model(input_ids=prompts(2), use_cache=False).logits.float().sum().backward()

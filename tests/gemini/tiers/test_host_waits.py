@@ -63,7 +63,7 @@ def test_weights_that_follow_masters_travel_from_pinned_memory_a_block_at_a_time
         for start, end in ((0, 16), (16, 32), (32, 40)):
             block = SimpleNamespace(shard=0, numel=end - start, elements=slice(start, end))
             values = backend.allocate_host(end - start, torch.float32).copy_(masters[start:end])
-            shards.follow(block, values)
+            shards.store(block, values)
         shards.end()
         backend.check()
     assert torch.equal(shard, masters.to(torch.bfloat16))

@@ -132,7 +132,7 @@ def test_a_read_is_of_what_was_written_before_its_gate_opened(long_file):
     into = torch.zeros(LONG[1].numel)
     ticket = long_file.read(1, into, behind=gate)
     assert gate.came.get() != threading.get_ident()
-    buffer, _ = long_file.lend(2, to_thread=True)  # beside the buffers that the read has
+    buffer, _ = long_file.acquire_buffers(2, to_thread=True)  # beside the buffers that the read has
     long_file.values(1, 0, buffer).fill_(7.0)
     written = long_file.begin_write(1, 0, buffer)
     assert not ticket.ready()
@@ -144,7 +144,7 @@ def test_a_read_is_of_what_was_written_before_its_gate_opened(long_file):
     assert came == [threading.get_ident()], "it was asked for before the gate was open"
     assert gate.waited_seconds > 0
     written.wait()
-    long_file.take_back()
+    long_file.release_buffers()
     opens.join()
 
 
@@ -233,26 +233,26 @@ def test_a_step_of_this_thread_has_the_buffers_when_tensors_have_been_read(long_
     """They share the buffers."""
     into = torch.zeros(LONG[1].numel)
     ticket = long_file.read(1, into)
-    buffers = long_file.lend(0, to_thread=False)
+    buffers = long_file.acquire_buffers(0, to_thread=False)
     assert ticket.ready() and len(buffers) == 4
     reads = [long_file.begin_read(1, index, buffer) for index, buffer in enumerate(buffers)]
     for index, (read, buffer) in enumerate(zip(reads, buffers, strict=True)):
         read.wait()
         assert long_file.values(1, index, buffer)[0] == index * BLOCK
-    long_file.take_back()
+    long_file.release_buffers()
     assert torch.equal(read_long(long_file), torch.arange(LONG[1].numel, dtype=torch.float32))
 
 
 def test_a_step_has_buffers_of_its_own_as_long_as_it_asks_for_as_many(long_file):
     alone = long_file.staging_bytes
-    first = long_file.lend(3, to_thread=True)
+    first = long_file.acquire_buffers(3, to_thread=True)
     assert len(first) == 3 and long_file.staging_bytes == alone + 3 * len(first[0].view)
-    long_file.rest()  # leaves alone what is lent
-    long_file.take_back()
-    assert sorted(map(id, long_file.lend(3, to_thread=True))) == sorted(map(id, first))
-    long_file.take_back()
-    assert len(long_file.lend(1, to_thread=False)) == 1 + 4
-    long_file.take_back()
+    long_file.release_staging()  # leaves alone what is acquired
+    long_file.release_buffers()
+    assert sorted(map(id, long_file.acquire_buffers(3, to_thread=True))) == sorted(map(id, first))
+    long_file.release_buffers()
+    assert len(long_file.acquire_buffers(1, to_thread=False)) == 1 + 4
+    long_file.release_buffers()
     assert long_file.staging_bytes == alone + len(first[0].view)
 
 

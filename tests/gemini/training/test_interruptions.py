@@ -80,7 +80,7 @@ def stop(*_):
 @pytest.mark.parametrize("enter", [lambda model: model, lambda model: model.module])
 def test_ctrl_c_in_a_forward_ends_it(enter):
     """torch calls no hook behind a forward that ends in what is no Exception. What is frozen is
-    thawed where a forward begins."""
+    unfrozen where a forward begins."""
     net = Net()
     net.first.requires_grad_(False)
     model = GeminiDDP(net, precision="fp32")

@@ -115,7 +115,7 @@ def check_held(model, tier):
 
 @pytest.mark.parametrize("tier", [H, N], ids=str)
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.ci)])
-def test_what_is_planned_is_held_before_and_behind_a_thaw(world_size, tier, tmp_path):
+def test_what_is_planned_is_held_before_and_behind_unfreezing(world_size, tier, tmp_path):
     """Of a simulated device, whose memory is not the host's. To files under a host budget that
     has no room for them."""
     mine = StaticPlacement(0.5)
@@ -131,9 +131,9 @@ def test_what_is_planned_is_held_before_and_behind_a_thaw(world_size, tier, tmp_
         check_held(model, tier)
         step(model, optimizer)
         check_held(model, tier)
-        for thawed in (model.module.up, model.module.down):
+        for unfrozen in (model.module.up, model.module.down):
             before = frozen_bytes(model)
-            thawed.requires_grad_(True)
+            unfrozen.requires_grad_(True)
             step(model, optimizer, 1)
             assert frozen_bytes(model) < before
             check_held(model, tier)
@@ -381,7 +381,7 @@ def test_none_are_kept_where_nobody_asked(said):
     assert "and 3 more frozen parameters as they were rounded to bfloat16" in text
 
 
-def test_a_thaw_tells_that_masters_begin_with_rounded_weights(said):
+def test_unfreezing_tells_that_masters_begin_with_rounded_weights(said):
     before = Adapted()
     model, optimizer = wrapped("cuda", module=Adapted(), keep_originals=False)
     optimizer.param_groups[0]["lr"] = 0.0

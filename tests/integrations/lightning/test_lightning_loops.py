@@ -82,7 +82,7 @@ def test_torchs_sgd_is_converted_and_its_schedule_follows(tmp_path):
     torch.testing.assert_close(got["losses"], want["losses"], rtol=1e-5, atol=0)
 
 
-class Thaws(Net):
+class Unfreezes(Net):
     """Its body is frozen at first."""
 
     def configure_optimizers(self):
@@ -110,7 +110,7 @@ def finetuning():
     ("kind", "options"),
     [
         (ByHand, {}),
-        (Thaws, {"callbacks": finetuning, "max_epochs": 2, "limit_train_batches": 2}),
+        (Unfreezes, {"callbacks": finetuning, "max_epochs": 2, "limit_train_batches": 2}),
         (Tuned, {"callbacks": lambda: LearningRateFinder(min_lr=1e-3, num_training_steps=8)}),
     ],
 )

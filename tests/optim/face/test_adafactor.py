@@ -353,7 +353,7 @@ def test_a_step_that_fails_changes_no_line():
     model, optimizer = _made(1.0)
     _steps(model, optimizer, 1)
     (target,) = optimizer.targets
-    before = copy.deepcopy({p: dict(s) for p, s in target.shown_state().items()})
+    before = copy.deepcopy({p: dict(s) for p, s in target.state_views().items()})
     real = target.tiered_state.nvme.store.write
 
     def fails(*args, **kwargs):
@@ -363,7 +363,7 @@ def test_a_step_that_fails_changes_no_line():
     with pytest.raises(OSError, match="on purpose"):
         _steps(model, optimizer, 1)
     target.tiered_state.nvme.store.write = real
-    for (_, now), (_, then) in zip(target.shown_state().items(), before.items(), strict=True):
+    for (_, now), (_, then) in zip(target.state_views().items(), before.items(), strict=True):
         assert all(torch.equal(now[name], value) for name, value in then.items())
     optimizer.close()
 

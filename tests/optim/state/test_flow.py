@@ -254,7 +254,7 @@ def test_a_step_counts_as_a_whole_or_not_at_all(
             records = {number: Beside(other, number, chance.random() < 0.5) for number in some}
             beside = records, other, [{} for _ in range(num_sets + waits)]
         if chance.random() < 0.3:
-            flow.rest()
+            flow.quiesce()
             check(flow, buffers, at_rest=True)
         if chance.random() < 0.5:
             flow.read_ahead()
@@ -266,7 +266,7 @@ def test_a_step_counts_as_a_whole_or_not_at_all(
             want = {n: value + (n not in untouched) for n, value in want.items()}
         check(flow, buffers)
         assert file.committed == weights == want
-    flow.rest()
+    flow.quiesce()
     check(flow, buffers, at_rest=True)
 
 
@@ -317,7 +317,7 @@ def test_other_spans_keep_the_order_of_those_that_stay():
     file, flow, buffers = made(4, 1, 0, random.Random(0))
     assert step(flow, file, buffers, dict.fromkeys(range(4), 0))
     flow.committed(in_order=False)
-    flow.rest()
+    flow.quiesce()
     new = [Span(Record(file, number)) for number in (4, 5)]
     flow.change([*flow.spans[1:], *new], [{} for _ in range(3)])
     assert [span.id for span in flow.order] == [3, 2, 1, 4, 5] and len(flow.free) == 3

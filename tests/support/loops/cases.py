@@ -353,7 +353,7 @@ class HalfFrozen(Net):
         self.layers[:-1].requires_grad_(False)
 
 
-def thawed_one_by_one(model, step):
+def unfrozen_one_by_one(model, step):
     """The optimizer has all parameters from the beginning."""
     if step in (2, 4):
         unwrapped(model).layers[2 - step // 2].requires_grad_(True)
@@ -361,13 +361,13 @@ def thawed_one_by_one(model, step):
     clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.3)
 
 
-def thawed_between_micro_batches(model, step):
+def unfrozen_between_micro_batches(model, step):
     loss_of(model, step).backward()
     unwrapped(model).layers[0].weight.requires_grad_(step >= 2)
     loss_of(model, step + 10).backward()
 
 
-def thawed_for_a_submodule(model, step):
+def unfrozen_for_a_submodule(model, step):
     loss_of(model, step).backward()
     unwrapped(model).layers[0].requires_grad_(True)
     of_submodule(model, 0, step).backward()
@@ -381,13 +381,13 @@ def adversaries(model, step):
     loss_of(model, step).backward()
 
 
-_THAWED = {
-    "thawed one by one": stepping(thawed_one_by_one, 2 * STEPS),
-    "thawed between micro-batches": stepping(thawed_between_micro_batches, 2 * STEPS),
-    "thawed for a submodule": stepping(thawed_for_a_submodule),
+_UNFROZEN = {
+    "unfrozen one by one": stepping(unfrozen_one_by_one, 2 * STEPS),
+    "unfrozen between micro-batches": stepping(unfrozen_between_micro_batches, 2 * STEPS),
+    "unfrozen for a submodule": stepping(unfrozen_for_a_submodule),
 }
-LOOPS |= _THAWED | {"adversaries": stepping(adversaries, 2 * STEPS)}
-BUILDS |= dict.fromkeys(_THAWED, HalfFrozen)
+LOOPS |= _UNFROZEN | {"adversaries": stepping(adversaries, 2 * STEPS)}
+BUILDS |= dict.fromkeys(_UNFROZEN, HalfFrozen)
 
 LOOPS |= {
     f"clip by norm {order:g}": every(

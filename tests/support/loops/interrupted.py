@@ -110,9 +110,9 @@ class Program:
 
 
 def _repeatable(sets: list[Call]) -> list[Call]:
-    """A thaw that a step has carried out stays, and a checkpoint of before has no state of it."""
-    thaws = any(name == "freeze" and args[-1] for name, args in sets)
-    return [call for call in sets if not (thaws and call[0] == "come_back")]
+    """Unfreezing that a step has carried out stays; a checkpoint of before has no state of it."""
+    unfreezes = any(name == "freeze" and args[-1] for name, args in sets)
+    return [call for call in sets if not (unfreezes and call[0] == "come_back")]
 
 
 def draw(rng: random.Random, place: str) -> Program:
@@ -271,7 +271,7 @@ def outcome_with(program: Program, place: str, number: int, index: int, point: P
 
 
 def differs(want: Outcome, got: Outcome) -> list[str]:
-    if known := got.values.keys() ^ want.values.keys():  # state of what was thawed
+    if known := got.values.keys() ^ want.values.keys():  # state of what was unfrozen
         return sorted(known)
     seen = [f"call {call}" for call, read in want.seen.items() if got.seen[call] != read]
     return differences(got.values, want.values) + seen

@@ -363,7 +363,7 @@ def move_until_killed(last: int | None, folder: str) -> int:
     loop = looped(Path(folder), "100KiB", None)  # which leaves the host staging alone
     runs = f"{folder}/runs"
     gemini.save_checkpoint(f"{runs}/0", loop.model, loop.optimizer, extra=0)
-    with counted_in(MovingHomes, ("_sink", "_rise"), last, f"{folder}/files") as changes:
+    with counted_in(MovingHomes, ("_demote", "_promote"), last, f"{folder}/files") as changes:
         for k, length in enumerate(LENGTHS, start=1):
             loop.train(length)
             gemini.save_checkpoint(f"{runs}/{k}", loop.model, loop.optimizer, extra=k, keep_last=2)

@@ -219,8 +219,8 @@ def write_weights(run: Run, which: int, how: str) -> None:
             param.add_(0.01)
 
 
-def freeze(run: Run, layer: int, thaw: bool) -> None:
-    run.inner.layers[layer].requires_grad_(thaw)
+def freeze(run: Run, layer: int, unfreeze: bool) -> None:
+    run.inner.layers[layer].requires_grad_(unfreeze)
 
 
 def save(run: Run) -> None:

@@ -119,7 +119,7 @@ class FrozenFiles:
         """Bytes moved since this was made."""
         return self._traffic
 
-    def serve(self, depth: int, meter: WriteMeter | None) -> None:
+    def configure(self, depth: int, meter: WriteMeter | None) -> None:
         """Blocks are read so far ahead from now on, and what is written, and was, counts there."""
         if meter is not None:
             meter.written_bytes += self._meter.written_bytes

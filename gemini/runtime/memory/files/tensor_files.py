@@ -95,7 +95,7 @@ class TensorFill:
 
 
 class TensorFiles:
-    """Tensors by chunk, each written whole or by block. One thread at a time; see `lend`.
+    """Tensors by chunk, written whole or by block. One thread at a time; see `acquire_buffers`.
 
     Each tensor has a place in the file, and may come and leave (`take_in`, `forget`).
 
@@ -134,11 +134,11 @@ class TensorFiles:
         self._pool = BufferPool(config.depth + 2, _largest(places), config.pin)
         self._writes = WriteBehind(self._pool)
         self._of_steps: BufferPool | None = None  # more buffers, for steps alone
-        self._lent: list[tuple[BufferPool, Buffer]] = []
+        self._acquired: list[tuple[BufferPool, Buffer]] = []
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="files")  # starts when it is used
         self._reads: list[Future[None]] = []
 
-    def serve(self, depth: int, meter: WriteMeter | None) -> None:
+    def configure(self, depth: int, meter: WriteMeter | None) -> None:
         """Read `depth` blocks ahead from now on, and count what is written, and was, in `meter`."""
         if meter is not None:
             meter.written_bytes += self.store.meter.written_bytes
@@ -154,12 +154,12 @@ class TensorFiles:
         self._pool = BufferPool(count, nbytes, self._pin)
         self._writes = WriteBehind(self._pool)
 
-    def rest(self) -> None:
-        """End what is under way, and give the memory of staging back until it is used again."""
+    def release_staging(self) -> None:
+        """End what is under way, and release the memory of staging until it is used again."""
         self._end_reads()
         self._writes.drain()
         self._pool.empty()
-        if self._of_steps is not None and not self._lent:
+        if self._of_steps is not None and not self._acquired:
             self._of_steps.empty()
 
     def __iter__(self) -> Iterator[ChunkId]:
@@ -221,14 +221,14 @@ class TensorFiles:
 
     # -- blocks of a step, in buffers that it has until its end --
 
-    def lend(self, num_more: int, *, to_thread: bool) -> list[Buffer]:
-        """Lend staging buffers to a step until `take_back`: `num_more`, and those for all else,
-        which the thread that trains needs meanwhile if the step is `to_thread` of its own.
+    def acquire_buffers(self, num_more: int, *, to_thread: bool) -> list[Buffer]:
+        """Acquire staging buffers for a step until `release_buffers`: `num_more`, and those for all
+        else, which the thread that trains needs meanwhile if the step is `to_thread` of its own.
 
         The step reads nothing that anyone writes meanwhile: a version that is written is not read
         before it counts.
         """
-        assert not self._lent
+        assert not self._acquired
         if self._of_steps is None or self._of_steps.count != num_more:
             self._of_steps = None  # two pools would pass the host's budget
         if num_more and self._of_steps is None:
@@ -239,13 +239,13 @@ class TensorFiles:
             self._writes.drain()
             pools.append(self._pool)
         for pool in pools:
-            self._lent += [(pool, pool.take()) for _ in range(pool.count)]
-        return [buffer for _, buffer in self._lent]
+            self._acquired += [(pool, pool.take()) for _ in range(pool.count)]
+        return [buffer for _, buffer in self._acquired]
 
-    def take_back(self) -> None:
-        """Take back what was lent; nothing of the step is under way."""
-        while self._lent:
-            pool, buffer = self._lent.pop()
+    def release_buffers(self) -> None:
+        """Release what was acquired; nothing of the step is under way."""
+        while self._acquired:
+            pool, buffer = self._acquired.pop()
             pool.give(buffer)
 
     def values(self, chunk: ChunkId, index: int, buffer: Buffer) -> Tensor:

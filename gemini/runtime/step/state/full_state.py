@@ -71,13 +71,13 @@ def scatter(
         part, a DTensor.
     """
     links = sharding.links[chunk.spec.group]
-    wholes = {
+    full_values = {
         param: full_value(v) for param, v in values.items() if v is not None and param in split
     }
     if payload is not None:
         for param, place in params_in(sharding.layout, chunk.spec, payload):
             if param in values:
-                whole = wholes.get(param, values[param]) if sharding.comm.rank == 0 else None
+                whole = full_values.get(param, values[param]) if sharding.comm.rank == 0 else None
                 value = _given_part(links, sharding.params[param], whole, place.dtype)
                 place.copy_(value.reshape(place.shape))
     links.scatter(payload, shard)

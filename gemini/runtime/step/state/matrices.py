@@ -9,7 +9,7 @@ from typing import Any
 from gemini.chunk.layout import ChunkSpec
 from gemini.chunk.local import group_of as split_of
 from gemini.chunk.storage import Chunk
-from gemini.optim.matrices.plan import Bucket, Whole, buckets_of
+from gemini.optim.matrices.plan import Bucket, WholeParam, buckets_of
 from gemini.optim.rules.matrix_rule import MOMENTUM
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import Columns
@@ -28,9 +28,9 @@ class MatrixBuckets:
     buckets: tuple[Bucket, ...]
     waiting: Waiting
 
-    def largest(self) -> Whole | None:
+    def largest(self) -> WholeParam | None:
         """Largest matrix, which staging must hold."""
-        every = (whole for bucket in self.buckets for whole in bucket.wholes)
+        every = (whole for bucket in self.buckets for whole in bucket.whole_params)
         return max(every, key=lambda whole: whole.numel, default=None)
 
 
@@ -39,11 +39,11 @@ def matrices_of(sharding: Sharding, chunks: Sequence[Chunk], columns: Columns) -
 
     Raises ValueError for a parameter that torch has split: no rank has all of its matrix.
     """
-    wholes = [whole for chunk in chunks for whole in _wholes(sharding, chunk, columns)]
-    buckets = tuple(buckets_of(wholes))
+    whole_params = [whole for chunk in chunks for whole in _whole_params(sharding, chunk, columns)]
+    buckets = tuple(buckets_of(whole_params))
     numel = num_runs = 0
     for bucket in buckets:
-        params = {whole.param for whole in bucket.wholes}
+        params = {whole.param for whole in bucket.whole_params}
         spans = [span for chunk in chunks if (span := _span(chunk.spec, params))]
         numel = max(numel, *(sum(of_rank) for of_rank in zip(*spans, strict=True)))
         num_runs = max(num_runs, len(spans))
@@ -60,7 +60,7 @@ def _span(spec: ChunkSpec, params: Set[int]) -> list[int]:
     return [max(0, min(high, lo + spec.shard_numel) - max(low, lo)) for lo in edges]
 
 
-def _wholes(sharding: Sharding, chunk: Chunk, columns: Columns) -> list[Whole]:
+def _whole_params(sharding: Sharding, chunk: Chunk, columns: Columns) -> list[WholeParam]:
     layout, spec = sharding.layout, chunk.spec
     by_rank = [
         {part.param: (part.param_offset, part.numel) for part in layout.shard_segments(spec, rank)}
@@ -79,7 +79,7 @@ def _wholes(sharding: Sharding, chunk: Chunk, columns: Columns) -> list[Whole]:
                 "give it to a group with use_muon=False"
             )
         runs = tuple(of_rank.get(param, (0, 0)) for of_rank in by_rank)
-        found.append(Whole(param, tuple(shape), _contiguous(shape), runs, spec.group))
+        found.append(WholeParam(param, tuple(shape), _contiguous(shape), runs, spec.group))
     return found
 
 
@@ -109,5 +109,5 @@ def matrix_updates(
         on_disk = [shard.chunk for shard in planning.plan.shards if Tier.NVME in shard.state_homes]
         return {slot.param for chunk in on_disk for slot in sharding.layout.chunks[chunk].slots}
 
-    ways = {group: links.shards for group, links in sharding.links.items()}
-    return MatrixUpdates(rule, group_of, columns, ways, buckets, params_on_disk)
+    transports = {group: links.shards for group, links in sharding.links.items()}
+    return MatrixUpdates(rule, group_of, columns, transports, buckets, params_on_disk)

@@ -41,10 +41,10 @@ class Shards:
             self._loaded = (chunk, chunk.load_shard())
         return self._loaded[1]
 
-    def follow_master(self, block: Block, planes: Planes) -> None:
-        """Weights are their masters, rounded."""
+    def store_master(self, block: Block, planes: Planes) -> None:
+        """Store a block's masters, rounded, as its weights."""
         if MASTER in planes:
-            self.follow(block, planes[MASTER])
+            self.store(block, planes[MASTER])
 
     def exact(self, block: Block, planes: Planes) -> Tensor:
         """[n] fp32 weights of a block: its masters, or a copy where there are none."""
@@ -53,8 +53,8 @@ class Shards:
         shard = self.of(block)[block.elements]
         return shard.to(next(iter(planes.values())), copy=True)
 
-    def follow(self, block: Block, values: Tensor) -> None:
-        """A block's part of its shard takes [n] values, rounded."""
+    def store(self, block: Block, values: Tensor) -> None:
+        """Store [n] values, rounded, in a block's part of its shard."""
         chunk, into = self._chunks[block.shard], self.of(block)[block.elements]
         if self._memory is None or chunk.shard_on_host or chunk.files is not None:
             copy_alone(into, values)

@@ -30,7 +30,7 @@ from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import is_early
 from gemini.runtime.events import EngineEvents
 from gemini.runtime.gradients.waiting import Gradients
-from gemini.runtime.memory.user_writes import follow_shard
+from gemini.runtime.memory.user_writes import refresh_master
 from gemini.runtime.overlap import UpdateOverlap
 from gemini.runtime.passes import Passes
 from gemini.runtime.schedule.planning import PlanInUse
@@ -73,7 +73,7 @@ class ShardState(Target):
         planning, storage = in_use.planning, in_use.storage
         group_of = param_groups_of(sharding.params, groups)  # first: it refuses what is not ours
         if rule.measures:
-            from .shard_cover import check_not_split
+            from .shard_param_and_grad import check_not_split
 
             check_not_split(sharding)
         shapes = [spec.shape for spec in sharding.layout.params]
@@ -138,7 +138,7 @@ class ShardState(Target):
             raise self._naming_matrix(error) from None
         disk = replace(nvme, block_numel=planning.block_numel)
         space = self._space(planning.block_numel)
-        self._storage.serve(planning.block_numel, disk.depth, disk.meter)
+        self._storage.configure_files(planning.block_numel, disk.depth, disk.meter)
         plan = planning.plan
         if not disk.folders and planning.nvme_folder is not None:
             disk = replace(disk, folders=(planning.nvme_folder,))
@@ -159,13 +159,13 @@ class ShardState(Target):
         if nvme.keep_versions:
             self._check_kept()
         self._split_in_memory = state.split_in_memory
-        self._events.keeping.listen(self._follow_payload)
+        self._events.keeping.listen(self._refresh_from_payload)
         shards = Shards(self._chunks)
         self._unfilled = Counter(block.shard for block in space.blocks)
         try:
             self._tiered_state.initialise(partial(self._fill_master, shards))
         except BaseException:
-            self._events.keeping.leave(self._follow_payload)
+            self._events.keeping.leave(self._refresh_from_payload)
             self._tiered_state.close()
             raise
         shards.end()
@@ -265,18 +265,18 @@ class ShardState(Target):
         """Step that files of state have; 0 where there are none."""
         return self.tiered_state.committed_step
 
-    def raise_state(self, plan: Plan) -> None:
-        """Blocks of state rise to where `plan` has them; see `TieredState.rise`."""
+    def promote_state(self, plan: Plan) -> None:
+        """Promote blocks of state to where `plan` has them; see `TieredState.promote`."""
         space = self.tiered_state.space
-        self.tiered_state.rise(
+        self.tiered_state.promote(
             on_nvme=self._planned_on(Tier.NVME, plan, space),
             on_host=self._planned_on(Tier.HOST, plan, space),
         )
 
-    def lower_state(self, plan: Plan) -> None:
-        """Blocks of state go down to where `plan` has them; see `TieredState.sink`."""
+    def demote_state(self, plan: Plan) -> None:
+        """Demote blocks of state to where `plan` has them; see `TieredState.demote`."""
         space = self.tiered_state.space
-        self.tiered_state.sink(
+        self.tiered_state.demote(
             on_nvme=self._planned_on(Tier.NVME, plan, space),
             on_host=self._planned_on(Tier.HOST, plan, space),
         )
@@ -427,25 +427,26 @@ class ShardState(Target):
             in_memory = {c.spec.id for c in self._chunks if c.files is None}
             with suppress(NvmeError):  # the disk is gone, and what it had of the masters
                 shards = Shards(self._chunks)
-                self._tiered_state.visit(shards.follow_master, self._blocks_of(in_memory))
+                self._tiered_state.visit(shards.store_master, self._blocks_of(in_memory))
             raise
 
     @torch.no_grad()
-    def follow_shards(self, chunks: Set[ChunkId]) -> None:
+    def refresh_masters(self, chunks: Set[ChunkId]) -> None:
         """The user wrote to these shards: masters that do not round to them take their values."""
         shards = Shards(self._chunks)
-        fill = _masters(lambda block, master: _follow(master, shards.of(block)[block.elements]))
+        fill = _masters(
+            lambda block, master: refresh_master(master, shards.of(block)[block.elements])
+        )
         self.tiered_state.overwrite(fill, self._blocks_of(chunks))
 
     @torch.no_grad()
-    def _follow_payload(self, chunk: Chunk) -> None:
-        """The user wrote to a payload, and the shard is to follow: masters in memory that share
-        their upper half with it follow while it is what it was."""
+    def _refresh_from_payload(self, chunk: Chunk) -> None:
+        """A written payload replaces the shard: refresh masters in memory that share its bits."""
         if chunk.spec.id not in self._split_in_memory:
             return
         chunk.wait_gathered()
         written = chunk.written()
-        fill = _masters(lambda block, master: _follow(master, written[block.elements]))
+        fill = _masters(lambda block, master: refresh_master(master, written[block.elements]))
         here = {block.id for block in self._tiered_state.in_memory}
         blocks = [block for block in self._blocks_of({chunk.spec.id}) if block.id in here]
         self._tiered_state.overwrite(fill, blocks)
@@ -478,7 +479,7 @@ class ShardState(Target):
             original = shards.of(block)
         planes[MASTER].copy_(original[block.elements])
         if chunk.spec.id in self._split_in_memory:  # whose shard the user may have written to
-            _follow(planes[MASTER], shards.of(block)[block.elements])
+            refresh_master(planes[MASTER], shards.of(block)[block.elements])
         self._unfilled[block.shard] -= 1
         if self._unfilled[block.shard] == 0:
             self._storage.originals.drop(chunk.spec.id)  # one chunk's worth twice, at most
@@ -492,11 +493,6 @@ def _masters(look: Callable[[Block, Tensor], object]) -> BlockFiller:
             look(block, planes[MASTER])
 
     return show
-
-
-def _follow(master: Tensor, shard: Tensor) -> None:
-    """Make a master round to its part of a shard, which may be in other memory."""
-    follow_shard(master, shard.to(master.device))
 
 
 def param_groups_of(params: Sequence[Tensor], groups: Sequence[Group]) -> list[int | None]:

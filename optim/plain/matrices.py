@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gemini.optim.matrices.plan import Whole, blocks_waiting, buckets_of
-from gemini.optim.matrices.updater import Alone
+from gemini.optim.matrices.plan import WholeParam, blocks_waiting, buckets_of
+from gemini.optim.matrices.updater import LocalTransport
 from gemini.optim.rules.matrix_rule import MOMENTUM
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import Columns
@@ -37,15 +37,16 @@ def matrix_updates(
             "float16 (torch.optim.Muon updates others)"
         )
     # those that keep a momentum: matrices, or stacks of them
-    wholes = [
-        Whole(i, tuple(order.size), order.stride, ((0, order.size.numel()),))
+    whole_params = [
+        WholeParam(i, tuple(order.size), order.stride, ((0, order.size.numel()),))
         for i, order in enumerate(orders)
         if columns.has(i, MOMENTUM.name) and len(order.size) >= 2 and order.size.numel()
     ]
-    buckets = buckets_of(wholes)
+    buckets = buckets_of(whole_params)
 
     def params_on_disk() -> set[int]:
         return {part.param for block in on_disk() for part in block.segments}
 
-    updates = MatrixUpdates(rule, group_of, columns, {"": Alone()}, lambda: buckets, params_on_disk)
+    alone = {"": LocalTransport()}
+    updates = MatrixUpdates(rule, group_of, columns, alone, lambda: buckets, params_on_disk)
     return updates, blocks_waiting(buckets, blocks)

@@ -1,4 +1,4 @@
-"""Thaw of parameters that were frozen at wrapping, and are trained from now on."""
+"""Unfreezing of parameters that were frozen at wrapping, and are trained from now on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .weights import Weights
 
 
 @torch.no_grad()
-def thaw(
+def unfreeze(
     in_use: PlanInUse,
     weights: Weights,
     meetings: Meetings,
@@ -41,7 +41,7 @@ def thaw(
     if not frozen:
         return []
     if sharding.precision_settings.master_weights:
-        weights.tell_rounded(frozen, "fp32 masters begin with")
+        weights.warn_rounded(frozen, "fp32 masters begin with")
     layout = sharding.layout.with_trainable(frozen)
     chunks = [sharding.chunks[chunk] for chunk in sorted(frozen)]
     with in_use.planning.growing(frozen), sharding.following(layout):
@@ -49,7 +49,7 @@ def thaw(
             chunk.wait_gathered()  # its rows are in files that go
         if weights.target is not None:
             weights.target.settle()
-        storage.thaw(frozen)
+        storage.unfreeze(frozen)
         if weights.target is not None:
             weights.target.extend(chunks)
     storage.layout_changed(layout)

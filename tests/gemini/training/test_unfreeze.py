@@ -25,14 +25,14 @@ def budgeted(budget, build=HalfFrozen, **options):
     return model, HybridAdam(model.parameters(), nvme=BLOCKS, **ADAM)
 
 
-one_by_one = LOOPS["thawed one by one"]
+one_by_one = LOOPS["unfrozen one by one"]
 
 
 def state_homes(model):
     return [set(shard.state_homes) for shard in model.engine.planning.plan.shards]
 
 
-def test_state_of_thawed_weights_goes_where_a_budget_leaves_room():
+def test_state_of_unfrozen_weights_goes_where_a_budget_leaves_room():
     """To files, where memory is full; and the updates are those of torch."""
     model, optimizer = budgeted("110KiB")
     before = state_homes(model)
@@ -49,7 +49,7 @@ def test_state_of_thawed_weights_goes_where_a_budget_leaves_room():
     assert float(error / torch.cat([b.flatten() for _, b in moved]).norm()) < 1e-6
 
 
-def test_all_of_a_model_is_thawed_under_a_budget_that_sends_it_to_files():
+def test_all_of_a_model_is_unfrozen_under_a_budget_that_sends_it_to_files():
     model, optimizer = budgeted("100KiB")
     full_step(model, optimizer)
     model.module.requires_grad_(True)
@@ -66,7 +66,7 @@ def test_all_of_a_model_is_thawed_under_a_budget_that_sends_it_to_files():
 
 
 @pytest.mark.parametrize("place", ["resident", "host", "nvme"])
-def test_masters_of_thawed_weights_start_from_what_they_were_before_wrapping(place):
+def test_masters_of_unfrozen_weights_start_from_what_they_were_before_wrapping(place):
     model, optimizer = wrapped(HalfFrozen, place, precision="bf16", keep_originals=True)
     full_step(model, optimizer)
     model.module.requires_grad_(True)
@@ -97,7 +97,7 @@ def test_what_fits_nowhere_is_refused_and_changes_nothing():
     full_step(model, optimizer, 1)
 
 
-def test_a_thaw_that_an_error_ends_leaves_the_plan_and_layout_of_before(monkeypatch):
+def test_unfreezing_that_an_error_ends_leaves_the_plan_and_layout_of_before(monkeypatch):
     model = GeminiDDP(HalfFrozen(FILES_DEPTH), precision="fp32", **SMALL)
     engine = model.engine
     planned = engine.planning.inputs, engine.plan, engine.layout
@@ -107,12 +107,12 @@ def test_a_thaw_that_an_error_ends_leaves_the_plan_and_layout_of_before(monkeypa
         raise OSError("no space")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-        patch.setattr(engine.storage, "thaw", fails)
+        patch.setattr(engine.storage, "unfreeze", fails)
         model(torch.ones(2, 8))
     assert (engine.planning.inputs, engine.plan, engine.layout) == planned
 
 
-def test_a_checkpoint_behind_a_thaw_is_read_by_a_module_that_never_froze(tmp_path):
+def test_a_checkpoint_behind_unfreezing_is_read_by_a_module_that_never_froze(tmp_path):
     model, optimizer = wrapped(HalfFrozen, precision="bf16")
     full_step(model, optimizer)
     model.module.requires_grad_(True)
@@ -127,7 +127,7 @@ def test_a_checkpoint_behind_a_thaw_is_read_by_a_module_that_never_froze(tmp_pat
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_a_gradient_that_comes_before_a_forward_has_thawed_it_shows(drops):
+def test_a_gradient_that_comes_before_a_forward_has_unfrozen_it_shows(drops):
     """A layer that is called by itself, and trained from then on; as with torch's own."""
     found = []
     for module in (HalfFrozen(FILES_DEPTH), GeminiDDP(HalfFrozen(FILES_DEPTH), precision="fp32")):

@@ -11,7 +11,7 @@ from torch import Tensor
 from gemini.chunk.local import group_of as split_of
 from gemini.chunk.storage import Chunk
 from gemini.optim.state.space import Block, BlockSegment
-from gemini.optim.step.measuring import Cover
+from gemini.optim.step.measuring import ParamAndGrad
 from gemini.runtime.sharding import Sharding
 from gemini.units import WORLD
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gemini.optim.rules.measures import Measure
 
 
-class ShardCover(Cover):
+class ShardParamAndGrad(ParamAndGrad):
     """Shards and their gradients. Of gradients in other memory one at a time is loaded."""
 
     def __init__(self, sharding: Sharding, chunks: Sequence[Chunk], largest: float) -> None:
