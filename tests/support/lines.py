@@ -7,6 +7,7 @@ and behind every call. Events of `sys.settrace` and `sys.setprofile` are there: 
 the frame has gone back; "return" of what a line has called, and "c_return". Between other
 instructions none is delivered, so none is tried there. No event is behind a class in C that is
 called (`dict()`, `partial(..)()`): it is tried behind what that calls, and at the next event.
+Behind a property it is tried too, where Python does not look.
 """
 
 from __future__ import annotations
