@@ -76,7 +76,7 @@ def lora(rank, folder):
     module = booster.enable_lora(Tower(), lora_config=config)
     model, *_ = booster.boost(module, HybridAdam(module.parameters()))
     if rank == 0:
-        (folder / "a-file").write_text("")
+        (folder / "a-file").write_bytes(b"")
     refused = said(booster.save_lora_as_pretrained, model, folder / "a-file", error=CheckpointError)
     booster.save_lora_as_pretrained(model, folder / "lora", use_safetensors=True)
     return refused, (folder / "lora/adapter_model.safetensors").exists()
