@@ -12,6 +12,9 @@ import torch
 from bench.shared.models import token_loss
 from gemini.chunk.storage import Chunk
 from gemini.nvme import NvmeError
+from gemini.ranges import named
+from gemini.runtime.step import tail
+from gemini.runtime.step.tail import StepTail
 from optim import HybridAdam, NvmeConfig
 from optim.state.deferred_signals import TailSignals
 from optim.target import free_in_child, new_lock
@@ -91,13 +94,49 @@ def before_a_second_step():
     return model, optimizer, before, optimizer.targets[0].tiered_state.nvme.store.paths[0].name
 
 
-def test_of_two_threads_that_wait_for_a_tail_that_failed_one_is_told_and_both_see_it_undone():
+class Asked:
+    """A lock that says who asks for it."""
+
+    def __init__(self, lock, told):
+        self.lock, self.told = lock, told
+
+    def __enter__(self):
+        self.told(threading.current_thread())
+        return self.lock.__enter__()
+
+    def __exit__(self, *error):
+        return self.lock.__exit__(*error)
+
+
+def test_of_two_threads_that_wait_for_a_tail_that_failed_one_is_told_and_both_see_it_undone(
+    monkeypatch,
+):
+    """The first ends the step when the second has asked for the lock, or waits for the tail too."""
     model, optimizer, before, name = before_a_second_step()
-    found = []
+    found, here, both = [], set(), threading.Event()
     settle = optimizer.targets[0].settle
+
+    def comes(thread):
+        here.add(thread)
+        if len(here) == 2:
+            both.set()
+
+    def waits(*what):
+        comes(threading.current_thread())
+        return named(*what)
+
+    def ends(state):
+        both.wait()
+        ended(state)
+
+    ended = StepTail._ended
+    model.engine.passes.lock = Asked(model.engine.lock, comes)
+    monkeypatch.setattr(tail, "named", waits)
+    monkeypatch.setattr(StepTail, "_ended", ends)
     with failing("pwritev", errno.EIO, name, after=5, times=1):
         optimizer.step()
         optimizer.zero_grad()
+        here.clear()
         threads = [threading.Thread(target=told, args=(settle, found)) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -123,20 +162,6 @@ def test_a_signal_after_a_tail_that_another_thread_waited_for_is_the_users():
 
 
 # -- reads beside a pass --
-
-
-class Asked:
-    """A lock that says who asks for it."""
-
-    def __init__(self, lock, told):
-        self.lock, self.told = lock, told
-
-    def __enter__(self):
-        self.told(threading.current_thread())
-        return self.lock.__enter__()
-
-    def __exit__(self, *error):
-        return self.lock.__exit__(*error)
 
 
 def test_a_reader_and_a_forward_that_wait_for_one_chunk_of_a_tail_both_go_on(monkeypatch):
