@@ -151,11 +151,15 @@ def test_a_transfer_that_fails_beside_a_device_undoes_the_step(call, at):
     optimizer.close()
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0], ids=["resident", "nvme"])
 @pytest.mark.parametrize("update", ["serial", "tail"])
-def test_gradients_die_when_their_step_has_ended_and_the_loop_drops_them(update):
+def test_gradients_die_when_their_step_has_ended_and_the_loop_drops_them(update, share):
     """No flow, hook or view of a step keeps them into the next backward."""
-    backend = device(by_triton=True)
-    model, optimizer = wrapped(update, backend, AutoPlacement("1MiB"), precision="fp32")
+    model, optimizer = wrapped(
+        update, device(by_triton=True), AutoPlacement("1MiB"), precision="fp32",
+        given={"nvme_offload_fraction": share},
+    )  # fmt: skip
+    assert (optimizer.targets[0].tiered_state.nvme is not None) == bool(share)
     step(model, optimizer, 0)
     model(batch(1)).float().pow(2).mean().backward()
     grads = [weakref.ref(c.grad) for c in model.engine.chunks if c.grad is not None]
