@@ -351,6 +351,7 @@ def test_a_host_waits_once_for_a_window_of_spans_that_leave_a_device(more, most)
         for span in (*flow.reads, *flow.writes):  # a disk that is faster than the link
             span.ticket.wait() if span.ticket is not None else None
         span = flow.take()
+        assert len(flow.leaving) <= flow.window  # so many buffers are left for reads
         span.is_touched = True
         copies.append(Copies(len(copies)))
         flow.put(span, copies[-1])
