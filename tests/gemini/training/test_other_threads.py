@@ -14,9 +14,8 @@ from gemini.chunk.storage import Chunk
 from gemini.nvme import NvmeError
 from gemini.ranges import named
 from gemini.runtime.step import tail
-from gemini.runtime.step.tail import StepTail
 from optim import HybridAdam, NvmeConfig
-from optim.state.deferred_signals import TailSignals
+from optim.state.deferred_signals import DeferredSignals, TailSignals
 from optim.target import free_in_child, new_lock
 from tests.support.disks.faults import failing
 from tests.support.disks.waiting import waiting
@@ -125,18 +124,16 @@ def test_of_two_threads_that_wait_for_a_tail_that_failed_one_is_told_and_both_se
         comes(threading.current_thread())
         return named(*what)
 
-    def ends(state):
+    def ends():
         both.wait()
-        ended(state)
+        return DeferredSignals()
 
-    ended = StepTail._ended
-    model.engine.passes.lock = Asked(model.engine.lock, comes)
-    monkeypatch.setattr(tail, "named", waits)
-    monkeypatch.setattr(StepTail, "_ended", ends)
     with failing("pwritev", errno.EIO, name, after=5, times=1):
         optimizer.step()
         optimizer.zero_grad()
-        here.clear()
+        model.engine.passes.lock = Asked(model.engine.lock, comes)
+        monkeypatch.setattr(tail, "named", waits)
+        monkeypatch.setattr(tail, "DeferredSignals", ends)
         threads = [threading.Thread(target=told, args=(settle, found)) for _ in range(2)]
         for thread in threads:
             thread.start()
