@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from gemini.optim.adaptive import HybridAdadelta as HybridAdadelta
     from gemini.optim.adaptive import HybridAdagrad as HybridAdagrad
     from gemini.optim.adaptive import HybridAdamax as HybridAdamax
-    from gemini.optim.adaptive import HybridAdEMAMix as HybridAdEMAMix
     from gemini.optim.adaptive import HybridLion as HybridLion
     from gemini.optim.adaptive import HybridNAdam as HybridNAdam
     from gemini.optim.adaptive import HybridRAdam as HybridRAdam
@@ -40,7 +39,6 @@ _HOME = {
     "HybridAdafactor": "gemini.optim.adafactor",
     "HybridAdadelta": "gemini.optim.adaptive",
     "HybridAdagrad": "gemini.optim.adaptive",
-    "HybridAdEMAMix": "gemini.optim.adaptive",
     "HybridAdam": "gemini.optim.adam",
     "HybridAdamax": "gemini.optim.adaptive",
     "HybridLamb": "gemini.optim.lamb",

@@ -77,32 +77,6 @@ class HybridAdagrad(ElementwiseOptimizer):
     rule = AdagradRule
 
 
-class AdEMAMixRule(UpdateRule):
-    """AdEMAMix: Adam's m and v and a slow average in fp32; the formula is `formulas.ademamix`."""
-
-    name = "ademamix"
-    layout = _planes("exp_avg", "exp_avg_sq", "exp_avg_slow", positive="exp_avg_sq")
-    options: ClassVar = {
-        "lr": 1e-3, "betas": (0.9, 0.999), "beta3": 0.9999, "alpha": 5.0, "eps": 1e-8,
-        "weight_decay": 0.0, "warmup_steps": 0, "maximize": False,
-    }  # fmt: skip
-    ranges: ClassVar = {"beta3": (0.0, 1.0)}
-    coefficients = staticmethod(formulas.ademamix_coefficients)
-    formula = staticmethod(formulas.ademamix)
-
-
-class HybridAdEMAMix(ElementwiseOptimizer):
-    """AdEMAMix (Pagliardini et al. 2024) with fp32 state on device, host or NVMe; see `HybridAdam`.
-
-    beta3, alpha: of the slow average, and its weight beside the fast one. warmup_steps: over which
-        both rise, if it is above 0. The state has a third plane, and no other dtype.
-
-    Raises as `HybridAdam`. Formula: `optim.rules.formulas.ademamix`.
-    """
-
-    rule = AdEMAMixRule
-
-
 class RMSpropRule(UpdateRule):
     """RMSprop: an average of squared gradients in fp32; the formula is `formulas.rmsprop`.
 

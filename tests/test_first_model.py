@@ -42,6 +42,8 @@ def shell(tmp_path):
 
 
 def test_every_command_of_the_page_runs_and_says_what_the_page_says(shell, tmp_path):
+    from gemini.train.trainer import last_checkpoint
+
     make, plan, printed, train, generate = blocks()
     with shell(make) as job:
         said = job.communicate()[0]
@@ -55,7 +57,7 @@ def test_every_command_of_the_page_runs_and_says_what_the_page_says(shell, tmp_p
 
     out = tmp_path / "runs/first"
     with shell(train) as job:
-        until(lambda: job.poll() is not None or list(out.glob("*/*/trainer_state.json")))
+        until(lambda: job.poll() is not None or last_checkpoint(out) is not None)
         os.killpg(job.pid, signal.SIGINT)  # Ctrl-C, as a terminal sends it
         said = job.communicate()[0]
     assert job.returncode == 130, said

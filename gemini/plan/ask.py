@@ -15,7 +15,7 @@ from gemini.chunk.sizing.search import ChunkConfiguration, cut, search_chunk_con
 from gemini.dtypes import BYTES
 from gemini.memtracer.trace import sequential_trace
 from gemini.optim.adam import AdamRule
-from gemini.optim.adaptive import AdEMAMixRule, LionRule
+from gemini.optim.adaptive import LionRule
 from gemini.optim.sgd import SGDRule
 from gemini.placement.homes.budgets import first_that_fits
 from gemini.placement.policy import SPILL, AutoPlacement
@@ -32,10 +32,7 @@ from .words import Answer, answer
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # planes that are no masters, by optimizer
-LAYOUTS = {
-    "adamw": AdamRule.layout, "ademamix": AdEMAMixRule.layout, "lion": LionRule.layout,
-    "sgd": SGDRule.layout,
-}  # fmt: skip
+LAYOUTS = {"adamw": AdamRule.layout, "lion": LionRule.layout, "sgd": SGDRule.layout}
 
 
 def plan_for(

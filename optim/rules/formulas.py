@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, where
 
-from .scalars import at_least, at_most, exp, falling_product, log, power, power_sum, sqrt
+from .scalars import at_least, at_most, falling_product, log, power, power_sum, sqrt
 from .scalars import where as choose
 
 _TINY = 1e-300
@@ -121,50 +121,6 @@ def adam(
         planes["max_exp_avg_sq"] = where(c.takes_maximum != 0, largest, max_exp_avg_sq)
     denominator = second.sqrt() * c.inv_sqrt_correction2 + c.eps
     return param - c.step_size * (exp_avg / denominator), planes
-
-
-# -- AdEMAMix (Pagliardini et al. 2024, algorithm 1)
-
-
-def ademamix_coefficients(h: Any, t: Any) -> dict[str, Any]:
-    """Coefficients of AdEMAMix. Over `warmup_steps` alpha rises in proportion, and beta3 from beta1
-    so that the half-life of its average does."""
-    share = at_most(t / at_least(h.warmup_steps, 1.0), 1.0)
-    fast, slow = log(at_least(h.beta1, _TINY)), log(at_least(h.beta3, _TINY))
-    beta3 = at_most(exp(fast * slow / ((1.0 - share) * slow + share * fast)), h.beta3)
-    return {
-        "w1": 1.0 - h.beta1,
-        "beta2": h.beta2,
-        "w2": 1.0 - h.beta2,
-        "w3": 1.0 - beta3,
-        "step_size": h.lr / (1.0 - h.beta1**t),
-        "slow_step_size": h.lr * h.alpha * share,
-        "inv_sqrt_correction2": (1.0 - h.beta2**t) ** -0.5,
-        "eps": h.eps,
-        "decay": 1.0 - h.lr * h.weight_decay,
-        "sign": _sign(h),
-    }
-
-
-def ademamix(
-    param: Tensor,
-    grad: Tensor,
-    c: Any,
-    *,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    exp_avg_slow: Tensor,
-) -> Updated:
-    """m and v as AdamW's;    s <- s + (1 - beta3) * (g - s), whose bias is not corrected
-    p <- p * decay - lr * (m / bias_correction1 + alpha * s) / (sqrt(v / bias_correction2) + eps)
-    """
-    grad = c.sign * grad
-    exp_avg = exp_avg + c.w1 * (grad - exp_avg)
-    exp_avg_slow = exp_avg_slow + c.w3 * (grad - exp_avg_slow)
-    exp_avg_sq = exp_avg_sq * c.beta2 + c.w2 * grad * grad
-    moved = c.step_size * exp_avg + c.slow_step_size * exp_avg_slow
-    param = param * c.decay - moved / (exp_avg_sq.sqrt() * c.inv_sqrt_correction2 + c.eps)
-    return param, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "exp_avg_slow": exp_avg_slow}
 
 
 # -- SGD with momentum (Polyak 1964; Sutskever et al. 2013), in torch's form

@@ -85,7 +85,7 @@ def split_masters(planes: Planes, values: Planes, layout: StateLayout) -> None:
     new_weight = planes.get(WEIGHT, remainder)  # where there is none, nobody writes to it
     columns = (values[MASTER], values[layout.tie_keeper], remainder, keeper, new_weight)
     for master, bare, low, kept, weight in tiles(*columns):
-        low.copy_(master.view(torch.int32))
+        low.copy_(remainder_of(master))
         torch.abs(bare, out=kept).view(torch.int32).bitwise_or_(tie_sign(master))
         if WEIGHT in planes:
             weight.copy_(master)

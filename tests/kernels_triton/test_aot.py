@@ -71,10 +71,8 @@ REGISTERS = {
     "update-lamb-bf16-bf16-split": (80, 116, 96, 64),  # a remainder in flight beside four operands
     "update-schedule_free-bf16-bf16-split": (80, 121, 96, 64),
     "update-rmsprop-centered": (128, 128, 128, 64),  # three planes, as all with two fit 4 tiles
-    "update-ademamix": (128, 128, 128, 64),
     "update": (112, 110, 112, 64),
     "prologue-nadam": (128, 128, 128, 96),  # one program, with logarithms
-    "prologue-ademamix": (128, 128, 128, 96),
     "prologue-schedule_free": (128, 128, 128, 124),
     "pack": (123, 124, 160, 80),
     "segment": (80, 80, 80, 64),  # a program for a segment: few
@@ -120,10 +118,7 @@ def test_full_tiles_have_no_access_of_16_bits(report):
 def test_nothing_is_contracted_into_a_fused_multiply_add(report):
     """In PTX. AMD's assembly uses fma inside its exact square root and division, and the norm of
     any exponent p, losses and coefficients with one inside the library's logarithm."""
-    with_powers = (
-        *("/norm--1", "/rows-loss"),
-        *("/prologue-nadam", "/prologue-schedule_free", "/prologue-ademamix"),
-    )
+    with_powers = ("/norm--1", "/prologue-nadam", "/prologue-schedule_free", "/rows-loss")
     for name, entry in report.items():
         if name.startswith("sm_") and not name.endswith(with_powers):
             assert not [a for a in entry["accesses"] if a.startswith("fma")], name

@@ -13,7 +13,6 @@ from optim import (
     HybridAdagrad,
     HybridAdam,
     HybridAdamax,
-    HybridAdEMAMix,
     HybridLamb,
     HybridLion,
     HybridNAdam,
@@ -71,7 +70,6 @@ CASES = {
     "sgd, nesterov": Case(
         HybridSGD, torch.optim.SGD, {**_RATE, **_L2, "momentum": 0.9, "nesterov": True}
     ),
-    "ademamix": Case(HybridAdEMAMix, None, {**_AVERAGES, **_L2, "beta3": 0.99, "warmup_steps": 3}),
     "lion": Case(HybridLion, None, {"lr": 1e-3, **_L2}),
     "lamb": Case(HybridLamb, None, {**_AVERAGES, **_L2}),
     "lamb, corrected": Case(

@@ -28,8 +28,7 @@ def test_every_byte_of_model_data_has_a_home(question):
 @pytest.mark.parametrize(
     ("options", "of_param", "of_state"),
     [({"precision": "fp32"}, 4, 8), ({"precision": "fp16", "optimizer": "lion"}, 2, 8),
-     ({"optimizer": "sgd"}, 2, 8), ({"optimizer": "ademamix"}, 2, 16),
-     ({"state": "8bit", "precision": "fp32"}, 4, 2.125),
+     ({"optimizer": "sgd"}, 2, 8), ({"state": "8bit", "precision": "fp32"}, 4, 2.125),
      ({"state": "bf16", "precision": "fp16"}, 2, 8)],
 )  # fmt: skip
 def test_bytes_follow_precision_and_optimizer(config, question, options, of_param, of_state):

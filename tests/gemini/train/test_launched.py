@@ -35,7 +35,7 @@ def test_ctrl_c_reaches_what_run_started_and_the_last_words_come_last(tmp_path, 
     code = (
         "import os, pathlib, signal\n"
         "said = pathlib.Path(os.environ['GEMINI_LAST_WORDS'])\n"
-        "signal.signal(signal.SIGINT, lambda *_: (said.write_text('step 7\\n'), os._exit(130)))\n"
+        "signal.signal(signal.SIGINT, lambda *_: (said.write_bytes(b'step 7\\n'), os._exit(130)))\n"
         "pathlib.Path(f'{said}.ready').touch()\n"
         "signal.pause()\n"
     )
