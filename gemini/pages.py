@@ -1,13 +1,16 @@
-"""Large host memory: huge pages, and zeros that take no memory before they are touched."""
+"""Large host memory: huge pages, zeros that take no memory before they are touched, tiles."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import sys
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from .units import SERIAL_NUMEL
 
 _HUGE_PAGE_BYTES = 2 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,3 +47,8 @@ def _advise(tensor: Tensor, advice: int) -> range | None:
         return None
     failed = _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)
     return None if failed else range(start, start + length)
+
+
+def tiles(*columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of columns [n] side by side, each so small that torch computes it in one thread."""
+    return zip(*(column.split(SERIAL_NUMEL) for column in columns), strict=True)

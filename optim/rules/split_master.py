@@ -14,12 +14,10 @@ moves such a master by its last bit (`untied`), whether it is split or whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from gemini.units import SERIAL_NUMEL
+from gemini.pages import tiles
 
 from .state_layout import MASTER, REMAINDER, WEIGHT, StateLayout
 
@@ -74,14 +72,12 @@ def join_masters(
 def split_masters(planes: Planes, values: Planes, layout: StateLayout) -> None:
     """Write planes back from `values`, which `join_masters` made of them and a caller has changed.
 
-    Where there is a plane for the weight, it follows; elsewhere it is, or will be, the new master,
-    rounded.
+    A plane for the weight follows; where there is none, the weight is the new master, rounded.
     """
     for name in layout.names:
         if name not in (REMAINDER, layout.tie_keeper) and planes[name] is not values[name]:
             planes[name].copy_(values[name])
-    keeper = planes[layout.tie_keeper]
-    remainder = planes[REMAINDER]
+    keeper, remainder = planes[layout.tie_keeper], planes[REMAINDER]
     new_weight = planes.get(WEIGHT, remainder)  # where there is none, nobody writes to it
     columns = (values[MASTER], values[layout.tie_keeper], remainder, keeper, new_weight)
     for master, bare, low, kept, weight in tiles(*columns):
@@ -89,9 +85,3 @@ def split_masters(planes: Planes, values: Planes, layout: StateLayout) -> None:
         torch.abs(bare, out=kept).view(torch.int32).bitwise_or_(tie_sign(master))
         if WEIGHT in planes:
             weight.copy_(master)
-
-
-def tiles(*columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of tiles of columns [n] side by side: so few elements that they stay in cache and no
-    team of threads spins on the cores of those that feed a disk."""
-    return zip(*(column.split(SERIAL_NUMEL) for column in columns), strict=True)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from gemini.dtypes import DTYPES
+from gemini.pages import tiles
 
 from . import split_master
-from .split_master import Planes, join, remainder_of, tiles, untied
+from .split_master import Planes, join, remainder_of, untied
 from .state_layout import MASTER, REMAINDER, WEIGHT, StateLayout
 
 

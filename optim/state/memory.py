@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from gemini.pages import advise_huge_pages, zeros
+from gemini.pages import advise_huge_pages, tiles, zeros
 from gemini.tickets import Copied, CopyTicket
-from gemini.units import SERIAL_NUMEL
 
 if TYPE_CHECKING:
     from .pinning import Pin
@@ -38,8 +37,7 @@ def copy_alone(dst: Tensor, values: Tensor) -> None:
     if not is_plain:
         dst.copy_(values)
     elif dst.dtype != values.dtype:
-        tiles = dst.view(-1).split(SERIAL_NUMEL), values.view(-1).split(SERIAL_NUMEL)
-        for tile, source in zip(*tiles, strict=True):
+        for tile, source in tiles(dst.view(-1), values.view(-1)):
             tile.copy_(source)
     else:
         # not by numpy: a storage that it has seen can never be resized
