@@ -259,7 +259,7 @@ WORDS = {
 MOST_WORDS, WIDE_TAKERS = 5, 1
 SHARED = {
     *("sharding", "passes", "weights", "overlap", "cycle", "engine"),
-    *("planning", "reducer", "save"),
+    *("planning", "reducer", "save", "manager", "sampler", "ledger", "meetings", "calls"),
 }
 
 

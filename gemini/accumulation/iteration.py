@@ -86,13 +86,13 @@ class Iteration:
         engine.ledger.note()
         calls.forget()
         calls.unpin()
-        calls.end_graph()
+        engine.passes.end_graph()
         if engine.reducer.synchronise:
             engine.gradients.end_backward()
 
     def _broken_off(self) -> None:
         engine = self._engine
-        engine.sampler.is_visiting = False
+        engine.sampler.end_visit()
         for chunk in self._begun:
             chunk.gradient.end_reduce()
         engine.calls.forward_failed(0)
@@ -132,10 +132,10 @@ class Iteration:
             collector.record("enter", caller.name, caller.params, phase)
             engine.calls.gather(caller.chunks, in_cycle=not engine.manager.holds)
             engine.manager.pin(caller.chunks)
-            engine.sampler.is_visiting = True
+            engine.sampler.begin_visit()
         yield
         with engine.lock:
-            engine.sampler.is_visiting = False
+            engine.sampler.end_visit()
             engine.calls.unpin()
             engine.calls.let_go()
             collector.record("leave", caller.name, caller.params, phase)

@@ -218,7 +218,7 @@ class GeminiEngine:
 
     def _make_wings(self) -> None:
         sharding, weights, passes, cycle = self.sharding, self.weights, self.passes, self.cycle
-        self.homes = MovingHomes(weights, self.in_use)
+        self.homes = MovingHomes(weights, self.in_use, passes)
         self.meetings = Meetings(sharding, self.manager, self.reducer, weights)
         self.gradients = Gradients(
             sharding, self.meetings, cycle, passes, weights, self._gradients_dropped
@@ -266,7 +266,7 @@ class GeminiEngine:
             else:
                 wrap_in_place(param, mine)
         refuse_other_optimizers()
-        self.manager.before_release = self.weights.user_writes.write_back
+        self.manager.ask_before_release(self.weights.user_writes.write_back)
         self.manager.release_all()
         for param_id, grad in before.items():  # what the module came with counts, as in torch
             if grad is not None:

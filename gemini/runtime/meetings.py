@@ -58,6 +58,11 @@ class Meetings:
         self._sharding.comm.agree(does, words)
         self._has_met()
 
+    def begin_backward(self) -> None:
+        """Meet before its gathers, if it learns when gradients are reduced."""
+        if self._reducer.is_learning:
+            self._manager.ask_first(True)
+
     def barrier(self) -> None:
         """Meet before collectives that follow a pass: every rank has come to its end.
 
@@ -69,7 +74,7 @@ class Meetings:
         if self._sharding.all_gathered:
             return
         followed = manager.follow_to_end()
-        if followed and not manager.owes_meeting and not reducer.is_learning:
+        if followed and not manager.asks_first and not reducer.is_learning:
             return
         backward = manager.calls, reducer.num_calls_before
         kind = [zlib.crc32(repr(backward).encode())]
@@ -78,16 +83,16 @@ class Meetings:
             json.loads(text) for text in self._sharding.comm.end_pass(json.dumps([kind, found]))
         ]
         self._has_met()
-        manager.owes_meeting = False
+        manager.ask_first(False)
         if all(other == kind for other, _ in said):
             reducer.register_order(backward, [dict(found) for _, found in said])
         else:
-            manager.ranks_differ = True
+            manager.ranks_differ()
 
     def begin_cycle(self) -> None:
         """Begin a cycle, with a forward that is not part of the one before."""
         self.end_reading()
-        self._manager.owes_meeting = self._is_ahead()
+        self._manager.ask_first(self._is_ahead())
         self._num_agreed = 0
 
     def call(self, name: str) -> None:
@@ -132,10 +137,10 @@ class Meetings:
         if self._sharding.comm.world_size == 1 or self._sharding.all_gathered:
             return False
         followed = manager.follow_to_end() or self._num_agreed == manager.num_calls
-        return manager.owes_meeting or not followed
+        return manager.asks_first or not followed
 
     def _has_met(self) -> None:
-        self._manager.owes_meeting = self._reducer.is_learning
+        self._manager.ask_first(self._reducer.is_learning)
         self._num_agreed = self._manager.num_calls
 
 

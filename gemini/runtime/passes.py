@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+import torch
+
 from gemini.memtracer.module_calls import in_backward
 from gemini.runtime.schedule.reducer import Reducer
 from gemini.runtime.sharding import refuse_copies
@@ -26,6 +28,7 @@ class Passes:
     in_schedule: in micro-batches of a pipeline's schedule, which begins and ends cycles and
         backwards.
     stage: of a pipeline, (index, number of stages); None: it is none.
+    graph_is_open: a forward was recorded, and no backward has ended since.
     """
 
     def __init__(self, lock: AbstractContextManager[Any], reducer: Reducer) -> None:
@@ -33,6 +36,7 @@ class Passes:
         self.depth = 0
         self.in_schedule = False
         self.stage: tuple[int, int] | None = None
+        self.graph_is_open = self._graph_was_open = False  # the second: as an iteration began
         self._thread = threading.get_ident()  # it began the last forward or step: it trains
         self._reducer = reducer  # active in a backward
 
@@ -44,6 +48,7 @@ class Passes:
         self.depth += 1
         if self.depth > 1 or in_backward():
             return False
+        self.graph_is_open |= torch.is_grad_enabled()
         self.train_here()
         return True
 
@@ -55,6 +60,18 @@ class Passes:
         """Lower the count of open forwards to `depth`: Ctrl-C ends a forward without its hook."""
         if not in_backward():
             self.depth = min(depth, self.depth)
+
+    def note_graph(self) -> None:
+        """Note whether a graph is open as a forward of the wrapper begins."""
+        self._graph_was_open = self.graph_is_open
+
+    def drop_graph(self) -> None:
+        """Note that this forward failed: nobody has its outputs."""
+        self.graph_is_open = self._graph_was_open
+
+    def end_graph(self) -> None:
+        """Note that the backward of what was recorded has ended: homes may move."""
+        self.graph_is_open = False
 
     def train_here(self) -> None:
         """Note that this thread trains."""

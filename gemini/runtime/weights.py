@@ -247,7 +247,7 @@ class Weights:
         self.write_back_changes()
         chunks = self.sharding.chunks
         everything = tuple(chunk.spec.id for chunk in chunks)
-        self._ledger.judges = False  # it is the user who asks for all of it
+        self._ledger.stop_judging()  # it is the user who asks for all of it
         self._manager.pin(everything)
         self._manager.prepare(everything, in_cycle=False)
         shards = None if writeback else {c: c.shard.clone() for c in chunks if c.in_payload}
@@ -264,7 +264,7 @@ class Weights:
                     chunk.shard.copy_(shards[chunk])
         self.write_back_changes()
         self._manager.release_all()
-        self._ledger.judges = True
+        self._ledger.judge_again()
         self.after_step(trained=False)
 
     # -- the most exact form --

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemini.runtime.passes import Passes
 from gemini.runtime.schedule.sampler import Sampler
 from gemini.runtime.sharding import Sharding
 from gemini.runtime.step.homes import MovingHomes
@@ -20,16 +21,16 @@ class Attempt:
     def __init__(
         self,
         sharding: Sharding,
+        passes: Passes,
         sampler: Sampler,
         homes: MovingHomes,
         module: nn.Module,
         inputs: Any,
     ) -> None:
         self._comm, self._sampler = sharding.comm, sampler
-        self._homes = homes
+        self._passes, self._homes = passes, homes
         self._buffers = Versions(module.buffers())
         self._inputs = Versions(tensors_in(inputs))
-        self._graph_was_open = homes.graph_is_open
         self._random = torch.get_rng_state()
         device = sharding.backend.device
         self._device = device if device.type == "cuda" else None
@@ -55,7 +56,7 @@ class Attempt:
         """
         if self._comm.world_size > 1:
             return "other ranks are in the same one, and may have memory for it"
-        if self._graph_was_open:
+        if self._passes.graph_is_open:  # this one is dropped
             return "an earlier one waits for its backward"
         if self._buffers.have_changed:
             return "it has changed buffers of the module already"
@@ -68,7 +69,6 @@ class Attempt:
     def make_room(self, inputs: Any) -> None:
         """Move all that may leave the device, and bring random generators back."""
         self._sampler.abandon()
-        self._homes.graph_is_open = self._graph_was_open
         self._homes.demote_all()
         torch.set_rng_state(self._random)
         if self._device is not None and self._drawn is not None:

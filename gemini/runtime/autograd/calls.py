@@ -168,7 +168,7 @@ class Calls:
                 self._sampler.abandon()
                 raise
             self._sampler.choose_again(told_apart)
-            self._graph_was_open = self._homes.graph_is_open
+            self._passes.note_graph()
             self.midway.begin()
         self._announced = True
 
@@ -185,7 +185,7 @@ class Calls:
             return None
         from .attempt import Attempt
 
-        return Attempt(self._sharding, self._sampler, self._homes, module, inputs)
+        return Attempt(self._sharding, self._passes, self._sampler, self._homes, module, inputs)
 
     def again(self, attempt: Attempt, inputs: Any) -> None:
         """Make room for a forward that had no memory, and begin it anew."""
@@ -199,7 +199,7 @@ class Calls:
         self.cut_short(depth)
         self._announced = False
         if not (depth or in_backward() or self._passes.in_schedule):
-            self._homes.graph_is_open = self._graph_was_open  # nobody has its outputs
+            self._passes.drop_graph()
             self._sampler.abandon()  # it says nothing of a whole iteration
 
     def tracking(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -221,7 +221,6 @@ class Calls:
             return
         if not torch.is_grad_enabled():
             self._weights.settle()  # there may be no backward that would say so
-        self._homes.graph_is_open |= torch.is_grad_enabled()
         self._sharding.comm.check_unchanged()
         if self._sharding.opaque:
             self._weights.take_replaced()
@@ -281,7 +280,7 @@ class Calls:
     def _start_backward(self) -> None:
         manager = self._manager
         self._reducer.begin(manager.calls if manager.follows_steps else (), manager.num_calls)
-        manager.owes_meeting |= self._reducer.is_learning
+        self._meetings.begin_backward()
         self._gradients.begin_backward()
         if self._sharding.all_gathered:
             self._sampler.at_root("enter")
@@ -333,13 +332,9 @@ class Calls:
         self._ledger.note()
         self.forget()
         self.unpin()
-        self.end_graph()
+        self._passes.end_graph()
         if self._reducer.synchronise:
             self._gradients.end_backward()
-
-    def end_graph(self) -> None:
-        """Note that the backward of what was recorded has ended: homes may move."""
-        self._homes.graph_is_open = False
 
     def forget(self) -> None:
         """Forget open module calls: the backward has ended."""
@@ -508,7 +503,7 @@ class Calls:
             finally:
                 for chunk in missing:
                     if chunk.gathered:
-                        self._manager.before_release(chunk)
+                        self._weights.user_writes.write_back(chunk)
                         chunk.release()
 
     def _read_between_passes(self, chunks: tuple[ChunkId, ...]) -> None:

@@ -41,9 +41,25 @@ class MemoryLedger:
         self._saved_staging_bytes: Callable[[], int] = int
         self.limited = False  # `note` has budgets to compare with
         self._overruns: Overruns | None = None
-        self.judges = True  # `note` compares with budgets
+        self._judges = True  # `note` compares with budgets
         self.watched = False  # `note` takes peaks
         self.peaks: dict[Tier, dict[str, int]] = {}  # by kind, when a tier held most
+
+    def stop_judging(self) -> None:
+        """Compare with no budget until `judge_again`."""
+        self._judges = False
+
+    def judge_again(self) -> None:
+        self._judges = True
+
+    def take_peaks(self, *, anew: bool) -> None:
+        """Take peaks until `keep_peaks`. anew: forget those of before."""
+        self.watched = True
+        if anew:
+            self.peaks.clear()
+
+    def keep_peaks(self) -> None:
+        self.watched = False
 
     def count_state(self, state: TieredState, staging_bytes: Callable[[], int]) -> None:
         """Count the optimizer's state. staging_bytes: of its staging on the device."""
@@ -157,7 +173,7 @@ class MemoryLedger:
 
     def note(self, where: str = "in an iteration") -> None:
         """Compare the bytes in use now with the budgets, and take them into `peaks`."""
-        if self._overruns is not None and self.limited and self.judges:
+        if self._overruns is not None and self.limited and self._judges:
             for tier, nbytes in self.totals().items():
                 self._overruns.check(tier, nbytes, 0, where)
         if not self.watched:

@@ -43,8 +43,8 @@ class Window:
         self._passes.begin_schedule()
         for chunk in self._sharding.chunks:
             chunk.gradient.apart = True
-        if not self._sharding.all_gathered and not self._manager.hold():
-            self._manager.fills_room = True
+        if not self._sharding.all_gathered:
+            self._manager.hold()
 
     def sample(self, inputs: Any, num_microbatches: int) -> None:
         """Begin to sample at the first micro-batch of the schedule, which has these inputs.
@@ -83,7 +83,7 @@ class Window:
         collector.after_change()
         self._gradients.end_backward()
         self._ledger.note()
-        self._calls.end_graph()
+        self._passes.end_graph()
 
     def end(self) -> None:
         """Close the window of a schedule without a backward, or of one that an error has cut short.

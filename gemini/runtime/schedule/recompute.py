@@ -61,7 +61,7 @@ class Layers:
         self._known: dict[str, tuple[Layer, int]] = {}
         self._meter = BlockMeter(saved, saved.least_bytes)
         self.names: frozenset[str] = frozenset()
-        sampler.layers = self
+        sampler.recompute(self)
 
     # -- by iteration --
 

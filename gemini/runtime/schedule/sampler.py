@@ -77,7 +77,6 @@ class Sampler:
         overruns.noise_bytes = 0 if apart else PROCESS_NOISE_BYTES
         self.collector = MemStatsCollector(specs, monitors, counted, self._look)
         self.collector.deviations = overruns.found
-        # one call of the trace stands for all calls in it, of a layer with all micro-batches
         self.is_visiting = False
 
     def count_saved(self, saved: SavedBytes) -> None:
@@ -87,6 +86,10 @@ class Sampler:
     def saved_changed(self, moved: bool) -> None:
         """Note that some of it is new or read, or has moved; see `MemStatsCollector`."""
         self.collector.saved_changed(moved)
+
+    def recompute(self, layers: Layers) -> None:
+        """Let `layers` choose which of them each iteration computes again."""
+        self.layers = layers
 
     @property
     def is_measuring(self) -> bool:
@@ -116,9 +119,8 @@ class Sampler:
             self._forget_one(kind)
         self._stale.discard(key)
         self._most_bytes = 0  # peaks are of training, once there was some
-        self._ledger.watched = kind == "train" or not self.traces("train")
-        if kind == "train":
-            self._ledger.peaks.clear()
+        if kind == "train" or not self.traces("train"):
+            self._ledger.take_peaks(anew=kind == "train")
         self.collector.begin(*key)
         step = _decoding(kind, inputs)
         self._cache_bytes = None if step is None else step.cache_bytes(inputs)
@@ -184,7 +186,7 @@ class Sampler:
     def abandon(self) -> None:
         """Forget the iteration that began last, as it was broken off: it is sampled again."""
         if self.collector.collecting and self._key is not None:
-            self._ledger.watched = False
+            self._ledger.keep_peaks()
             self._stale.add(self._key)
             self.collector.abandon()
 
@@ -255,6 +257,14 @@ class Sampler:
         if self.collector.collecting and params and not self.is_visiting:
             self.collector.record(edge, caller.name, params)
 
+    def begin_visit(self) -> None:
+        """Record no calls until `end_visit`: one call of the trace stands for all that a layer has
+        with all micro-batches."""
+        self.is_visiting = True
+
+    def end_visit(self) -> None:
+        self.is_visiting = False
+
     def end(self) -> None:
         """End the iteration, as its step or another forward begins."""
         if not self.collector.collecting:
@@ -263,7 +273,7 @@ class Sampler:
         if not self.collector.heard:  # broken off before its first call
             self.abandon()
             return
-        self._ledger.watched = False
+        self._ledger.keep_peaks()
         trace = self.collector.end()
         if self._cache_bytes is not None:  # it begins with a cache, which only grows
             trace = with_bytes_added(trace, self._cache_bytes[1])

@@ -93,8 +93,7 @@ class StatefulTensorMgr:
         any.
     payload_room_bytes: says what payloads may take, wherever no plan is followed.
     agree: where other ranks follow the same steps: called before a planned call gathers chunks that
-        its steps do not name; before all, where `owes_meeting`: the cycle before was not of steps.
-    before_release: called with a chunk that is gathered.
+        its steps do not name; before all, where `asks_first`: the cycle before was not of steps.
     opaque: parameters that are told of the calls that use them.
     """
 
@@ -127,7 +126,7 @@ class StatefulTensorMgr:
         self._payload_room_bytes = payload_room_bytes()  # as the cycle began
         self._steps_for = steps_for
         self._agree = agree
-        self.owes_meeting = False
+        self.asks_first = False
         self._users: dict[ChunkId, int] = dict.fromkeys(self._nbytes, 0)
         self._computing = [0] * len(layout.params)  # calls that use a parameter now
         self._pinned: dict[ChunkId, None] = {}  # borrowed, or seen in an output: until the end
@@ -143,13 +142,13 @@ class StatefulTensorMgr:
         self._behind: list[tuple[ChunkId, ...]] = []  # to release at the next ends of calls
         self._largest_need = 0
         self.holds = False  # all is gathered, and stays so to the end of a schedule
-        self.fills_room = False  # payloads stay as long as there is room
+        self._fills_room = False  # payloads stay as long as there is room
         self.deviated = False  # this cycle left its steps
-        self.ranks_differ = False  # they came to the end of this cycle by other calls
+        self._ranks_differ = False  # they came to the end of this cycle by other calls
         # there: the call that was next, and that came
         self.left_steps: tuple[Call, Call] = ((), ())
         self.gathers_of = Counter[ChunkId]()  # payloads made so far, of each chunk
-        self.before_release: Callable[[Chunk], None] = lambda chunk: None
+        self._before_release: Callable[[Chunk], None] = lambda chunk: None
 
     @property
     def releases_nothing(self) -> bool:
@@ -321,24 +320,25 @@ class StatefulTensorMgr:
         """Keep these chunks until `unpin_all`."""
         self._pinned.update((chunk, None) for chunk in chunks if chunk in self._nbytes)
 
-    def hold(self) -> bool:
-        """Begin to gather everything, to be kept until `let_go`; False where there is no room."""
+    def hold(self) -> None:
+        """Begin to gather everything, to be kept until `let_go`; where there is no room for all,
+        payloads stay as long as there is some."""
         if sum(self._nbytes.values()) > self._room_of_plan():
-            return False
+            self._fills_room = True
+            return
         self.holds = True
         missing = [chunk for chunk in self._nbytes if not self._chunks[chunk].gathered]
-        if self.owes_meeting:
+        if self.asks_first:
             self._ask(missing)
         self.pin(self._nbytes)
         for chunk in missing:
             self._gather(chunk)
         if self.ledger.watched or self.ledger.limited:
             self.ledger.note()
-        return True
 
     def let_go(self) -> None:
         """Release what `hold` has gathered."""
-        self.holds = self.fills_room = False
+        self.holds = self._fills_room = False
         self.release_all()
 
     def unpin_all(self) -> None:
@@ -348,7 +348,7 @@ class StatefulTensorMgr:
     def begin_cycle(self, kind: Kind, signature: str = "") -> None:
         """Begin a cycle: a root forward that is not part of the one before."""
         self._payload_room_bytes = self._room_of_plan()
-        seen = () if self.ranks_differ else tuple(self._seen)
+        seen = () if self._ranks_differ else tuple(self._seen)
         # What came under the last cycle's name; the next one's name has what came before it, so
         # that two kinds of iteration that take turns are told apart.
         if seen:
@@ -357,16 +357,29 @@ class StatefulTensorMgr:
         planned = self._steps_for(kind, signature)
         registered = self._cycle_steps.get(self._cycle)
         self._steps = planned if registered is None else registered
-        if self.ranks_differ:  # and so may what they expect
+        if self._ranks_differ:  # and so may what they expect
             self._steps = None
         self._carried = planned.carried if planned and self._steps is planned else frozenset()
         self._seen = []
         self._place = 0
         self._behind = []
         self._overdue.clear()
-        self.deviated = self.ranks_differ = False
+        self.deviated = self._ranks_differ = False
         if self._steps is not None:  # what an earlier cycle left here has no place in the steps
             self._release_planned([c for c in self._recent if c not in self._steps.carried])
+
+    def ask_before_release(self, before_release: Callable[[Chunk], None]) -> None:
+        """Call `before_release` with each gathered chunk that is about to be released."""
+        self._before_release = before_release
+
+    def ask_first(self, asks: bool) -> None:
+        """Meet the other ranks before all gathers, or only before those that no steps name."""
+        self.asks_first = asks
+
+    def ranks_differ(self) -> None:
+        """Note that ranks came to the end of this cycle by other calls: they keep nothing of it,
+        and the next one follows no steps."""
+        self._ranks_differ = True
 
     def forget_users(self) -> None:
         """Forget open module calls: a backward ended, or one was abandoned."""
@@ -457,7 +470,7 @@ class StatefulTensorMgr:
         needed = (*step.gather, *wanted)
         # Ranks that left their steps may be at another call: a gather that only some of them issue
         # would never end.
-        if self.owes_meeting:
+        if self.asks_first:
             self._ask(needed)
         if self._overdue:  # what could not be freed takes room from what the step gathers
             self._gather_now(wanted)
@@ -508,7 +521,7 @@ class StatefulTensorMgr:
 
     def _limit_bytes(self) -> int:
         """Bytes for payloads: the largest need and the prefetched chunks, within the room."""
-        if self.fills_room:
+        if self._fills_room:
             return self._payload_room_bytes
         largest = max(self._nbytes.values(), default=0)
         wanted = max(self._largest_need, largest) + self._room_ahead
@@ -539,7 +552,7 @@ class StatefulTensorMgr:
         if self._users[chunk] or chunk in self._pinned:
             return False
         # The user's writes are in the payload alone, and would be lost with it.
-        self.before_release(self._chunks[chunk])
+        self._before_release(self._chunks[chunk])
         self._chunks[chunk].release()
         self._recent.pop(chunk, None)
         return True

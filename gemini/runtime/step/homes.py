@@ -21,6 +21,7 @@ from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, PlanResult
 from gemini.placement.renting import Tenancy, iteration_in_words, named, promoted_bytes
 from gemini.placement.tiers import Tier
+from gemini.runtime.passes import Passes
 from gemini.runtime.schedule.iteration_plans import Lowered
 from gemini.runtime.schedule.planning import PlanInUse
 from gemini.runtime.weights import Weights
@@ -34,13 +35,13 @@ class MovingHomes:
     """Homes of one engine. They move while no graph waits for its backward; up, once gradients were
     dropped."""
 
-    def __init__(self, weights: Weights, in_use: PlanInUse) -> None:
+    def __init__(self, weights: Weights, in_use: PlanInUse, passes: Passes) -> None:
+        self._passes = passes
         self._sharding, self._weights, self._in_use = weights.sharding, weights, in_use
         self._planning, self._storage = in_use.planning, in_use.storage
         self._manager, self._sampler, self._ledger = in_use.manager, in_use.sampler, in_use.ledger
         # homes that wait for gradients to be dropped, and another trace that they are for
         self._higher: tuple[PlanResult, PlanInputs | None] | None = None
-        self.graph_is_open = False  # a forward was recorded, and no backward has ended since
         self._gradients_stay = False  # where they waited as homes went down
         self._tenancy = Tenancy()
         self._comm: Communicator | None = None  # of ranks that ask each other before a forward
@@ -272,7 +273,8 @@ class MovingHomes:
             self._promote(*higher)
 
     def _may_move(self) -> bool:
-        return not self.graph_is_open and self._weights.target is not None and self._is_whole()
+        waits = self._passes.graph_is_open or self._weights.target is None
+        return not waits and self._is_whole()
 
     def _is_whole(self) -> bool:
         """Whether no memory is given away for a while; see `optim.state.parking`."""

@@ -87,7 +87,7 @@ class Driver:
         self.manager = StatefulTensorMgr(
             LAYOUT, self.chunks, schedule.never_released, schedule.max_prefetch
         )
-        self.manager.before_release = self.user_writes.write_back
+        self.manager.ask_before_release(self.user_writes.write_back)
         self.manager.release_all()
         self.never_released = schedule.never_released
         self.max_prefetch = schedule.max_prefetch
