@@ -80,6 +80,15 @@ def test_a_tied_weight_is_split_in_one_way():
         assert type(styles["embed"]) is RowwiseParallel and type(styles["head"]) is ColwiseParallel
 
 
+def test_a_module_that_shares_the_bias_of_a_split_layer_is_no_layer():
+    """As BERT's head has it."""
+    model = nn.ModuleDict({"head": nn.ModuleDict({"decoder": nn.Linear(4, 8)})})
+    model["head"].register_parameter("bias", model["head"]["decoder"].bias)
+    styles = plans.styles_of(model, {"head.decoder": "colwise_gather_output"})
+    plans.split_alike(model, styles, ["head.bias", "head.decoder.bias"])
+    assert list(styles) == ["head.decoder"]
+
+
 def test_a_sequence_is_split_where_layers_are_norms_and_what_a_plan_splits():
     plan = {"blocks.*.q": "colwise"}
     refused(Splittable(), "0.k is a Linear that the plan does not split", plan, sequence=True)
