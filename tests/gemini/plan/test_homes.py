@@ -38,12 +38,14 @@ def test_bytes_follow_precision_and_optimizer(config, question, options, of_para
         assert nbytes * numel <= sum(plan.homes[kind].values()) < 1.01 * nbytes * numel
 
 
-def test_a_base_that_lies_there_in_bf16_has_no_originals(config, tmp_path):
-    fields = json.loads(config.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("named", [{}, {"architectures": ["LlamaForCausalLM"]}])
+def test_a_base_that_lies_there_in_bf16_has_no_originals(named, config, tmp_path):
+    fields = json.loads(config.read_text(encoding="utf-8")) | named
     (tmp_path / "config.json").write_text(
         json.dumps({**fields, "torch_dtype": "bfloat16"}), encoding="utf-8"
     )
-    plan = plan_for(str(tmp_path), machine_of(DISK), Training(lora=4, activation_bytes=10 << 20))
+    training = Training(lora=4, activation_bytes=10 << 20, keep_originals=True)
+    plan = plan_for(str(tmp_path), machine_of(DISK), training)
     assert plan.fits and "originals" not in plan.homes
 
 

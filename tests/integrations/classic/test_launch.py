@@ -285,19 +285,30 @@ def test_a_failure_is_recorded_behind_those_that_it_may_come_from(tmp_path, monk
     assert seconds[1] > seconds[0]
 
 
-@pytest.mark.ci
-def test_run_reaches_hosts_by_ssh_and_ends_all_where_one_fails(tmp_path):
+def ssh_that(tmp_path, does):
+    """Folder of an ssh that is this script; its third argument is the host."""
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
-    ssh.write_text(
-        '#!/bin/sh\necho "$5" >> hosts\nfor last; do :; done\nexec sh -c "$last"\n',
-        encoding="utf-8",
-    )
-    ssh.write_text(ssh.read_text(encoding="utf-8").replace("$5", "$3"), encoding="utf-8")
+    ssh.write_text(f"#!/bin/sh\n{does}", encoding="utf-8")
     ssh.chmod(0o755)
+    return str(ssh.parent)
+
+
+@pytest.mark.parametrize(("nnodes", "status"), [((), 7), (("--nnodes", "1:2"), 0)])
+def test_a_job_goes_on_with_the_hosts_that_it_needs(nnodes, status, tmp_path, monkeypatch):
+    folder = ssh_that(tmp_path, 'test "$3" = one || exit 7\n')
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("one\ntwo\n", encoding="utf-8")
+    assert main(["run", "--hostfile", str(hosts), *nnodes, "script.py"]) == status
+
+
+@pytest.mark.ci
+def test_run_reaches_hosts_by_ssh_and_ends_all_where_one_fails(tmp_path):
+    folder = ssh_that(tmp_path, 'echo "$3" >> hosts\nfor last; do :; done\nexec sh -c "$last"\n')
     done = gemini_run(
         tmp_path, "--colossalai", "--host", "one,two", "--master_addr", "localhost",
-        "--master_port", str(free_port()), "fail", path=str(ssh.parent),
+        "--master_port", str(free_port()), "fail", path=folder,
     )  # fmt: skip
     assert done.returncode == 1
     assert sorted((tmp_path / "hosts").read_text(encoding="utf-8").split()) == ["one", "two"]
