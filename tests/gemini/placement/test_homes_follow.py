@@ -307,9 +307,11 @@ def test_a_bound_that_fits_nowhere_keeps_nothing_where_it_lacks_room(no_warning)
     assert_same(loop, Lengthening(1 << 20, released=True).train(*lengths))
 
 
-def test_a_forward_that_raised_is_no_measurement():
+@pytest.mark.parametrize("where", ["", "head"], ids=["before its first call", "behind others"])
+def test_a_forward_that_raised_is_no_measurement(where):
     loop = Loop(1250).train(S)
-    hook = loop.model.module.register_forward_pre_hook(lambda *_: 1 / 0)
+    module = loop.model.module.get_submodule(where)
+    hook = module.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loop.forward(L)
     hook.remove()
@@ -501,6 +503,16 @@ UNITS = 16  # of state that may have to be away; each costs 2 in every step, and
 
 def level_of(length):
     return max(0, min(UNITS, round((length - 512) * UNITS / 3584)))
+
+
+def test_homes_rise_once_the_last_iterations_would_have_saved_more_than_the_moves_take():
+    moment = TraceMoment("forward", "enter", "", (), 256)
+    tenancy, rises = Tenancy(), []
+    for _ in range(8):
+        tenancy.note(Trace("train", ASSUMED_SIGNATURE, "", (moment,)))
+        found = tenancy.what_pays(lambda trace: Raised(trace, None, 1.0, 4.0))
+        rises.append(found is not None)
+    assert rises.index(True) == 3
 
 
 def drawn(name):
