@@ -184,20 +184,25 @@ def carry_out(inputs, plan):
     return peak
 
 
-@settings(max_examples=300, deadline=None)
-@given(inputs())
-def test_plan_is_within_its_budgets_or_says_how_many_bytes_are_missing(given_inputs):
-    """With which there is a plan: the one that has least room, where most is in files."""
-    planned, refused = None, []
-    while planned is None:
+def with_room(given_inputs):
+    """The same inputs with budgets that have what the planner said is missing, if any is; and the
+    plan, the one of least room, where most is in files."""
+    refused = []
+    while True:
         try:
-            planned = make_plan(given_inputs)
+            return given_inputs, make_plan(given_inputs)
         except BudgetError as error:
             assert error.missing_bytes > 0 and error.knob and str(error.missing_bytes) in str(error)
             assert error.tier not in refused
             refused.append(error.tier)
             more = {error.tier.value: given_inputs.budgets.of(error.tier) + error.missing_bytes}
             given_inputs = replace(given_inputs, budgets=replace(given_inputs.budgets, **more))
+
+
+@settings(max_examples=300, deadline=None)
+@given(inputs())
+def test_plan_is_within_its_budgets_or_says_how_many_bytes_are_missing(given_inputs):
+    given_inputs, planned = with_room(given_inputs)
     for shard in planned.plan.shards:  # what lives in memory is not updated from or to files
         if shard.grad_home is not None and N in (shard.param_home, shard.grad_home):
             assert set(shard.state_homes) <= {N}
@@ -246,10 +251,7 @@ def test_bytes_said_to_be_missing_are_enough(numels, world_size, budgets, nvme_s
 @given(inputs(), st.data())
 def test_homes_rise_when_activations_take_less_than_was_assumed(given_inputs, data):
     """And nothing goes down, and the budgets hold as before."""
-    try:
-        assumed = make_plan(given_inputs)
-    except BudgetError:
-        return
+    given_inputs, assumed = with_room(given_inputs)
     fixed = data.draw(st.booleans())
     moments = [
         replace(m, non_model_bytes=data.draw(st.integers(0, m.non_model_bytes)))
@@ -416,7 +418,7 @@ def bounds_and_run(given_inputs, order, policy):
 @settings(max_examples=150, deadline=None)
 @given(inputs(), st.sampled_from(draft.ORDERS))
 def test_no_run_passes_the_bounds_by_which_homes_are_chosen(given_inputs, order):
-    found = bounds_and_run(given_inputs, order, AutoPlacement())
+    found = bounds_and_run(with_room(given_inputs)[0], order, AutoPlacement())
     if found is not None:
         least, most, seconds = found
         assert least * (1 - 1e-9) <= seconds <= most * (1 + 1e-9)
