@@ -1,4 +1,7 @@
-"""The table of elementwise optimizers: each with options that change its formula, and torch's."""
+"""The table of elementwise optimizers: each with options that change its formula, and torch's.
+
+Lion, which torch has not, is as its paper has it.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,26 @@ from optim import (
 from optim.rules.rule import UpdateRule
 
 
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023, algorithm 2), with the options that others add."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0, **more):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, **more})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                average = state.setdefault("exp_avg", torch.zeros_like(p))
+                first, second = group["betas"]
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                p.data.add_(average.lerp(p.grad, 1 - first).sign(), alpha=-group["lr"])
+                average.lerp_(p.grad, 1 - second)
+
+
 class Case(NamedTuple):
-    """theirs: torch's class of the same formula, None where it has none; its: options of that."""
+    """theirs: torch's class of the same formula, or one of above; None: nobody has one. its:
+    options of that."""
 
     ours: Any
     theirs: Any
@@ -70,7 +91,7 @@ CASES = {
     "sgd, nesterov": Case(
         HybridSGD, torch.optim.SGD, {**_RATE, **_L2, "momentum": 0.9, "nesterov": True}
     ),
-    "lion": Case(HybridLion, None, {"lr": 1e-3, **_L2}),
+    "lion": Case(HybridLion, Lion, {"lr": 1e-3, **_L2}),
     "lamb": Case(HybridLamb, None, {**_AVERAGES, **_L2}),
     "lamb, corrected": Case(
         HybridLamb, None, {**_AVERAGES, "weight_decay": 1.0, "bias_correction": True}

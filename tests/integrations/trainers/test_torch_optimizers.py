@@ -15,26 +15,9 @@ from gemini import GeminiDDP
 from gemini.integrations.torch_optimizers import convert
 from optim import HybridAdafactor, HybridAdam, HybridLion, HybridMuon, HybridSGD
 from tests.support.loops.sides import SMALL, Net, loss_of, updates
-from tests.support.rules import LIKE_TORCH
+from tests.support.rules import LIKE_TORCH, Lion
 
 STEPS = 4
-
-
-class Lion(torch.optim.Optimizer):
-    """Lion as its paper has it, with the options that others add."""
-
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0, **more):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, **more})
-
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                average = state.setdefault("exp_avg", torch.zeros_like(p))
-                first, second = group["betas"]
-                p.data.mul_(1 - group["lr"] * group["weight_decay"])
-                p.data.add_(average.lerp(p.grad, 1 - first).sign(), alpha=-group["lr"])
-                average.lerp_(p.grad, 1 - second)
 
 
 def adam(params):
@@ -67,7 +50,6 @@ MADE = {
         lambda params: torch.optim.Adafactor(params, lr=0.1, weight_decay=0.1, d=2.0),
         HybridAdafactor,
     ),
-    "lion": (lambda params: Lion(params, lr=1e-2, weight_decay=0.1), HybridLion),
     **{name: (case.of_torch, case.ours) for name, case in LIKE_TORCH.items()
        if case.ours not in (HybridAdam, HybridSGD)},
 }  # fmt: skip
