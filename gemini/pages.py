@@ -51,4 +51,4 @@ def _advise(tensor: Tensor, advice: int) -> range | None:
 
 def tiles(*columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of columns [n] side by side, each so small that torch computes it in one thread."""
-    return zip(*(column.split(SERIAL_NUMEL) for column in columns), strict=True)
+    return zip(*[column.split(SERIAL_NUMEL) for column in columns], strict=True)
