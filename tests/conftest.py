@@ -35,13 +35,14 @@ poison_memory()
 work.install()
 own_folder.make()  # before anything asks for a temporary folder
 try:
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 except ImportError:  # a bare machine with a GPU
     pass
 else:
     # A loaded machine is no failure; examples are the same, so that a failure is the change's.
-    settings.register_profile("same", deadline=None, derandomize=True)
-    settings.register_profile("new", deadline=None)  # `make deep`
+    busy = [HealthCheck.too_slow]
+    settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=busy)
+    settings.register_profile("new", deadline=None, suppress_health_check=busy)  # `make deep`
     settings.load_profile("same")
 
 

@@ -74,7 +74,12 @@ def plan_above(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
         if set(states) <= {Tier.NVME}:
             floor.grad[i] = Tier.NVME
     inputs = replace(inputs, fixed_params=None)
-    return _planned(_draft_in(plan, inputs, policy, floor))
+    try:
+        return _planned(_draft_in(plan, inputs, policy, floor))
+    except BudgetError as error:
+        # gradients that may go to files need buffers on their way, for which there may be no room
+        error.without_frames()
+        return plan_within(plan, inputs, policy)
 
 
 def plan_below(

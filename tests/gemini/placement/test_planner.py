@@ -277,6 +277,29 @@ def test_homes_rise_when_activations_take_less_than_was_assumed(given_inputs, da
     assert higher.profile.peak(H) <= budgets.host and higher.profile.peak(N) <= budgets.nvme
 
 
+def test_homes_stay_where_there_is_no_room_for_buffers_of_gradients_that_could_move():
+    numels = (1373, 1373, 1753, 152, 532, 474)
+    specs = [ParamSpec(f"m{i // 2}.p{i}", (n,), "bfloat16") for i, n in enumerate(numels)]
+    trace = sequential_trace(specs, kind="eval")
+
+    def inputs_of(activations):
+        moments = [
+            replace(moment, non_model_bytes=nbytes)
+            for moment, nbytes in zip(trace.moments, activations, strict=True)
+        ]
+        return PlanInputs(
+            layout=ChunkLayout.build(specs, 500, 2), trace=replace(trace, moments=tuple(moments)),
+            state=StateBytes(0, False), budgets=Budgets(19577, 24576, 167884), bandwidths=LINKS,
+            has_host_tier=True, depth=1, max_prefetch=2, nvme_state_frac=0.5, block_numel=512,
+            flops=1e10,
+        )  # fmt: skip
+
+    assumed = make_plan(inputs_of((558, 1, 170, 1362, 156, 1185)))
+    measured = inputs_of((98, 0, 3, 768, 82, 476))
+    stays = plan_above(assumed.plan, measured, AutoPlacement())
+    assert stays.plan.shards == plan_within(assumed.plan, measured, AutoPlacement()).plan.shards
+
+
 def test_what_was_left_to_activations_that_never_came_is_filled():
     given_inputs = small_inputs(has_host_tier=False)
     budget = model_bytes(given_inputs) * 3 // 2
