@@ -334,14 +334,19 @@ def test_a_forked_child_of_a_rank_is_refused_and_the_ranks_go_on():
 # -- collectives of the user's own -----------------------------------------------------------
 
 
+def logged_here():
+    """Errors that this process says from now on."""
+    logged, handler = [], logging.Handler(logging.ERROR)
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("gemini").addHandler(handler)
+    return logged
+
+
 def reads_while_others_wait(rank, deadline_seconds, goes_on):
     """Rank 0 reads a parameter, and the others wait for it in torch's own barrier."""
     communicator.DEADLINE_SECONDS = deadline_seconds
     model = GeminiDDP(Layers(), precision="fp32", min_chunk_size_m=1 / 2**20, search_range_m=0)
-    logged = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("gemini").addHandler(handler)
+    logged = logged_here()
     if rank == 0:
         with pytest.raises(SequenceError) if goes_on else nullcontext():
             model.module.layers[2].weight.data.norm()
@@ -377,27 +382,29 @@ def test_a_rank_that_comes_to_the_barrier_after_its_error_is_waited_for():
     assert first == [] and len(second) == 1 and second[0].startswith(told_of(1))
 
 
-def reads_while_two_others_talk(rank, looks):
+def reads_while_two_others_talk(rank, looked):
     """Rank 1 waits for rank 2, which comes late; both come to the read then."""
-    model = wrapped(Layers())
+    communicator.DEADLINE_SECONDS = DEADLINE_SECONDS
+    look, looks = UserCalls.look, []
+
+    def counted(self, before):
+        if self.meeting.waiting() is not None:
+            looks.append(before)
+            if rank == 1 and len(looks) > 4:
+                looked.touch()
+        return look(self, before)
+
+    UserCalls.look = counted  # of this process
+    model, logged = wrapped(Layers()), logged_here()
     value = torch.zeros(1)
     if rank == 1:
         dist.recv(value, src=2)
     if rank == 2:
-        until(lambda: looks.count("rank 1") > 4)
+        until(looked.exists)
         dist.send(value, dst=1)
-    return model.module.layers[2].weight.data.norm().item()
+    return model.module.layers[2].weight.data.norm().item(), *logged
 
 
-@pytest.mark.one_process("looks are counted in this process")
-def test_a_rank_that_waits_for_a_third_one_is_late_and_not_lost(monkeypatch):
-    looks, look = [], UserCalls.look
-
-    def counted(self, before):
-        if self.meeting.waiting() is not None:
-            looks.append(f"rank {self.rank}")
-        return look(self, before)
-
-    monkeypatch.setattr(UserCalls, "look", counted)
-    monkeypatch.setattr(communicator, "DEADLINE_SECONDS", DEADLINE_SECONDS)
-    assert len(set(run_ranks(reads_while_two_others_talk, 3, looks))) == 1
+def test_a_rank_that_waits_for_a_third_one_is_late_and_not_lost(tmp_path):
+    found = run_ranks(reads_while_two_others_talk, 3, tmp_path / "looked", processes=True)
+    assert len(set(found)) == 1 and len(found[0]) == 1
