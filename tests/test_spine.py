@@ -63,8 +63,8 @@ ROOT = Path(__file__).parents[1]
 # Copies to another dtype wake no team of threads either, and a load zeroes what it leaves unset
 # (110 tokens in 7 lines, of which the five lines run 1).
 # The plan in use, with what carries it out, is one word that wings take: 24 lines of the five less.
-# Whether a graph is open, ranks meet first or a layer is visited has one writer each: 20 lines of
-# the five, 86 tokens, that are verbs where others assigned. Homes that cannot rise stay (5 lines).
+# Verbs of their owners change whether a graph is open, whether ranks meet first and whether a layer
+# is visited (20 lines of the five, 86 tokens). Homes that cannot rise stay (5 lines).
 BARS = {
     "block": (90, 75),
     "block, step": (34, 25),

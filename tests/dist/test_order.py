@@ -388,10 +388,10 @@ def reads_while_two_others_talk(rank, looked):
     look, looks = UserCalls.look, []
 
     def counted(self, before):
-        if self.meeting.waiting() is not None:
+        if rank == 1 and self.meeting.waiting() is not None:
             looks.append(before)
-            if rank == 1 and len(looks) > 4:
-                looked.touch()
+        if len(looks) > 4:
+            looked.touch()
         return look(self, before)
 
     UserCalls.look = counted  # of this process

@@ -201,7 +201,7 @@ def test_no_file_stays_open_and_no_lane_is_made_twice(engine, disk, file):
     file.close()
     new = os.open(path.parent / "other", os.O_RDWR | os.O_CREAT)
     if new != number:  # a lower one was free: tests before this one had closed it
-        os.dup2(new, number)
+        os.dup2(new, number, inheritable=False)
         os.close(new)
     other = OpenFile(path.parent / "other", number, False)
     disk.under_way[0].end(NBYTES)

@@ -56,7 +56,7 @@ class Attempt:
         """
         if self._comm.world_size > 1:
             return "other ranks are in the same one, and may have memory for it"
-        if self._passes.graph_is_open:  # this one is dropped
+        if self._passes.graph_is_open:  # as this forward began: its own was dropped as it failed
             return "an earlier one waits for its backward"
         if self._buffers.have_changed:
             return "it has changed buffers of the module already"

@@ -273,8 +273,8 @@ class MovingHomes:
             self._promote(*higher)
 
     def _may_move(self) -> bool:
-        waits = self._passes.graph_is_open or self._weights.target is None
-        return not waits and self._is_whole()
+        must_stay = self._passes.graph_is_open or self._weights.target is None
+        return not must_stay and self._is_whole()
 
     def _is_whole(self) -> bool:
         """Whether no memory is given away for a while; see `optim.state.parking`."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -134,9 +134,7 @@ def drawn_programs(max_examples, homes, most=9, **options):
     def drawn(test):
         programs = st.lists(iterations, min_size=2, max_size=most)
         drawing = given(drawn=programs, home=st.sampled_from(sorted(homes)), **options)
-        return settings(max_examples=max_examples, suppress_health_check=[HealthCheck.too_slow])(
-            drawing(test)
-        )
+        return settings(max_examples=max_examples)(drawing(test))
 
     return drawn
 
